@@ -1,0 +1,142 @@
+"""The TensorDict that leaves a collector: one row a conversation, ragged fields as values and offsets.
+
+Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
+
+    text.prompt, text.response, query            str
+    history                                      History (B, messages), built when first asked for
+    tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
+    masks.all_attention_mask                     bool, ragged over full, all True
+    masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
+    log_probs.response, log_probs.full           float32, ragged: the sampler's, 0 where not sampled
+    policy_version                               int64 (B,): the oldest the row was sampled under
+                                                 (str per row where versions are uuids)
+    policy_version_max                           the newest, likewise
+    group_id, sample                             int64 (B,)
+    valid                                        bool (B,)
+    finish_reason                                str
+    next.reward                                  float32 (B, 1)
+    next.reward_parts.<name>                     float32 (B, 1); NaN where a row has no such part
+    next.accuracy_strict, next.accuracy_lenient  float32 (B, 1); NaN where the task has no measure
+    next.done, next.terminated, next.truncated   bool (B, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+from rlpost.data.conversation import Conversation, PolicyVersionLabel
+
+
+def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Jagged nested tensor (B, *) of 1-D `rows`; B must be at least 1."""
+    lengths = torch.tensor([row.numel() for row in rows])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), offsets)
+
+
+def strings(values: Sequence[Any]) -> NonTensorStack:
+    """One Python value a row, as TensorDict stores it."""
+    return NonTensorStack(*values)
+
+
+def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
+    """The batch described at the top of this module, of batch size (B,)."""
+    size = len(conversations)
+    prompts = [torch.tensor(c.prompt_ids, dtype=torch.int64) for c in conversations]
+    responses = [torch.tensor(c.response_ids, dtype=torch.int64) for c in conversations]
+    response_log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
+    full = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    sampled = [torch.tensor([0] * len(c.prompt_ids) + c.mask, dtype=torch.bool) for c in conversations]
+    full_log_probs = [
+        torch.cat([torch.zeros(len(p)), lp]) for p, lp in zip(prompts, response_log_probs, strict=True)
+    ]
+
+    def column(values: Sequence[float | bool | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype).unsqueeze(-1)
+
+    part_names = sorted({name for c in conversations for name in c.reward_parts})
+    return TensorDict(
+        {
+            "query": strings([c.query for c in conversations]),
+            "text": {
+                "prompt": strings([c.prompt_text for c in conversations]),
+                "response": strings([c.response_text for c in conversations]),
+            },
+            "tokens": {"prompt": ragged(prompts), "response": ragged(responses), "full": ragged(full)},
+            "masks": {
+                "all_attention_mask": ragged([torch.ones_like(row, dtype=torch.bool) for row in full]),
+                "all_assistant_mask": ragged(sampled),
+            },
+            "log_probs": {"response": ragged(response_log_probs), "full": ragged(full_log_probs)},
+            "policy_version": _versions([c.policy_versions[:1] for c in conversations]),
+            "policy_version_max": _versions([c.policy_versions[-1:] for c in conversations]),
+            "group_id": torch.tensor([c.group_id for c in conversations]),
+            "sample": torch.tensor([c.sample for c in conversations]),
+            "valid": torch.tensor([c.valid for c in conversations]),
+            "finish_reason": strings([c.finish_reason for c in conversations]),
+            "next": {
+                "reward": column([c.reward for c in conversations]),
+                "reward_parts": {
+                    name: column([c.reward_parts.get(name) for c in conversations]) for name in part_names
+                },
+                "accuracy_strict": column([c.accuracy_strict for c in conversations]),
+                "accuracy_lenient": column([c.accuracy_lenient for c in conversations]),
+                "done": column([c.done for c in conversations], torch.bool),
+                "terminated": column([c.terminated for c in conversations], torch.bool),
+                "truncated": column([c.truncated for c in conversations], torch.bool),
+            },
+        },
+        batch_size=[size],
+    )
+
+
+def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | NonTensorStack:
+    """Integer versions as a tensor, uuids as strings; -1 where the model has not spoken yet."""
+    flat = [label[0] if label else -1 for label in labels]
+    return torch.tensor(flat) if all(isinstance(v, int) for v in flat) else strings([str(v) for v in flat])
+
+
+def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
+    """The rows at `indices`, in that order; ragged fields included."""
+    def pick(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                rows = value.unbind()
+                return ragged([rows[i] for i in indices])
+            return value[list(indices)]
+        if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
+            return TensorDict({k: pick(v) for k, v in value.items()}, batch_size=[len(indices)])
+        return strings([_row(value, i) for i in indices])
+
+    return pick(batch)
+
+
+def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
+    """All rows of `batches`, one after the other; a reward part that a batch lacks is NaN there."""
+    size = sum(b.batch_size[0] for b in batches)
+
+    def join(parts: list[Any], sizes: list[int]) -> Any:
+        first = next(p for p in parts if p is not None)
+        if isinstance(first, torch.Tensor):
+            if first.is_nested:
+                return ragged([row for p in parts for row in p.unbind()])
+            return torch.cat([
+                p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
+                for p, n in zip(parts, sizes, strict=True)
+            ])
+        if isinstance(first, TensorDictBase) and not isinstance(first, NonTensorStack):
+            names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())
+            joined = {k: join([None if p is None else p.get(k, None) for p in parts], sizes) for k in names}
+            return TensorDict(joined, batch_size=[size])
+        return strings([_row(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])
+
+    return join(list(batches), [b.batch_size[0] for b in batches])
+
+
+def _row(value: Any, index: int) -> Any:
+    item = value[index]
+    return getattr(item, "data", item)

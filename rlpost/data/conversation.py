@@ -1,0 +1,104 @@
+"""A conversation while it is under way: plain Python, one object a trajectory.
+
+Building and stacking a TensorDict for every turn costs more than the turn; `rlpost.data.batch`
+turns a list of conversations into one TensorDict when a batch is delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+PolicyVersionLabel = int | str
+
+
+@dataclass(slots=True)
+class Completion:
+    """What a policy returns for one prompt.
+
+    `token_ids` are exactly the sampled ids, the end-of-turn token included where one was sampled;
+    `log_probs` are log π of the sampler for each of them, at the sampling temperature; `text` is
+    decoded from the ids without special tokens; `finish_reason` is "stop" or "length".
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str
+    finish_reason: str
+    policy_version: PolicyVersionLabel
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One trajectory: its messages and, as ids, exactly what the model read and sampled.
+
+    `group_id` numbers the draw of the prompt within the run and `sample` the completion within its
+    group, so (run seed, group_id, sample) names the randomness of this conversation.
+    `response_ids` is everything after the first prompt; `mask` is 1 on ids the model sampled (the
+    end-of-turn token included) and 0 on the environment's; `log_probs` is 0.0 where the mask is 0.
+    """
+
+    task: Mapping[str, Any]
+    messages: list[Message]
+    group_id: int = 0
+    sample: int = 0
+    max_completion_tokens: int = 0
+    max_prompt_tokens: int | None = None
+
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    policy_versions: list[PolicyVersionLabel] = field(default_factory=list)  # one a model turn
+    prompt_text: str = ""  # the rendered first prompt
+    response_text: str = ""  # text of the model's last turn
+    finish_reason: str = ""
+
+    reward: float | None = None  # None until the environment has scored the reply
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    accuracy_strict: float | None = None  # None where the task has no 0/1 measure
+    accuracy_lenient: float | None = None
+    valid: bool = True  # False: the reward failed; the group is complete, its baseline excludes this one
+    error: str | None = None
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the environment expects no further reply."""
+        return self.terminated or self.truncated
+
+    @property
+    def turns(self) -> int:
+        """Replies the model has given so far."""
+        return len(self.policy_versions)
+
+    @property
+    def query(self) -> str:
+        """The task as the user's message states it."""
+        return next((m["content"] for m in self.messages if m["role"] == "user"), "")
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append the model's turn, ids first, and its text as an assistant message."""
+        self.response_ids.extend(completion.token_ids)
+        self.mask.extend([1] * len(completion.token_ids))
+        self.log_probs.extend(completion.log_probs)
+        self.policy_versions.append(completion.policy_version)
+        self.response_text = completion.text
+        self.finish_reason = completion.finish_reason
+        self.messages.append({"role": "assistant", "content": completion.text})
+
+    def copy(self) -> Conversation:
+        """A snapshot that later turns of this conversation do not change."""
+        return replace(
+            self,
+            messages=list(self.messages),
+            prompt_ids=list(self.prompt_ids),
+            response_ids=list(self.response_ids),
+            mask=list(self.mask),
+            log_probs=list(self.log_probs),
+            policy_versions=list(self.policy_versions),
+            reward_parts=dict(self.reward_parts),
+        )

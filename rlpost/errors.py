@@ -1,0 +1,69 @@
+"""Every error rlpost raises on purpose.
+
+RlpostError                     the base the command line catches
+├── ConfigError(ValueError)     exit 2  visible in the command or the configuration
+├── DataError(ValueError)       exit 3  found in a dataset, a file or a row
+├── MissingExtraError(ImportError)  exit 3  an optional dependency is not installed
+├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
+├── RewardError                 exit 3  a reward raised, hung or returned what is no number
+├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
+└── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
+
+Anything else that reaches the terminal is a bug and keeps its traceback.
+A message says what is wrong, where, and the one thing to do.
+"""
+
+from __future__ import annotations
+
+
+class RlpostError(Exception):
+    """Base of every deliberate error; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(RlpostError, ValueError):
+    """A setting, option or combination that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(RlpostError, ValueError):
+    """A dataset, file or row that cannot be used; the message names file, row and field."""
+
+    exit_code = 3
+
+
+class MissingExtraError(RlpostError, ImportError):
+    """An optional dependency that this command needs and that is not installed."""
+
+    exit_code = 3
+
+    @classmethod
+    def of(cls, package: str, extra: str, needed_for: str) -> MissingExtraError:
+        """The error for a missing `package`, with the command that installs it."""
+        return cls(f"{needed_for} needs {package}, which is not installed: pip install 'rlpost[{extra}]'")
+
+
+class CheckpointError(RlpostError, RuntimeError):
+    """A run folder or checkpoint that cannot be read or written."""
+
+    exit_code = 3
+
+
+class RewardError(RlpostError):
+    """A reward function that raised, hung or returned something that is no finite number."""
+
+    exit_code = 3
+
+
+class DivergedError(RlpostError):
+    """Training stopped by a guard: going on would only have destroyed the weights."""
+
+    exit_code = 4
+
+
+class PolicyError(RlpostError, RuntimeError):
+    """The sampling engine failed, or a weight push did not wholly succeed."""
+
+    exit_code = 5

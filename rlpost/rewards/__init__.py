@@ -1,0 +1,1 @@
+"""Rewards: pure functions (reply, task) -> Score, free of torch and tokenizers."""

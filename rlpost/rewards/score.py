@@ -1,0 +1,22 @@
+"""What a reward function returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Score:
+    """What an environment thinks of a finished reply.
+
+    `reward` is the sum that is trained on and `parts` its named terms; `accuracy_strict` and
+    `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
+    has none. A reward that failed is `valid=False` with its `error`: never a 0.
+    """
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    accuracy_strict: float | None = None
+    accuracy_lenient: float | None = None
+    valid: bool = True
+    error: str | None = None

@@ -1,0 +1,99 @@
+"""Everything one command can say: the root of each composed configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlpost.errors import ConfigError
+from rlpost.settings.checks import MISSING, at_least
+from rlpost.settings.env import EnvSettings
+from rlpost.settings.learning import AdvantageSettings, LossSettings, OptimSettings
+from rlpost.settings.model import ModelSettings
+from rlpost.settings.policy import PolicySettings, SamplingSettings
+
+
+@dataclass
+class CheckpointSettings:
+    """When training is saved; the last step always is."""
+
+    every: int = 30  # steps; 0: the last step only
+    keep_last: int = 2
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+
+
+@dataclass
+class EvalDuringTrainingSettings:
+    """Greedy evaluation on held-out prompts: before the first step, after the last, and between."""
+
+    enabled: bool = True
+    every: int = 0  # steps; 0: before and after only
+    limit: int | None = None  # prompts; None: env.eval_limit
+
+    def __post_init__(self) -> None:
+        at_least("eval.every", self.every, 0)
+        at_least("eval.limit", self.limit, 1)
+
+
+@dataclass
+class GRPOSettings:
+    """`rlpost train grpo`."""
+
+    model: ModelSettings = MISSING
+    env: EnvSettings = MISSING
+    policy: PolicySettings = MISSING
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
+    loss: LossSettings = MISSING
+    optim: OptimSettings = MISSING
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)
+
+    steps: int = 60
+    seed: int = 0
+    prompts_per_step: int = 8
+    group_size: int = 8  # completions a prompt, G in the paper
+    minibatch_size: int | None = None  # completions an optimizer step; None: all of a step's
+    passes: int = 1  # times each step's completions are trained on
+    tokens_per_microbatch: int = 4096  # tokens of one forward and backward, padding-free
+    max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("steps", self.steps, 1)
+        at_least("seed", self.seed, 0)
+        at_least("prompts_per_step", self.prompts_per_step, 1)
+        at_least("passes", self.passes, 1)
+        at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)
+        at_least("max_policy_lag", self.max_policy_lag, 0)
+        if self.group_size < 2:
+            raise ConfigError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
+            )
+        at_least("minibatch_size", self.minibatch_size, 1)
+        completions = self.prompts_per_step * self.group_size
+        if self.minibatch_size is not None and (
+            self.minibatch_size % self.group_size or completions % self.minibatch_size
+        ):
+            raise ConfigError(
+                f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
+                f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
+            )
+        if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 samples each group G times alike: training needs it above 0")
+
+
+@dataclass
+class EvalSettings:
+    """`rlpost eval`."""
+
+    model: ModelSettings = MISSING
+    env: EnvSettings = MISSING
+    policy: PolicySettings = MISSING
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.0))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)

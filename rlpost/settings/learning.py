@@ -1,0 +1,66 @@
+"""How rewards become a gradient, and a gradient an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlpost.settings.checks import above, at_least, between
+
+
+@dataclass
+class AdvantageSettings:
+    """The group-relative advantage of GRPO.
+
+    `shuffle_rewards` permutes the rewards within each group before the advantage is taken. It is
+    the control experiment: whatever accuracy still rises with it was not learned from the reward.
+    """
+
+    normalise_std: bool = True  # divide by the group's standard deviation (GRPO); false: Dr. GRPO
+    shuffle_rewards: bool = False
+
+
+@dataclass
+class LossSettings:
+    """The clipped policy-gradient loss of GRPO with an optional KL penalty to the starting model."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0  # 0 loads no reference model
+
+    def __post_init__(self) -> None:
+        above("loss.clip_low", self.clip_low, 0.0)
+        between("loss.clip_low", self.clip_low, 0.0, 0.999)
+        above("loss.clip_high", self.clip_high, 0.0)
+        at_least("loss.kl_coef", self.kl_coef, 0.0)
+
+
+class Schedule(Enum):
+    """How the learning rate goes on after its warm-up; linear and cosine end at 0."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class OptimSettings:
+    """AdamW, its schedule and gradient clipping."""
+
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    schedule: Schedule = Schedule.constant
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        above("optim.lr", self.lr, 0.0)
+        at_least("optim.weight_decay", self.weight_decay, 0.0)
+        between("optim.beta1", self.beta1, 0.0, 0.9999)
+        between("optim.beta2", self.beta2, 0.0, 0.99999)
+        above("optim.eps", self.eps, 0.0)
+        at_least("optim.warmup_steps", self.warmup_steps, 0)
+        above("optim.max_grad_norm", self.max_grad_norm, 0.0)

@@ -1,0 +1,39 @@
+"""What is trained, and in which numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlpost.settings.checks import MISSING
+
+
+class DType(Enum):
+    """Floating-point format of weights or of computation."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Autocast(Enum):
+    """Format in which the trainer's matrix products run; `none` keeps that of the weights."""
+
+    none = "none"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class ModelSettings:
+    """A model and how the trainer holds it.
+
+    `path` is a hub id (`Qwen/Qwen2.5-0.5B-Instruct`), a local HF folder, a run folder or checkpoint
+    of rlpost, or one of the two names `builtin:tiny` (random weights, built on the spot) and
+    `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub).
+    """
+
+    path: str = MISSING
+    revision: str | None = None  # branch, tag or commit of a hub id
+    dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
+    autocast: Autocast = Autocast.bfloat16
+    device: str = "auto"  # auto: cuda where there is one, else cpu
