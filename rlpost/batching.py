@@ -1,0 +1,262 @@
+"""Microbatches: the tokens of several completions in one row, each group's prompt only once.
+
+    [prompt 1 | completion 1a | completion 1b | ... | prompt 2 | completion 2a | ...]
+
+Nothing is padded. `shared_prompt_attention` keeps the sequences apart: a completion sees its own
+group's prompt and itself. Linear layers, which are nearly all the work, run over exactly the tokens
+there are; only inside attention are a group's completions padded to its longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch.nn.functional import scaled_dot_product_attention
+
+ATTENTION_NAME = "rlpost_shared_prompt"
+
+
+@dataclass(slots=True)
+class Row:
+    """One completion as training reads it; all tensors 1-D, `response` and the rest of one length."""
+
+    prompt: torch.Tensor
+    response: torch.Tensor
+    sampled: torch.Tensor  # bool: the ids the model sampled, and is trained on
+    sampler_log_probs: torch.Tensor
+    advantage: float
+    old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
+    ref_log_probs: torch.Tensor | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled ids in this row."""
+        return int(self.sampled.sum())
+
+
+def rows_of(batch: TensorDictBase) -> list[Row]:
+    """The rows of a batch that carries `advantage` (B,), as `rlpost.data.batch` lays it out."""
+    prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
+    assistant = batch["masks", "all_assistant_mask"].unbind()
+    log_probs = batch["log_probs", "response"].unbind()
+    advantages = batch["advantage"].tolist()
+    return [
+        Row(prompt, response, mask[prompt.numel() :], lp, advantage)
+        for prompt, response, mask, lp, advantage in zip(
+            prompts, responses, assistant, log_probs, advantages, strict=True
+        )
+    ]
+
+
+@dataclass(slots=True)
+class PromptGroup:
+    """One prompt and its completions, which follow it in the packed row, as attention reads them."""
+
+    prompt_length: int
+    lengths: list[int]  # of the completions
+    places: torch.Tensor  # (sum of lengths,) place of each completion token in the padded (G * T) block
+
+    @classmethod
+    def of(cls, prompt_length: int, lengths: list[int], device: torch.device) -> PromptGroup:
+        """A group with its index tensor on `device`."""
+        longest = max(lengths)
+        places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
+        return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device))
+
+    def pad(self, states: torch.Tensor) -> torch.Tensor:
+        """(sum of lengths, H, D) -> (G, H, T, D), right-padded with zeros."""
+        size, longest = len(self.lengths), max(self.lengths)
+        padded: torch.Tensor = _Scatter.apply(states, self.places, size * longest)  # type: ignore[assignment]
+        return padded.unflatten(0, (size, longest)).transpose(1, 2)
+
+    def unpad(self, states: torch.Tensor) -> torch.Tensor:
+        """(G, H, T, D) -> (sum of lengths, H, D)."""
+        return _Gather.apply(states.transpose(1, 2).flatten(0, 1), self.places)  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """What one forward and backward reads. N packed tokens, M trained tokens."""
+
+    input_ids: torch.Tensor  # (1, N)
+    position_ids: torch.Tensor  # (1, N)
+    groups: list[PromptGroup]
+    source: torch.Tensor  # (M,) packed position whose logits predict the trained token
+    target: torch.Tensor  # (M,) the trained token's id
+    advantage: torch.Tensor  # (M,) of its completion
+    sampler_log_probs: torch.Tensor  # (M,)
+    rows: list[Row] = field(default_factory=list)  # whose trained tokens these are, in order
+    old_log_probs: torch.Tensor | None = None  # (M,)
+    ref_log_probs: torch.Tensor | None = None  # (M,)
+
+    @property
+    def num_packed(self) -> int:
+        """N, the tokens the model reads."""
+        return self.input_ids.shape[1]
+
+
+def pack(rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device) -> Iterator[Microbatch]:
+    """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
+
+    Neighbouring rows with the same prompt share it; a group too large is split and its prompt read
+    again. A single completion above the budget is a microbatch of its own.
+    """
+    pending: list[list[Row]] = []  # groups of rows with one prompt
+    used = 0
+    for row in rows:
+        joins = bool(pending) and torch.equal(pending[-1][0].prompt, row.prompt)
+        cost = row.response.numel() + (0 if joins else row.prompt.numel())
+        if pending and used + cost > tokens_per_microbatch:
+            yield _pack_groups(pending, device)
+            pending, used, joins = [], 0, False
+            cost = row.response.numel() + row.prompt.numel()
+        if joins:
+            pending[-1].append(row)
+        else:
+            pending.append([row])
+        used += cost
+    if pending:
+        yield _pack_groups(pending, device)
+
+
+def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Microbatch:
+    ids: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    layout: list[PromptGroup] = []
+    start = 0
+    for group in groups:
+        prompt = group[0].prompt
+        length = prompt.numel()
+        ids.append(prompt)
+        positions.append(torch.arange(length))
+        completion_start = start + length
+        for row in group:
+            size = row.response.numel()
+            ids.append(row.response)
+            positions.append(torch.arange(length, length + size))
+            # the first token is predicted by the prompt's last, every other by the one before it
+            source = torch.arange(completion_start - 1, completion_start + size - 1)
+            source[:1] = start + length - 1
+            sources.append(source[row.sampled])
+            completion_start += size
+        layout.append(PromptGroup.of(length, [row.response.numel() for row in group], device))
+        start = completion_start
+    rows = [row for group in groups for row in group]
+
+    def trained(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([v[row.sampled] for v, row in zip(values, rows, strict=True)]).to(device)
+
+    def optional(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [v for v in values if v is not None]
+        return trained(present) if len(present) == len(rows) else None
+
+    return Microbatch(
+        input_ids=torch.cat(ids).unsqueeze(0).to(device),
+        position_ids=torch.cat(positions).unsqueeze(0).to(device),
+        groups=layout,
+        source=torch.cat(sources).to(device),
+        target=trained([row.response for row in rows]),
+        advantage=trained([torch.full((row.response.numel(),), row.advantage) for row in rows]),
+        sampler_log_probs=trained([row.sampler_log_probs for row in rows]),
+        rows=rows,
+        old_log_probs=optional([row.old_log_probs for row in rows]),
+        ref_log_probs=optional([row.ref_log_probs for row in rows]),
+    )
+
+
+def shared_prompt_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (1, H, N, D)
+    key: torch.Tensor,  # (1, H_kv, N, D)
+    value: torch.Tensor,  # (1, H_kv, N, D)
+    attention_mask: torch.Tensor | None,
+    *,
+    prompt_groups: list[PromptGroup],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over a packed row, in the form transformers' attention interface calls.
+
+    Each group's prompt keys and values are computed once, with gradient, and expanded over its
+    completions. Returns (1, N, H, D). Raises NotImplementedError for attention features that would
+    change the result and that this function does not have.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if other.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} uses {name}, which packed training does not support")
+    repeat = query.shape[1] // key.shape[1]
+    sizes = [size for group in prompt_groups for size in (group.prompt_length, sum(group.lengths))]
+    # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
+    queries, keys, values = (
+        states[0].transpose(0, 1).split(sizes) for states in (query, _repeat(key, repeat), _repeat(value, repeat))
+    )
+    outputs = []
+    for index, group in enumerate(prompt_groups):
+        at_prompt, at_completions = 2 * index, 2 * index + 1
+        causal = _prompt_mask(group.prompt_length, sliding_window, query.device)
+        prompt = [states[at_prompt].transpose(0, 1)[None] for states in (queries, keys, values)]  # (1, H, P, D)
+        attended = scaled_dot_product_attention(*prompt, causal, dropout, is_causal=causal is None, scale=scaling)
+        outputs.append(attended[0].transpose(0, 1))
+        block = [group.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
+        size = len(group.lengths)
+        key_block = torch.cat([prompt[1].expand(size, -1, -1, -1), block[1]], 2)
+        value_block = torch.cat([prompt[2].expand(size, -1, -1, -1), block[2]], 2)
+        # pads follow their row's tokens, so a causal mask alone hides them
+        mask = _causal_mask(max(group.lengths), group.prompt_length, sliding_window, query.device)
+        attended = scaled_dot_product_attention(block[0], key_block, value_block, mask, dropout, scale=scaling)
+        outputs.append(group.unpad(attended))
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _repeat(states: torch.Tensor, times: int) -> torch.Tensor:
+    """(1, H_kv, N, D) -> (1, H, N, D): each key head serves `times` query heads."""
+    return states if times == 1 else states.repeat_interleave(times, 1)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor at distinct places; the gradient is a copy back, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.places, ctx.shape = places, rows.shape
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.places, grad), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows put at distinct places of a tensor of `size` rows, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.places = places
+        return rows.new_zeros((size, *rows.shape[1:])).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.index_select(0, ctx.places), None, None
+
+
+def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(length, offset + length) bool: query t stands at position offset + t."""
+    distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(
+        offset + length, device=device
+    )
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def _prompt_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """None where plain causal attention is the same thing, and faster."""
+    if window is None or length <= window:
+        return None
+    return _causal_mask(length, 0, window, device)

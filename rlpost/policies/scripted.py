@@ -1,0 +1,34 @@
+"""Canned replies: the one fake policy that users and tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlpost.data.conversation import Completion
+from rlpost.policies.base import Policy, Request
+from rlpost.settings import SamplingSettings
+
+
+class ScriptedPolicy(Policy):
+    """Gives `replies` in turn: the i-th request of a call gets reply i modulo their number.
+
+    Its ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows
+    is cut, as a model's would be. Every id is certain, so each log-prob is 0.
+    """
+
+    def __init__(self, replies: Sequence[str], tokenizer: Any, *, sampling: SamplingSettings, seed: int = 0) -> None:
+        super().__init__(sampling=sampling, seed=seed)
+        self.replies = list(replies)
+        self.tokenizer = tokenizer
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """See `Policy.generate`."""
+        return [self._complete(self.replies[i % len(self.replies)], r.max_tokens) for i, r in enumerate(requests)]
+
+    def _complete(self, reply: str, max_tokens: int) -> Completion:
+        ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        reason = "stop" if len(ids) <= max_tokens else "length"
+        ids = ids[:max_tokens]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Completion(ids, [0.0] * len(ids), text, reason, self.version)

@@ -1,0 +1,158 @@
+"""Sampling with transformers, from the very weights that are trained.
+
+The loop is our own rather than `model.generate`, so that a completion depends on its request's seed
+alone, and log-probs and masks are those of exactly the sampled ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from rlpost.data.conversation import Completion
+from rlpost.policies.base import Policy, Request
+from rlpost.settings import Autocast, SamplingSettings
+
+
+class TransformersWrapper(Policy):
+    """A policy sampled with transformers.
+
+    `model` is shared with the trainer, so there is no second copy and a weight push only raises the
+    version. At most `max_num_seqs` completions are under way at once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings,
+        max_num_seqs: int = 64,
+        autocast: Autocast = Autocast.none,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(sampling=sampling, seed=seed)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_num_seqs = max_num_seqs
+        self.autocast = autocast
+        self._stop_ids = torch.tensor(sorted(stop_ids(model, tokenizer)), device=model.device)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """See `Policy.generate`."""
+        completions: list[Completion] = []
+        for start in range(0, len(requests), self.max_num_seqs):
+            with torch.no_grad(), self._autocast():  # one context, so each weight is cast once
+                completions += self._generate_together(requests[start : start + self.max_num_seqs], sampling)
+        return completions
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is Autocast.none:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, getattr(torch, self.autocast.value))
+
+    def _generate_together(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        device = self.model.device
+        limits = torch.tensor([request.max_tokens for request in requests], device=device)
+        uniforms = _uniforms(requests).to(device)  # (B, T)
+        ids: list[list[int]] = [[] for _ in requests]
+        log_probs: list[list[float]] = [[] for _ in requests]
+        stopped = [False] * len(requests)
+
+        alive = torch.arange(len(requests), device=device)  # which request each row of the batch is
+        tokens, attention_mask = _left_padded([request.prompt_ids for request in requests], device)
+        cache = DynamicCache()
+        for step in range(int(limits.max())):
+            positions = (attention_mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
+            logits = self.model(
+                input_ids=tokens,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            chosen, chosen_log_probs = draw(logits.float(), sampling, uniforms[alive, step])
+            stop = torch.isin(chosen, self._stop_ids)
+            for row, token, log_prob, ended in zip(
+                alive.tolist(), chosen.tolist(), chosen_log_probs.tolist(), stop.tolist(), strict=True
+            ):
+                ids[row].append(token)
+                log_probs[row].append(log_prob)
+                stopped[row] = ended
+            going = ~stop & (step + 1 < limits[alive])
+            if not going.any():
+                break
+            if not going.all():
+                cache.batch_select_indices(going.nonzero().squeeze(-1))
+                alive, attention_mask, chosen = alive[going], attention_mask[going], chosen[going]
+            tokens = chosen[:, None]
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(alive), 1)], -1)
+        return [
+            Completion(
+                token_ids=ids[row],
+                log_probs=log_probs[row],
+                text=self.tokenizer.decode(ids[row], skip_special_tokens=True),
+                finish_reason="stop" if stopped[row] else "length",
+                policy_version=self.version,
+            )
+            for row in range(len(requests))
+        ]
+
+
+def draw(
+    logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row and its log-prob under the distribution it was drawn from.
+
+    `logits` (B, V) float32, `uniforms` (B,) in [0, 1): the inverse of the cumulative distribution at
+    that point. Temperature 0 takes the likeliest token; its log-prob is then that at temperature 1.
+    """
+    if sampling.temperature == 0:
+        log_probs = logits.log_softmax(-1)
+        chosen = logits.argmax(-1)
+    else:
+        log_probs = _nucleus(logits / sampling.temperature, sampling.top_p).log_softmax(-1)
+        cumulative = log_probs.double().exp().cumsum(-1)
+        target = uniforms.double()[:, None] * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    return chosen, log_probs.gather(-1, chosen[:, None]).squeeze(-1)
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`logits` with everything outside the smallest set of probability `top_p` at -inf."""
+    if top_p >= 1:
+        return logits
+    ordered, order = logits.sort(-1, descending=True)
+    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+    outside = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+    return logits.masked_fill(outside, float("-inf"))
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Ids that end a completion: the tokenizer's end-of-turn and those of the generation config."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
+
+
+def _uniforms(requests: Sequence[Request]) -> torch.Tensor:
+    """(B, T) numbers in [0, 1), row by row from each request's own seed."""
+    longest = max(request.max_tokens for request in requests)
+    generator = torch.Generator()
+    return torch.stack([torch.rand(longest, generator=generator.manual_seed(r.seed)) for r in requests])
+
+
+def _left_padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, both (B, T) with the prompts at the right."""
+    longest = max(len(ids) for ids in prompts)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, ids in enumerate(prompts):
+        tokens[row, longest - len(ids) :] = torch.tensor(ids)
+        mask[row, longest - len(ids) :] = 1
+    return tokens.to(device), mask.to(device)
