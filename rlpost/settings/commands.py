@@ -9,7 +9,7 @@ from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.learning import AdvantageSettings, LossSettings, OptimSettings
 from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, SamplingSettings
+from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
 
 
 @dataclass
@@ -80,6 +80,10 @@ class GRPOSettings:
             raise ConfigError(
                 f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
+            )
+        if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
+            raise ConfigError(
+                "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
             )
         if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 samples each group G times alike: training needs it above 0")

@@ -1,0 +1,90 @@
+"""`rlpost`: the verbs, and the one place where an error becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from rlpost import __version__
+from rlpost.cli import config, env, info, train
+from rlpost.cli import eval as eval_verb
+from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
+from rlpost.cli.usage import Verbs, explain_usage
+from rlpost.errors import RlpostError
+
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Begin with: rlpost train grpo",
+)
+app.add_typer(train.app, name="train")
+app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.")(eval_verb.evaluate)
+app.add_typer(config.app, name="config")
+app.add_typer(env.app, name="env")
+app.command("info")(info.info)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"rlpost {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def rlpost(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Post-train language models with reinforcement learning."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code.
+
+    Only deliberate errors are turned into messages: everything else is a bug and keeps its traceback.
+    """
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("rlpost", list(arguments), obj=list(arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as done:
+        return done.exit_code
+    except typer.TyperException as error:
+        return _report_usage(error)
+    except RlpostError as error:
+        print_error(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not stdout_is_closed():  # some other pipe broke, a worker's for one: that is no reader leaving
+            raise
+        discard_stdout()
+        return OUTPUT_CLOSED
+    return 0
+
+
+def main() -> NoReturn:
+    """The `rlpost` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _report_usage(error: typer.TyperException) -> int:
+    message = explain_usage(error)
+    if "\n" in message:  # the help that a group without a verb prints
+        print(message, file=sys.stderr)
+    else:
+        print_error(message)
+    return error.exit_code

@@ -1,0 +1,94 @@
+"""Which folder a run writes to, and whether it may."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from rlpost.config.nearest import did_you_mean, nearest
+from rlpost.config.paths import is_checkpoint_folder, is_run_folder
+from rlpost.errors import ConfigError
+
+RUNS = Path("runs")
+RESUME_WORDS = ("auto", "latest")
+NAMELESS = re.compile(r"model|checkpoints|latest|step-\d+")  # folders inside a run that do not tell runs apart
+
+
+def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
+    """The run folder that `--out`, `--name` and `--resume` ask for; `runs/STEM-N` where they leave it open.
+
+    Nothing is created. Raises ConfigError for a name that is taken or cannot be one, and for a
+    `--resume` that finds nothing.
+    """
+    if out is not None and name is not None:
+        raise ConfigError("--out and --name both say where the run goes: give one of them")
+    asked = out.expanduser() if out is not None else _named(name) if name is not None else None
+    if asked is not None and asked.exists() and not asked.is_dir():
+        raise ConfigError(f"{asked} is a file: a run needs a folder")
+    if resume is None:
+        return _new(asked, stem)
+    if resume in RESUME_WORDS:
+        return _resumed(asked, resume, stem)
+    return _resumed_from(asked, resume)
+
+
+def slug(path: str) -> str:
+    """A short folder name for a model path: `Qwen/Qwen2.5-0.5B` -> `qwen2.5-0.5b`."""
+    parts = [part for part in Path(path).parts if not NAMELESS.fullmatch(part)]
+    return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"
+
+
+def _named(name: str) -> Path:
+    if not name.strip() or name != name.strip() or "/" in name or "\\" in name or name.startswith("."):
+        raise ConfigError(f"--name {name!r} is no name of a run: give one word such as my-run, or --out for a path")
+    return RUNS / name
+
+
+def _new(asked: Path | None, stem: str) -> Path:
+    if asked is None:
+        return _first_free(stem)
+    if is_run_folder(asked):
+        raise ConfigError(f"{asked} already holds a run: add --resume auto to go on with it, or give another --name")
+    return asked
+
+
+def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
+    """`auto` begins where there is nothing to resume, `latest` does not."""
+    folder = asked if asked is not None else _last_numbered(stem)
+    if folder is not None and is_run_folder(folder):
+        return folder
+    if resume == "latest":
+        where = folder if folder is not None else RUNS / f"{stem}-1"
+        raise ConfigError(f"--resume latest: there is no run in {where}; leave --resume out to begin one")
+    return asked if asked is not None else _first_free(stem)
+
+
+def _resumed_from(asked: Path | None, resume: str) -> Path:
+    source = Path(resume).expanduser()
+    if not source.is_dir():
+        hint = did_you_mean(nearest(resume, RESUME_WORDS), "give auto, latest, a run folder or a checkpoint")
+        raise ConfigError(f"--resume {resume}: there is no such folder{hint}")
+    if is_checkpoint_folder(source):
+        run = source.parent.parent
+    elif is_run_folder(source):
+        run = source
+    else:
+        raise ConfigError(f"--resume {resume} is neither a run folder nor one of its checkpoints/step-...")
+    if asked is None:
+        return run
+    if is_run_folder(asked) and asked.resolve() != run.resolve():
+        raise ConfigError(f"{asked} already holds another run than --resume {resume}: give another --name")
+    return asked
+
+
+def _first_free(stem: str) -> Path:
+    return next(folder for n in itertools.count(1) if not (folder := RUNS / f"{stem}-{n}").exists())
+
+
+def _last_numbered(stem: str) -> Path | None:
+    """The run of this stem with the highest number."""
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
+    names = [p.name for p in RUNS.iterdir()] if RUNS.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := pattern.fullmatch(name))]
+    return RUNS / f"{stem}-{max(numbers)}" if numbers else None

@@ -1,0 +1,1 @@
+"""Where Hydra meets the settings: compose, check and explain a configuration, without torch."""

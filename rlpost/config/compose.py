@@ -1,0 +1,193 @@
+"""Words in, settings out: Hydra composes conf/ and the choices, each value is checked against its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, cast
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rlpost.config.explain import unknown_key, unknown_option
+from rlpost.config.keys import Key, groups_of, keys_of
+from rlpost.config.overrides import Override, as_text, merge, parse_value, parse_words, refuse_code
+from rlpost.config.paths import check_data_path, resolve_model_path
+from rlpost.config.recipes import read_recipe
+from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, search_folders
+from rlpost.errors import ConfigError
+from rlpost.settings import EvalSettings, GRPOSettings
+
+
+@dataclass(frozen=True)
+class Composed(Generic[S]):
+    """A checked configuration.
+
+    `choices` maps each group to its option, `keys` are all that can be set under these choices,
+    `overrides` are the recipe's and the user's words (they compose to the same settings again,
+    which the resolved `yaml` alone does not: it forgets which classes were chosen).
+    """
+
+    command: Command[S]
+    settings: S
+    choices: dict[str, str]
+    keys: list[Key]
+    overrides: list[str]
+    yaml: str
+
+
+def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
+    """The settings of `command` under the words `key=value` of a command line.
+
+    Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
+    conf/ and combination that cannot work, and DataError for a local `env.path` that is missing.
+    """
+    overrides = _expand(command, parse_words(words))
+    groups = groups_of(command.settings)
+    chosen = [override for override in overrides if override.key in groups]
+    for override in chosen:
+        _check_option(override)
+    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen})
+    keys = _keys(command, config, groups)
+    texts: list[str] = []
+    for override in overrides:
+        if override.key in groups:
+            texts.append(f"{override.key}={override.text}")
+        else:
+            value = _set(config, keys, override, command, choices)
+            texts.append(f"{override.key}={as_text(value)}")
+    settings = _to_settings(command, config)
+    _check_paths(settings)
+    return Composed(command, settings, choices, list(keys.values()), texts, OmegaConf.to_yaml(config))
+
+
+def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
+    """The recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
+    recipe = next((o.text for o in given if o.key == "recipe"), None)
+    from_recipe = read_recipe(recipe, command) if recipe is not None else []
+    users = [_model_path(o) for o in given if o.key != "recipe"]
+    overrides = merge([_model_path(o) for o in from_recipe], users)
+    for override in overrides:
+        refuse_code(override)
+    return overrides
+
+
+def _model_path(override: Override) -> Override:
+    if override.key == "model" and ("/" in override.text or override.text.startswith((".", "~"))):
+        return Override("model.path", override.text, override.source)
+    return override
+
+
+def _check_option(override: Override) -> None:
+    known = options(override.key)
+    if override.text not in known:
+        raise _at(override, unknown_option(override, known))
+
+
+def _compose_files(
+    command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
+) -> tuple[DictConfig, dict[str, str]]:
+    """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
+    _store_schemas()
+    folders = [str(folder) for folder in search_folders("conf")]
+    others = ",".join(f'"file://{_escaped(folder)}"' for folder in folders[1:])
+    words = [f"hydra.searchpath=[{others}]", *(f"{group}={option}" for group, option in chosen.items())]
+    try:
+        with initialize_config_dir(config_dir=folders[0], version_base="1.3"):
+            config = hydra_compose(f"{command.name}_root", words, return_hydra_config=True)
+        choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
+    with flag_override(config, ["struct", "readonly"], False):
+        del config["hydra"]
+    for group in groups:
+        if OmegaConf.get_type(config, group) not in SCHEMAS[group].values():
+            schemas = " or ".join(SCHEMAS[group])
+            raise ConfigError(
+                f"conf/{group}/{choices[group]}.yaml names no schema: begin it with defaults: [{schemas}, _self_]"
+            )
+    return config, choices
+
+
+def _store_schemas() -> None:
+    """Put the settings classes where YAML files can name them; storing one twice changes nothing.
+
+    The root of each command is a node of its own: Hydra looks for the primary file in one folder
+    only, and this one leads on to the user's or to the built-in conf/COMMAND.yaml.
+    """
+    store = ConfigStore.instance()
+    for command in COMMANDS:
+        store.store(name=f"{command.name}_root", node={"defaults": [command.name, "_self_"]})
+        store.store(name=f"{command.name}_schema", node=command.settings)
+    for group, schemas in SCHEMAS.items():
+        for name, settings in schemas.items():
+            store.store(group=group, name=name, node=settings)
+
+
+def _keys(command: Command[Any], config: DictConfig, groups: Sequence[str]) -> dict[str, Key]:
+    classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in groups}
+    return {key.name: key for key in keys_of(command.settings, chosen=classes)}
+
+
+def _set(
+    config: DictConfig,
+    keys: Mapping[str, Key],
+    override: Override,
+    command: Command[Any],
+    choices: Mapping[str, str],
+) -> Any:
+    """Write one override into `config`; returns its typed value."""
+    key = keys.get(override.key)
+    if key is None:
+        raise _at(override, unknown_key(override, command, list(keys), choices))
+    try:
+        value = parse_value(key, override.text)
+        OmegaConf.update(config, key.name, value)
+    except ConfigError as error:
+        raise _at(override, str(error)) from None
+    except OmegaConfBaseException as error:
+        raise _at(override, f"{override} does not fit: {_first_cause(error)}") from error
+    return value
+
+
+def _to_settings(command: Command[S], config: DictConfig) -> S:
+    try:
+        settings = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        raise ConfigError(f"{key} has no value: give {key}=...") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
+    assert isinstance(settings, command.settings)
+    return settings
+
+
+def _check_paths(settings: GRPOSettings | EvalSettings) -> None:
+    path = settings.model.path
+    if path in options("model") and not Path(path).is_dir():
+        raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
+    resolve_model_path(path)
+    if isinstance(data := getattr(settings.env, "path", None), str):
+        check_data_path(data)
+
+
+def _at(override: Override, message: str) -> ConfigError:
+    """The error with the recipe it comes from, if from one."""
+    return ConfigError(f"{override.source}: {message}" if override.source else message)
+
+
+def _escaped(path: str) -> str:
+    return path.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong, on one line: the innermost cause knows the key, Hydra's wrapping does not."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__

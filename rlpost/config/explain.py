@@ -1,0 +1,62 @@
+"""Why a key or an option is unknown, and which one was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.keys import groups_of
+from rlpost.config.nearest import did_you_mean, nearest, nearest_key
+from rlpost.config.overrides import Override, shown
+from rlpost.config.registry import COMMANDS, Command, all_keys
+
+# what other toolkits call it -> what it is called here
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "max_steps": "steps",
+    "num_generations": "group_size",
+    "n": "group_size",
+    "batch_size": "prompts_per_step",
+    "beta": "loss.kl_coef",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "max_tokens": "env.max_completion_tokens",
+    "max_new_tokens": "env.max_completion_tokens",
+    "max_completion_length": "env.max_completion_tokens",
+    "max_prompt_length": "env.max_prompt_tokens",
+    "dataset": "env",
+    "task": "env",
+    "num_iterations": "passes",
+    "engine": "policy",
+}
+
+
+def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], choices: Mapping[str, str]) -> str:
+    """The message for a key that is none of `keys` under the present choices."""
+    name = shown(override.key)
+    verb = f"rlpost {command.verb}"
+    inside = [key for key in keys if key.startswith(f"{override.key}.")]
+    if inside:
+        return f"{name} is a group of settings: set {', '.join(inside)}"
+    everywhere = all_keys(command)
+    if owners := everywhere.get(override.key):
+        group = override.key.partition(".")[0]
+        return f"{name} is no setting of {group}={choices[group]}: it belongs to {' and '.join(owners)}"
+    for other in COMMANDS:
+        if override.key in all_keys(other) or override.key in groups_of(other.settings):
+            return f"{name} is no setting of {verb}: it belongs to rlpost {other.verb}"
+    candidates = [*keys, *groups_of(command.settings), "recipe", *everywhere]
+    known = OTHER_NAMES.get(override.key.rpartition(".")[2].lower())
+    near = known if known in candidates else nearest_key(override.key, candidates)
+    return f"{name} is no setting of {verb}{did_you_mean(near, f'see rlpost config show {command.verb}')}"
+
+
+def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
+    """The message for a group option without a file in conf/."""
+    hint = did_you_mean(nearest(override.text, known), f"it is one of {', '.join(known)}")
+    if override.key == "model" and (Path("runs") / override.text).is_dir() and override.text:
+        hint = f"; did you mean model=runs/{override.text}?"
+    if override.text.startswith("[") or "," in override.text:
+        hint = "; it takes one option, not a list"
+    return f"{override.key}={shown(override.text)} is unknown{hint}"

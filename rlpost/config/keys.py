@@ -1,0 +1,115 @@
+"""Every key of a settings class: its dotted name, type, default and the comment beside it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from rlpost.settings.checks import MISSING
+
+NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A setting that a command line or a recipe can name."""
+
+    name: str  # dotted: optim.lr
+    annotation: Any  # int, float, bool, str, an Enum, or a list of one of them
+    optional: bool  # whether null is a value
+    default: Any
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.annotation) is list
+
+    @property
+    def element(self) -> Any:
+        """The type of one value: that of the elements for a list."""
+        return typing.get_args(self.annotation)[0] if self.is_list else self.annotation
+
+    @property
+    def choices(self) -> list[str]:
+        """The words allowed, for an Enum; empty for everything else."""
+        return list(self.element.__members__) if issubclass(self.element, Enum) else []
+
+    @property
+    def type_name(self) -> str:
+        """The type in words: `number`, `constant | linear`, `list of text`, `whole number or null`."""
+        name = " | ".join(self.choices) or NUMBERS[self.element]
+        name = f"list of {name}" if self.is_list else name
+        return f"{name} or null" if self.optional else name
+
+
+def keys_of(settings: type, prefix: str = "", chosen: Mapping[str, type] | None = None) -> list[Key]:
+    """The keys of a settings class, nested ones included.
+
+    A group's field (one that has no default) is expanded as the class `chosen[name]`, or as its
+    declared class where nothing is chosen.
+    """
+    hints = typing.get_type_hints(settings)
+    keys: list[Key] = []
+    for field in dataclasses.fields(settings):
+        name = f"{prefix}{field.name}"
+        annotation, optional = _without_none(hints[field.name])
+        if dataclasses.is_dataclass(annotation):
+            nested = (chosen or {}).get(name, annotation)
+            keys += keys_of(typing.cast(type, nested), f"{name}.")
+        else:
+            keys.append(Key(name, annotation, optional, _default(field)))
+    return keys
+
+
+def groups_of(settings: type) -> list[str]:
+    """The fields that are chosen by an option (`model=qwen`): those without a value of their own."""
+    return [f.name for f in dataclasses.fields(settings) if f.default is MISSING]
+
+
+@cache
+def docs_of(settings: type) -> dict[str, str]:
+    """Field name -> the comment beside it, of a settings class and its bases."""
+    docs: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        if dataclasses.is_dataclass(cls):
+            docs.update(_comments_of(cls))
+    return docs
+
+
+def _comments_of(cls: type) -> dict[str, str]:
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except OSError:  # an installation without source files: the keys are still listed, without comments
+        return {}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    return {
+        node.target.id: comments[node.lineno]
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.lineno in comments
+    }
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    """The type without `| None`, and whether it had it."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        kept = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return kept[0], True
+    return annotation, False
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

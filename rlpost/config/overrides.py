@@ -1,0 +1,191 @@
+"""The words `key=value` that a user types: read, refused with a reason, and turned into typed values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rlpost.config.keys import Key
+from rlpost.config.nearest import did_you_mean, nearest
+from rlpost.config.registry import SCHEMAS, options, recipes
+from rlpost.errors import ConfigError
+
+NULL = "null"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One setting as it was given: `text` is everything after the first `=`."""
+
+    key: str
+    text: str
+    source: str = ""  # the recipe's file; empty for the command line
+
+    def __str__(self) -> str:
+        return f"{self.key}={shown(self.text)}"
+
+
+def parse_words(words: Sequence[str]) -> list[Override]:
+    """The overrides of a command line, the last of each key only.
+
+    Raises ConfigError for a word that is no `key=value`.
+    """
+    overrides = [_parse_word(word, words[i + 1 : i + 2]) for i, word in enumerate(words)]
+    return list({override.key: override for override in overrides}.values())
+
+
+def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Override]:
+    """The recipe's overrides and then the user's, which replace the recipe's of the same key.
+
+    A user who chooses another option of a group than the recipe does (`env=arithmetic`) leaves
+    behind what the recipe says about its own (`env.path`).
+    """
+    replaced = {override.key: override.text for override in given}
+    chosen = {override.key: override.text for override in recipe}
+    left = {f"{key}." for key, text in replaced.items() if key in chosen and chosen[key] != text}
+    kept = [o for o in recipe if o.key not in replaced and not o.key.startswith(tuple(left))]
+    return [*kept, *given]
+
+
+def refuse_code(override: Override) -> None:
+    """Raise ConfigError for a key or value that would name code to run or reach into the environment."""
+    if "_target_" in override.key:
+        raise ConfigError(f"{override} is refused: a setting cannot name code to run; remove {override.key}")
+    if "${" in override.text:
+        raise ConfigError(f"{override} is refused: a value cannot refer to another with ${{...}}; write it out")
+
+
+def parse_value(key: Key, text: str) -> Any:
+    """The value of `key` that `text` writes.
+
+    Text is taken as it stands, so that a path or a prompt needs no second pair of quotes; one pair
+    around the whole of it is taken off, and JSON escapes hold inside double quotes. Everything else
+    follows Hydra's grammar. Raises ConfigError for what does not fit the key's type.
+    """
+    if text.strip() == NULL:
+        if not key.optional:
+            raise ConfigError(f"{key.name}=null is refused: it takes {_wanted(key)}")
+        return None
+    if key.annotation is str:
+        return _unquoted(text)
+    if key.is_list:
+        return _list_of(key, text)
+    return _checked(key, _parse_with_hydra(key, text), text)
+
+
+def as_text(value: Any) -> str:
+    """The text, always on one line, that `parse_value` reads as `value`."""
+    if value is None:
+        return NULL
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return "[" + ",".join(json.dumps(v) if isinstance(v, str) else as_text(v) for v in value) + "]"
+    text = str(value)
+    plain = text == text.strip() and text.isprintable() and text != NULL and text[:1] not in ("'", '"')
+    return text if plain or not isinstance(value, str) else json.dumps(text)
+
+
+def shown(text: str, longest: int = 60) -> str:
+    """A user's text on one line of an error message, cut where it is long."""
+    line = text if text.isprintable() else repr(text)[1:-1]
+    return line if len(line) <= longest else f"{line[:longest]}..."
+
+
+def _parse_word(word: str, following: Iterable[str]) -> Override:
+    key, equals, text = word.partition("=")
+    if word.startswith("-"):
+        raise ConfigError(f"{shown(word)}: settings are written without dashes; write {shown(word.lstrip('-'))}")
+    if word.startswith(("+", "~")):
+        bare = shown(word.lstrip("+~"))
+        raise ConfigError(
+            f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; write {bare}"
+        )
+    spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following)
+    if not key.strip() or (spaced and equals) or (not equals and spaced):
+        raise ConfigError(f"{shown(word)}: a setting is one word without spaces around the =; write key=value")
+    if not equals:
+        raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_option(word)}")
+    if not text and any("=" not in f for f in following):
+        raise ConfigError(f"{shown(word)} has no value: write it without spaces around the =, as in steps=20")
+    return Override(key, text)
+
+
+def _as_option(word: str) -> str:
+    """The setting that a bare word was probably meant as: `model=qwen` for `qwen`."""
+    meant = next((f"{group}={word}" for group in SCHEMAS if word in options(group)), None)
+    meant = meant or (f"recipe={word}" if word in recipes() else None)
+    return did_you_mean(meant) or ", as in steps=20"
+
+
+def _unquoted(text: str) -> str:
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in ("'", '"'):
+        if text[0] == '"':
+            try:
+                return json.loads(text, strict=False)
+            except ValueError:  # a bare " or \ inside: the quotes are taken off and the rest is kept
+                return text[1:-1]
+        return text[1:-1]
+    return text
+
+
+def _parse_with_hydra(key: Key, text: str) -> Any:
+    try:
+        parsed = OverridesParser.create().parse_override(f"{key.name}={text}")
+    except HydraException:
+        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
+    if parsed.is_sweep_override():
+        advice = f"write {key.name}=[{shown(text)}]" if key.is_list else "run the command once for each"
+        raise ConfigError(f"{key.name}={shown(text)} is several values; {advice}")
+    return parsed.value()
+
+
+def _list_of(key: Key, text: str) -> list[Any]:
+    """A list, as JSON (which has escapes) or else as Hydra writes it (which needs no quotes)."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = _parse_with_hydra(key, text)
+    if not isinstance(value, list):
+        raise ConfigError(f"{key.name}={shown(text)}: it takes {_wanted(key)}; write {key.name}=[{shown(text)}]")
+    return [_checked(key, element, as_text(element)) for element in value]
+
+
+def _checked(key: Key, value: Any, text: str) -> Any:
+    """One value, checked against the type of `key`'s elements."""
+    wanted = key.element
+    if key.choices:
+        if str(value) not in key.choices:
+            hint = did_you_mean(nearest(text, key.choices))
+            raise ConfigError(f"{key.name}={shown(text)} is unknown: it is one of {', '.join(key.choices)}{hint}")
+        return wanted[str(value)]
+    if isinstance(value, (list, dict)):
+        raise ConfigError(f"{key.name}={shown(text)}: it takes one value, {_wanted(key)}")
+    if wanted is str:
+        return str(value)
+    if not _fits(value, wanted):
+        raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}")
+    if wanted is float and not math.isfinite(value):
+        raise ConfigError(f"{key.name}={shown(text)} is out of range: it must be a finite number")
+    return wanted(value)
+
+
+def _fits(value: Any, wanted: type) -> bool:
+    """Whether a parsed value is a `wanted`; a whole number is a float too, true and false are no numbers."""
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)
+
+
+def _wanted(key: Key) -> str:
+    """The type of `key` with its article, as an error names it."""
+    return key.type_name if key.type_name.startswith(("text", "true")) else f"a {key.type_name}"

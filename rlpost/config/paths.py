@@ -1,0 +1,101 @@
+"""Paths that a user gives: told apart from hub ids, found, and checked before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rlpost.config.nearest import did_you_mean, nearest
+from rlpost.errors import ConfigError, DataError
+
+NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
+
+
+def cache_folder() -> Path:
+    """Where rlpost keeps what it made on this machine; `XDG_CACHE_HOME` moves it."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "rlpost"
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has written here."""
+    return (folder / "checkpoints").is_dir() or any(
+        (folder / name).is_file() for name in ("command.txt", "overrides.txt", "metrics.jsonl")
+    )
+
+
+def is_checkpoint_folder(folder: Path) -> bool:
+    """Whether this is one checkpoint of a run: `runs/NAME/checkpoints/step-000050`."""
+    return (folder / "model" / "config.json").is_file()
+
+
+def resolve_model_path(path: str) -> str:
+    """The HF folder that `model.path` means, or `path` itself where it names a model that is not local.
+
+    A run folder stands for its latest checkpoint, a checkpoint for its model folder. Touches the
+    disk, never the network. Raises ConfigError for a missing folder and for one without a model.
+    """
+    if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
+        if path not in NAMED_MODELS:
+            hint = did_you_mean(nearest(path, NAMED_MODELS))
+            raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
+        return path
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(_model_folder(folder, path))
+    if folder.exists():
+        raise ConfigError(f"model.path={path} is a file: give the folder that holds it")
+    if looks_local(path):
+        raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path={path!r} is neither a folder nor a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+    return path
+
+
+def check_data_path(path: str) -> None:
+    """Raise DataError where `env.path` is a local path and nothing is there; a hub id passes."""
+    file = Path(path).expanduser()
+    if not file.exists() and looks_local(path):
+        raise DataError(f"env.path={path} does not exist{_nearby(file)}")
+
+
+def looks_local(path: str) -> bool:
+    """Whether a path that does not exist was meant as one on this machine rather than as a hub id."""
+    first = Path(path).parts[0] if path else ""
+    return (
+        not path
+        or path.startswith((".", "~", os.sep))
+        or path.endswith(os.sep)
+        or path.count("/") > 1
+        or first == "runs"
+        or ("/" in path and Path(first).is_dir())
+    )
+
+
+def _model_folder(folder: Path, path: str) -> Path:
+    if (folder / "config.json").is_file():
+        return folder
+    if is_checkpoint_folder(folder):
+        return folder / "model"
+    if is_run_folder(folder):
+        latest = folder / "checkpoints" / "latest" / "model"
+        if not (latest / "config.json").is_file():
+            raise ConfigError(
+                f"model.path={path} is a run without a finished checkpoint: resume it, or give another model"
+            )
+        return latest
+    raise ConfigError(
+        f"model.path={path} holds no model: there is no config.json in it, and it is no run or checkpoint of rlpost"
+    )
+
+
+def _nearby(missing: Path) -> str:
+    """A hint at what lies beside the missing path under a similar name."""
+    try:
+        names = sorted(p.name for p in missing.parent.iterdir())
+    except OSError:  # the folder above is missing or closed, so there is nothing to suggest
+        return f"; there is no folder {missing.parent} either" if not missing.parent.exists() else ""
+    near = nearest(missing.name, names)
+    return did_you_mean(str(missing.parent / near) if near else None)

@@ -1,0 +1,69 @@
+"""Recipes: complete runs in one flat YAML file of the same keys as the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlpost.config.nearest import did_you_mean, nearest
+from rlpost.config.overrides import Override, as_text, shown
+from rlpost.config.registry import COMMANDS, Command, recipes
+from rlpost.errors import ConfigError
+
+
+def read_recipe(name: str, command: Command[Any]) -> list[Override]:
+    """The overrides that a recipe, given by name or by path, stands for.
+
+    Raises ConfigError for an unknown recipe, one of another command, and a file that is not flat.
+    """
+    file = _find(name)
+    content = _load(file)
+    if next(iter(content), None) != "command":
+        raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {command.verb}")
+    verb = content.pop("command")
+    if verb not in [c.verb for c in COMMANDS]:
+        hint = did_you_mean(nearest(str(verb), [c.verb for c in COMMANDS]))
+        raise ConfigError(f"{file}: command: {verb} is unknown{hint}")
+    if verb != command.verb:
+        raise ConfigError(f"recipe={name} is a recipe for rlpost {verb}, not for rlpost {command.verb}")
+    return [_override(key, value, file) for key, value in content.items()]
+
+
+def _find(name: str) -> Path:
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        file = Path(name).expanduser()
+        if not file.is_file():
+            raise ConfigError(f"recipe={shown(name)} does not exist: give the path of a YAML file")
+        return file
+    known = recipes()
+    if name not in known:
+        hint = did_you_mean(nearest(name, known), f"the recipes are {', '.join(known)}")
+        raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
+    return known[name]
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{file}, line {line}: this is no YAML: {error.problem}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
+    return {str(key): value for key, value in content.items()}
+
+
+def _override(key: str, value: Any, file: Path) -> Override:
+    if isinstance(value, dict):
+        inner = next(iter(value), "...")
+        raise ConfigError(f"{file}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")
+    if key == "recipe":
+        raise ConfigError(f"{file}: a recipe cannot name another; write out what it says")
+    return Override(key, as_text(value), str(file))

@@ -1,0 +1,111 @@
+"""What can be chosen: the commands, the groups with their options, the recipes, and where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import rlpost
+from rlpost.config.keys import Key, keys_of
+from rlpost.errors import ConfigError
+from rlpost.settings import (
+    ArithmeticSettings,
+    AutoPolicySettings,
+    EvalSettings,
+    GRPOSettings,
+    GSM8KSettings,
+    LossSettings,
+    ModelSettings,
+    OptimSettings,
+    ScriptedSettings,
+    TransformersSettings,
+    VLLMSettings,
+)
+
+S = TypeVar("S", GRPOSettings, EvalSettings)
+
+
+@dataclass(frozen=True)
+class Command(Generic[S]):
+    """A verb that is configured: its words, its YAML file in conf/ and its settings class."""
+
+    verb: str
+    name: str
+    settings: type[S]
+
+
+TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings)
+EVAL = Command("eval", "eval", EvalSettings)
+COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, EVAL)
+
+# group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
+# its `defaults:` list and adds values only, so a YAML file never names code to run.
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"model_schema": ModelSettings},
+    "env": {"arithmetic_schema": ArithmeticSettings, "gsm8k_schema": GSM8KSettings},
+    "policy": {
+        "auto_schema": AutoPolicySettings,
+        "vllm_schema": VLLMSettings,
+        "transformers_schema": TransformersSettings,
+        "scripted_schema": ScriptedSettings,
+    },
+    "loss": {"grpo_schema": LossSettings},
+    "optim": {"adamw_schema": OptimSettings},
+}
+
+
+def built_in_folder(name: str) -> Path:
+    """rlpost's own `conf` or `recipes`: inside the wheel, or at the root of an editable checkout."""
+    package = Path(rlpost.__file__).parent
+    for folder in (package / "_builtin" / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"rlpost's own {name}/ is not where it was installed ({package}): install rlpost again")
+
+
+def search_folders(name: str) -> list[Path]:
+    """The folders in which `conf` or `recipes` are looked for: the user's first."""
+    users, own = Path(name).resolve(), built_in_folder(name).resolve()
+    return [users, own] if users.is_dir() and users != own else [own]
+
+
+def options(group: str) -> dict[str, Path]:
+    """Option -> file, for one group, the user's own included."""
+    return _yaml_files([folder / group for folder in search_folders("conf")])
+
+
+def recipes() -> dict[str, Path]:
+    """Recipe name -> file, the user's own included."""
+    return _yaml_files(search_folders("recipes"))
+
+
+def description(file: Path) -> str:
+    """The comment on the first line of an option's or recipe's file; empty if it has none."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
+
+
+def all_keys(command: Command[Any]) -> dict[str, list[str]]:
+    """Dotted key -> the schemas (`env=gsm8k`) that have it, for every choice of a command's groups.
+
+    A key that does not depend on a choice maps to an empty list.
+    """
+    owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
+    for group, schemas in SCHEMAS.items():
+        if group not in command.settings.__dataclass_fields__:
+            continue
+        for schema, settings in schemas.items():
+            for key in keys_of(settings, f"{group}."):
+                owners.setdefault(key.name, []).append(f"{group}={schema.removesuffix('_schema')}")
+    return owners
+
+
+def _in_group(key: Key) -> bool:
+    return key.name.partition(".")[0] in SCHEMAS
+
+
+def _yaml_files(folders: list[Path]) -> dict[str, Path]:
+    """Name -> file; a name in an earlier folder hides the same name in a later one."""
+    found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.yaml")}
+    return dict(sorted(found.items()))

@@ -1,0 +1,22 @@
+"""Where one run writes, and what was asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run as the command line asked for it.
+
+    `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
+    (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
+    the recipe's and the user's settings as `key=value` words that compose to the same settings
+    again; `command` is what was typed.
+    """
+
+    folder: Path
+    resume: str | None
+    overrides: list[str]
+    command: list[str]
