@@ -63,12 +63,13 @@ def test(
     Both splits are tested unless env.split names one.
     """
     settings, splits = env_to_test(name, overrides or [])
-    from rlpost.assemble import build_env
+    from rlpost.envs.build import build_env
     from rlpost.envs.proof import prove
 
     failed = False
     for split in splits:
-        proof = prove(build_env(dataclasses.replace(settings, split=split)))
+        env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
+        proof = prove(env)
         failed = failed or bool(proof.failures)
         print(f"{name}, {split} split")
         print("\n".join(f"  {printable(line)}" for line in proof.lines()))

@@ -46,13 +46,16 @@ def discard_stdout() -> None:
 
 @contextlib.contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Send everything written to stdout to stderr meanwhile, by engines and subprocesses too."""
+    """Send everything written to stdout to stderr meanwhile, by engines and subprocesses too.
+
+    Those write to the file descriptor, so replacing `sys.stdout` alone would not catch them.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)

@@ -58,7 +58,7 @@ def grpo(
         return
     from rlpost.train.grpo import train
 
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj])
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj], composed.yaml)
     raise typer.Exit(train(composed.settings, request))
 
 

@@ -17,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import Key, groups_of, keys_of
-from rlpost.config.overrides import Override, as_text, merge, parse_value, parse_words, refuse_code
+from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
 from rlpost.config.paths import check_data_path, resolve_model_path
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, search_folders
@@ -74,7 +74,8 @@ def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
     users = [_model_path(o) for o in given if o.key != "recipe"]
     overrides = merge([_model_path(o) for o in from_recipe], users)
     for override in overrides:
-        refuse_code(override)
+        if reason := names_code(override):
+            raise _at(override, reason)
     return overrides
 
 

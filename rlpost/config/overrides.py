@@ -54,12 +54,13 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     return [*kept, *given]
 
 
-def refuse_code(override: Override) -> None:
-    """Raise ConfigError for a key or value that would name code to run or reach into the environment."""
+def names_code(override: Override) -> str | None:
+    """Why an override is refused that would name code to run or refer to another value, else None."""
     if "_target_" in override.key:
-        raise ConfigError(f"{override} is refused: a setting cannot name code to run; remove {override.key}")
+        return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
     if "${" in override.text:
-        raise ConfigError(f"{override} is refused: a value cannot refer to another with ${{...}}; write it out")
+        return f"{override} is refused: a value cannot refer to another with ${{...}}; write it out"
+    return None
 
 
 def parse_value(key: Key, text: str) -> Any:

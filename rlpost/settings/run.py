@@ -13,10 +13,11 @@ class RunRequest:
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
-    again; `command` is what was typed.
+    again; `command` is what was typed; `config_yaml` the resolved configuration.
     """
 
     folder: Path
     resume: str | None
     overrides: list[str]
     command: list[str]
+    config_yaml: str

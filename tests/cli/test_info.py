@@ -1,0 +1,28 @@
+"""`rlpost info`."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.cli import info
+from rlpost.cli.main import run
+
+
+def test_info_names_versions_devices_and_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(rows) == [
+        "rlpost", "python", "torch", "transformers", "tensordict", "vllm", "devices", "cores", "memory", "cache"
+    ]  # fmt: skip
+    assert rows["devices"].startswith("cpu")
+    assert int(rows["cores"]) >= 1
+    assert rows["cache"].endswith("rlpost")
+
+
+def test_a_missing_vllm_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(info, "installed_version", lambda package: None if "vllm" in package else "1.0")
+    monkeypatch.setattr(info, "_devices", lambda: ["cpu"])
+    info.info()
+    assert "not installed: pip install 'rlpost[vllm]'" in capsys.readouterr().out

@@ -1,0 +1,255 @@
+"""Verbs, messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost import __version__
+from rlpost.cli.main import run
+from rlpost.config.compose import compose
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
+from rlpost.settings import GRPOSettings
+from rlpost.settings.run import RunRequest
+
+HELPS = [
+    [],
+    ["train"],
+    ["train", "grpo"],
+    ["eval"],
+    ["config"],
+    ["config", "list"],
+    ["config", "show"],
+    ["env"],
+    ["env", "list"],
+    ["env", "show"],
+    ["env", "test"],
+    ["info"],
+]
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespace:
+    """A stand-in for `rlpost.train.grpo` that notes what it was asked, in an empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    noted = types.SimpleNamespace(settings=None, request=None, outcome=0)
+
+    def train(settings: GRPOSettings, request: RunRequest) -> int:
+        noted.settings, noted.request = settings, request
+        if isinstance(noted.outcome, BaseException):
+            raise noted.outcome
+        return noted.outcome
+
+    module: Any = types.ModuleType("rlpost.train.grpo")
+    module.train = train
+    monkeypatch.setitem(sys.modules, "rlpost.train.grpo", module)
+    return noted
+
+
+@pytest.mark.parametrize("verb", HELPS, ids=" ".join)
+def test_help_is_short(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: {' '.join(['rlpost', *verb])}")
+    assert len(out.splitlines()) < 60
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"rlpost {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trian grpo", "rlpost has no verb trian; did you mean rlpost train?"),
+        ("grpo", "rlpost has no verb grpo; did you mean rlpost train grpo?"),
+        ("env tst x", "rlpost env has no verb tst; did you mean rlpost env test?"),
+        ("bananas", "rlpost has no verb bananas; it has "),
+        ("train steps=3", "rlpost train needs a verb before steps=3: rlpost train grpo"),
+        ("train grpo --nmae x", "rlpost train grpo has no option --nmae; did you mean --name?"),
+        ("train grpo --optim.lr=3", "--optim.lr: settings are written without dashes; write optim.lr=VALUE"),
+        ("train grpo --group-size 3", "write group_size=VALUE"),
+        ("train grpo --bananas", "rlpost train grpo has no option --bananas; see rlpost train grpo --help"),
+        ("train grpo --seed many", "--seed"),
+        ("train grpo --seed -1", "seed=-1 is out of range"),
+        ("train grpo --resume", "--resume"),
+        ("train grpo optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
+        ("train grpo +steps=1", "write steps=1"),
+        ("eval optim.lr=1", "it belongs to rlpost train grpo"),
+        ("config list modle", "modle is no group; did you mean model?"),
+        ("config show evl", "evl has no configuration; did you mean eval?"),
+        ("env show gsm9k", "env=gsm9k is unknown; did you mean gsm8k?"),
+        ("env test gsm8k steps=3", "steps=3 is no setting of an environment"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_group_without_a_verb_prints_its_help_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config"]) == 2
+    assert "Usage: rlpost config" in capsys.readouterr().err
+
+
+def test_training_is_given_the_settings_and_the_request(training: types.SimpleNamespace) -> None:
+    arguments = ["train", "grpo", "env=gsm8k", "steps=3", "--seed", "7", "--name", "first"]
+    assert run(arguments) == 0
+    assert (training.settings.steps, training.settings.seed) == (3, 7)
+    assert training.request == RunRequest(
+        folder=Path("runs/first"),
+        resume=None,
+        overrides=["env=gsm8k", "steps=3", "seed=7"],
+        command=["rlpost", *arguments],
+        config_yaml=compose(TRAIN_GRPO, ["env=gsm8k", "steps=3", "seed=7"]).yaml,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        ([], "runs/grpo-arithmetic-smollm2-1"),
+        (["model=qwen", "env=gsm8k"], "runs/grpo-gsm8k-qwen-1"),
+        (["model=Qwen/Qwen2.5-0.5B"], "runs/grpo-arithmetic-qwen2.5-0.5b-1"),
+        (["--out", "else/where"], "else/where"),
+    ],
+)
+def test_a_run_goes_where_it_says(words: list[str], folder: str, training: types.SimpleNamespace) -> None:
+    assert run(["train", "grpo", *words]) == 0
+    assert training.request.folder == Path(folder)
+
+
+@pytest.mark.parametrize("status", [0, 130, 143])
+def test_the_status_of_training_is_the_exit_code(status: int, training: types.SimpleNamespace) -> None:
+    training.outcome = status
+    assert run(["train", "grpo"]) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("no"), 2), (DataError("no"), 3), (DivergedError("no"), 4), (PolicyError("no"), 5)],
+)
+def test_a_deliberate_error_is_a_message_and_its_exit_code(
+    error: RlpostError, status: int, training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.outcome = error
+    assert run(["train", "grpo"]) == status
+    assert capsys.readouterr().err == "error: no\n"
+
+
+def test_a_bug_keeps_its_traceback(training: types.SimpleNamespace) -> None:
+    training.outcome = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        run(["train", "grpo"])
+
+
+def test_a_broken_pipe_that_is_not_stdout_is_a_bug(training: types.SimpleNamespace) -> None:
+    training.outcome = BrokenPipeError()
+    with pytest.raises(BrokenPipeError):
+        run(["train", "grpo"])
+
+
+def test_an_interrupt_is_exit_130(training: types.SimpleNamespace) -> None:
+    training.outcome = KeyboardInterrupt()
+    assert run(["train", "grpo"]) == 130
+
+
+def test_a_dry_run_says_what_would_run_and_does_not(
+    training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["recipe=gsm8k-smollm2-cpu", "model.device=a\x1b[31mb", "--dry-run", "--name", "x"]
+    assert run(["train", "grpo", *words]) == 0
+    assert training.request is None
+    assert capsys.readouterr().out.splitlines() == [
+        "model   smollm2 (packaged:smollm2), float32 weights, device a\\x1b[31mb",
+        "data    gsm8k from openai/gsm8k, train split",
+        "policy  auto, temperature 1",
+        "step    4 prompts x 4 completions = 16, at most 128 tokens each",
+        "steps   20, seed 0",
+        "writes  runs/x",
+    ]
+    assert not Path("runs").exists()
+
+
+def test_cfg_and_config_show_print_the_same_yaml(
+    training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = []
+    for line in (
+        "train grpo steps=3 --cfg",
+        "config show train grpo steps=3",
+        "config show grpo steps=3",
+        "config show steps=3",
+    ):
+        assert run(line.split()) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 1
+    assert "\nsteps: 3\n" in outputs[0]
+    assert training.request is None
+
+
+def test_config_list_names_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "list"]) == 0
+    everything = capsys.readouterr().out
+    assert "model=\n" in everything and "  qwen " in everything and "  gsm8k-smollm2-cpu " in everything
+    assert run(["config", "list", "recipes"]) == 0
+    assert capsys.readouterr().out.startswith("recipe=\n  arithmetic-smollm2-cpu  SmolLM2-135M learns")
+
+
+def test_env_show_prints_keys_with_type_default_and_comment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["env", "show", "arithmetic"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("arithmetic: Sums made on the spot")
+    assert re.search(r"env\.digits +whole number +2 +of each operand", out)
+    assert re.search(r"env\.operations +list of add \| subtract \| multiply +\[add\]", out)
+
+
+def test_env_list_names_every_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["env", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["arithmetic", "gsm8k"]
+
+
+def test_help_starts_at_once_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, rlpost.cli.main\n"
+        "heavy = ('torch', 'transformers', 'vllm', 'datasets', 'hydra', 'omegaconf', 'rich')\n"
+        "print([m for m in heavy if m in sys.modules])\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.perf_counter() - started < 3  # 0.1 s on an idle machine; torch alone takes more than this limit
+
+
+def test_the_program_exits_with_the_code_and_a_plain_message() -> None:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "rlpost", "train", "grpo", "lr=1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: lr is no setting of rlpost train grpo; did you mean optim.lr?\n"
+
+
+def test_a_reader_that_leaves_causes_no_noise() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rlpost", "config", "list"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == 141

@@ -1,0 +1,110 @@
+"""Where a run writes, and which names are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.run_folder import choose_folder, slug
+from rlpost.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(name: str, *, checkpoint: bool = False) -> Path:
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    if checkpoint:
+        model = folder / "checkpoints" / "step-000030" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_first_free_number_is_taken() -> None:
+    assert choose_folder(None, None, None, "grpo-a-b") == Path("runs/grpo-a-b-1")
+    make_run("grpo-a-b-1")
+    make_run("grpo-a-b-3")
+    assert choose_folder(None, None, None, "grpo-a-b") == Path("runs/grpo-a-b-2")
+
+
+def test_out_is_the_folder_itself_and_name_lies_in_runs() -> None:
+    assert choose_folder(Path("x/y"), None, None, "s") == Path("x/y")
+    assert choose_folder(None, "sums", None, "s") == Path("runs/sums")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b", "..", ".hidden", "../x", "a\\b", "x "])
+def test_a_name_that_is_a_path_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        choose_folder(None, name, None, "s")
+
+
+def test_out_and_name_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--out and --name"):
+        choose_folder(Path("x"), "y", None, "s")
+
+
+def test_a_taken_name_is_refused_with_both_ways_out() -> None:
+    make_run("sums")
+    with pytest.raises(ConfigError, match=r"runs/sums already holds a run: add --resume auto .* another --name"):
+        choose_folder(None, "sums", None, "s")
+
+
+def test_a_file_is_no_run_folder() -> None:
+    Path("x").write_text("")
+    with pytest.raises(ConfigError, match="x is a file"):
+        choose_folder(Path("x"), None, None, "s")
+
+
+def test_auto_resumes_what_is_there_and_begins_what_is_not() -> None:
+    make_run("sums")
+    assert choose_folder(None, "sums", "auto", "s") == Path("runs/sums")
+    assert choose_folder(None, "new", "auto", "s") == Path("runs/new")
+    assert choose_folder(None, None, "auto", "s") == Path("runs/s-1")
+    make_run("s-9")
+    make_run("s-10")
+    assert choose_folder(None, None, "auto", "s") == Path("runs/s-10")
+
+
+def test_latest_needs_a_run() -> None:
+    make_run("sums")
+    assert choose_folder(None, "sums", "latest", "s") == Path("runs/sums")
+    for name in ("new", None):
+        with pytest.raises(ConfigError, match="--resume latest: there is no run in runs/"):
+            choose_folder(None, name, "latest", "s")
+
+
+def test_a_checkpoint_or_run_folder_is_resumed_in_place_or_elsewhere() -> None:
+    run = make_run("sums", checkpoint=True)
+    checkpoint = run / "checkpoints" / "step-000030"
+    assert choose_folder(None, None, str(checkpoint), "s") == run
+    assert choose_folder(None, None, str(run), "s") == run
+    assert choose_folder(None, "sums", str(checkpoint), "s") == run
+    assert choose_folder(None, "fork", str(checkpoint), "s") == Path("runs/fork")
+    make_run("other")
+    with pytest.raises(ConfigError, match="already holds another run"):
+        choose_folder(None, "other", str(checkpoint), "s")
+
+
+def test_a_resume_point_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean latest\?"):
+        choose_folder(None, None, "lastest", "s")
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a run folder nor"):
+        choose_folder(None, None, "empty", "s")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct"),
+        ("runs/My_Run/checkpoints/step-000030/model", "my-run"),
+    ],
+)
+def test_a_model_path_has_a_short_name(path: str, name: str) -> None:
+    assert slug(path) == name

@@ -1,0 +1,268 @@
+"""Words in, settings out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rlpost
+from rlpost.config.compose import compose
+from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, built_in_folder, options, recipes
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import (
+    ArithmeticSettings,
+    AutoPolicySettings,
+    DType,
+    EvalSettings,
+    GRPOSettings,
+    GSM8KSettings,
+    Operation,
+    TransformersSettings,
+    VLLMSettings,
+)
+
+EVERY_OPTION = [(group, option) for group in SCHEMAS for option in options(group)]
+
+
+def refusal(words: list[str], command: Command = TRAIN_GRPO) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(command, words)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_defaults_are_smollm2_on_sums() -> None:
+    composed = compose(TRAIN_GRPO)
+    settings = composed.settings
+    assert type(settings) is GRPOSettings
+    assert settings.model.path == "packaged:smollm2"
+    assert type(settings.env) is ArithmeticSettings
+    assert settings.env.operations == [Operation.add]
+    assert type(settings.policy) is AutoPolicySettings
+    assert (settings.env.split, settings.sampling.temperature, settings.steps) == ("train", 1.0, 60)
+    assert composed.choices == {
+        "model": "smollm2",
+        "env": "arithmetic",
+        "policy": "auto",
+        "loss": "grpo",
+        "optim": "adamw",
+    }
+    assert composed.overrides == []
+
+
+def test_evaluation_is_greedy_on_held_out_prompts() -> None:
+    settings = compose(EVAL).settings
+    assert type(settings) is EvalSettings
+    assert (settings.env.split, settings.sampling.temperature) == ("test", 0.0)
+    assert compose(EVAL, ["env=gsm8k"]).settings.env.split == "test"
+
+
+def test_overrides_reach_the_settings() -> None:
+    words = ["env=gsm8k", "policy=vllm", "policy.dtype=float32", "optim.lr=1e-6", "env.limit=5", "minibatch_size=16"]
+    settings = compose(TRAIN_GRPO, words).settings
+    assert isinstance(settings.env, GSM8KSettings) and settings.env.limit == 5
+    assert isinstance(settings.policy, VLLMSettings) and settings.policy.dtype is DType.float32
+    assert (settings.optim.lr, settings.minibatch_size) == (1e-6, 16)
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY_OPTION)
+def test_every_option_composes_and_describes_itself(group: str, option: str) -> None:
+    composed = compose(TRAIN_GRPO, [f"{group}={option}"])
+    assert composed.choices[group] == option
+    assert type(getattr(composed.settings, group)) in SCHEMAS[group].values()
+    assert options(group)[option].read_text().startswith("# ")
+
+
+def test_every_schema_is_named_by_an_option() -> None:
+    named = {(g, s) for g, o in EVERY_OPTION for s in yaml.safe_load(options(g)[o].read_text())["defaults"]}
+    assert {(group, schema) for group, schemas in SCHEMAS.items() for schema in schemas} <= named
+
+
+def test_conf_holds_nothing_that_is_not_tested_here() -> None:
+    files = {str(file.relative_to(built_in_folder("conf"))) for file in built_in_folder("conf").rglob("*.*")}
+    expected = {f"{command.name}.yaml" for command in COMMANDS} | {f"{g}/{o}.yaml" for g, o in EVERY_OPTION}
+    assert files == expected
+
+
+@pytest.mark.parametrize("name", list(recipes()))
+def test_every_recipe_composes_to_what_it_says(name: str) -> None:
+    content = yaml.safe_load(recipes()[name].read_text())
+    command = next(c for c in COMMANDS if c.verb == content.pop("command"))
+    composed = compose(command, [f"recipe={name}"])
+    written = dict(word.split("=", 1) for word in composed.overrides)
+    assert list(written) == list(content)
+    assert composed.settings.steps == content["steps"]
+    assert composed.settings.optim.lr == float(content["optim.lr"])
+
+
+def test_the_default_recipe_is_the_defaults() -> None:
+    assert compose(TRAIN_GRPO, ["recipe=arithmetic-smollm2-cpu"]).settings == compose(TRAIN_GRPO).settings
+
+
+def test_saved_overrides_compose_to_the_same_settings() -> None:
+    words = ["recipe=gsm8k-smollm2-cpu", "env.system_prompt=Think,\nthen {answer}", "steps=7", "policy=transformers"]
+    first = compose(TRAIN_GRPO, words)
+    again = compose(TRAIN_GRPO, first.overrides)
+    assert again.settings == first.settings
+    assert first.settings.env.system_prompt == "Think,\nthen {answer}"
+    assert isinstance(first.settings.policy, TransformersSettings)
+
+
+def test_a_users_override_replaces_the_recipes() -> None:
+    settings = compose(TRAIN_GRPO, ["steps=2", "recipe=arithmetic-smollm2-cpu", "model=tiny"]).settings
+    assert (settings.steps, settings.model.path) == (2, "builtin:tiny")
+
+
+def test_a_model_with_a_slash_is_a_path_on_the_default_option() -> None:
+    composed = compose(TRAIN_GRPO, ["model=Qwen/Qwen2.5-0.5B"])
+    assert composed.settings.model.path == "Qwen/Qwen2.5-0.5B"
+    assert composed.choices["model"] == "smollm2"
+    assert composed.overrides == ["model.path=Qwen/Qwen2.5-0.5B"]
+
+
+def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "runs" / "a" / "checkpoints" / "latest" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert compose(EVAL, ["model=runs/a"]).settings.model.path == "runs/a"
+    assert "did you mean model=runs/a?" in refusal(["model=a"], EVAL)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("stesp=3", "stesp is no setting of rlpost train grpo; did you mean steps?"),
+        ("optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
+        ("learning_rate=1", "learning_rate is no setting of rlpost train grpo; did you mean optim.lr?"),
+        ("modle=qwen", "modle is no setting of rlpost train grpo; did you mean model?"),
+        ("env.path=x", "env.path is no setting of env=arithmetic: it belongs to env=gsm8k"),
+        ("sampling=1", "sampling is a group of settings: set sampling.temperature, sampling.top_p"),
+        ("bananas=1", "bananas is no setting of rlpost train grpo; see rlpost config show train grpo"),
+        ("hydra.run.dir=x", "hydra.run.dir is no setting of rlpost train grpo; see rlpost config show train grpo"),
+        ("model=qwne", "model=qwne is unknown; did you mean qwen?"),
+        ("env=[gsm8k]", "env=[gsm8k] is unknown; it takes one option, not a list"),
+        ("policy=", "policy= is unknown; it is one of auto, scripted, transformers, vllm"),
+        ("env=gsm8k_schema", "env=gsm8k_schema is unknown; it is one of arithmetic, gsm8k"),
+        ("model.path=qwen", "model.path=qwen is neither a folder nor a hub id; did you mean model=qwen?"),
+        ("recipe=gsm8k-smollm-cpu", "recipe=gsm8k-smollm-cpu is unknown; did you mean gsm8k-smollm2-cpu?"),
+        ("recipe=./none.yaml", "recipe=./none.yaml does not exist: give the path of a YAML file"),
+        ("env._target_=os.system", "env._target_=os.system is refused: a setting cannot name code to run"),
+        ("model.path=${oc.env:HOME}", "model.path=${oc.env:HOME} is refused: a value cannot refer to another"),
+        ("group_size=1", "group_size=1 leaves nothing to compare a completion with: it must be at least 2"),
+        ("minibatch_size=12", "minibatch_size=12 does not fit"),
+        ("sampling.temperature=0", "training needs it above 0"),
+        ("optim.lr=-1", "optim.lr=-1.0 is out of range: it must be above 0.0"),
+        ("deterministic=true", "deterministic=true promises bitwise equal runs"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_nearest_right_word(word: str, message: str) -> None:
+    assert message in refusal([word])
+
+
+def test_determinism_needs_a_policy_that_can_keep_it() -> None:
+    assert compose(TRAIN_GRPO, ["deterministic=true", "policy=transformers"]).settings.deterministic
+    assert compose(TRAIN_GRPO, ["deterministic=true", "policy=scripted"]).settings.deterministic
+    assert "policy=transformers" in refusal(["deterministic=true", "policy=vllm"])
+
+
+def test_a_key_of_another_command_says_whose_it_is() -> None:
+    assert refusal(["steps=3"], EVAL) == "steps is no setting of rlpost eval: it belongs to rlpost train grpo"
+    assert refusal(["optim=adamw"], EVAL) == "optim is no setting of rlpost eval: it belongs to rlpost train grpo"
+
+
+def test_a_missing_data_folder_is_a_data_error() -> None:
+    with pytest.raises(DataError, match=r"env\.path=\./nowhere does not exist"):
+        compose(TRAIN_GRPO, ["env=gsm8k", "env.path=./nowhere"])
+
+
+def test_the_users_conf_and_recipes_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("# Mine\npath: me/mine\n")
+    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("defaults: [model_schema, _self_]\npath: me/tiny\n")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "own.yaml").write_text("command: eval\nmodel: mine\n")
+    assert compose(TRAIN_GRPO, ["model=mine"]).settings.model.path == "me/mine"
+    assert compose(TRAIN_GRPO, ["model=tiny"]).settings.model.path == "me/tiny"
+    assert compose(EVAL, ["recipe=own"]).settings.model.path == "me/mine"
+    assert compose(TRAIN_GRPO, ["model=qwen"]).settings.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_a_wheel_finds_its_own_copy_of_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "rlpost"
+    copy = package / "_builtin" / "conf"
+    shutil.copytree(built_in_folder("conf"), copy)
+    (copy / "model" / "smollm2.yaml").write_text("# In the wheel\npath: in/wheel\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rlpost, "__file__", str(package / "__init__.py"))
+    assert compose(TRAIN_GRPO).settings.model.path == "in/wheel"
+    with pytest.raises(ConfigError, match="install rlpost again"):
+        built_in_folder("recipes")
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "message"),
+    [
+        ("env", "limit: 3\n", "conf/env/mine.yaml names no schema"),
+        ("env", "defaults: [gsm8k_schema, _self_]\nlimt: 3\n", "limt"),
+        ("env", "defaults: [gsm8k_schema, _self_]\nlimit: many\n", "many"),
+        ("env", "defaults: [gsm9k_schema, _self_]\n", "gsm9k_schema"),
+        ("env", "limit: [3\n", "does not compose"),
+        ("model", "_target_: os.system\npath: x/y\n", "_target_"),
+        ("model", "dtype: float32\n", "model.path has no value"),
+    ],
+)
+def test_a_users_broken_file_is_a_configuration_error(
+    group: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / group).mkdir(parents=True)
+    (tmp_path / "conf" / group / "mine.yaml").write_text(text)
+    assert message in refusal([f"{group}=mine"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: qwen\n", "begin it with command: train grpo"),
+        ("", "begin it with command: train grpo"),
+        ("command: train gpro\n", "did you mean train grpo?"),
+        ("command: eval\n", "is a recipe for rlpost eval, not for rlpost train grpo"),
+        ("command: train grpo\noptim:\n  lr: 1\n", "write optim.lr: in place of the nested optim:"),
+        ("command: train grpo\nstepz: 3\n", "did you mean steps?"),
+        ("command: train grpo\nsteps: many\n", "x.yaml: steps=many is of the wrong type"),
+        ("command: train grpo\nmodel.path: ${oc.env:HOME}\n", "is refused"),
+        ("command: train grpo\nrecipe: other\n", "a recipe cannot name another"),
+        ("command: train grpo\nsteps: 1\nsteps: 2\n", "line 3"),
+        ("command: [train\n", "this is no YAML"),
+        ("- command\n", "a recipe is a flat list of lines"),
+    ],
+)
+def test_a_broken_recipe_names_its_file(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    error = refusal([f"recipe={file}"])
+    assert message in error
+    assert "x.yaml" in error
+
+
+def test_composing_and_its_errors_import_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from rlpost.config.compose import compose\n"
+        "from rlpost.config.registry import TRAIN_GRPO\n"
+        "from rlpost.errors import ConfigError\n"
+        "compose(TRAIN_GRPO, ['recipe=gsm8k-qwen0.5b-gpu'])\n"
+        "try: compose(TRAIN_GRPO, ['optm.lr=1'])\n"
+        "except ConfigError: pass\n"
+        "print([m for m in ('torch', 'transformers', 'tensordict', 'datasets', 'vllm') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,54 @@
+"""Keys, types and comments as the settings classes state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlpost.config.keys import docs_of, groups_of, keys_of
+from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys
+from rlpost.settings import EvalSettings, GRPOSettings, GSM8KSettings
+
+
+@dataclass
+class Inner:
+    size: int | None = 3  # of the thing
+
+    name: str = "# no comment"
+
+
+@dataclass
+class Outer(Inner):
+    size: int | None = 4  # of the bigger thing
+
+
+def test_docs_are_the_comments_of_a_class_and_its_bases() -> None:
+    assert docs_of(Inner) == {"size": "of the thing"}
+    assert docs_of(Outer) == {"size": "of the bigger thing"}
+    assert docs_of(GSM8KSettings)["split"] == "train or test"
+
+
+def test_types_are_said_in_words() -> None:
+    names = {key.name: key.type_name for key in keys_of(GRPOSettings)}
+    assert names["steps"] == "whole number"
+    assert names["minibatch_size"] == "whole number or null"
+    assert names["optim.lr"] == "number"
+    assert names["optim.schedule"] == "constant | linear | cosine"
+    assert names["deterministic"] == "true or false"
+
+
+def test_a_chosen_class_adds_its_keys() -> None:
+    plain = {key.name for key in keys_of(GRPOSettings)}
+    chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
+    assert set(chosen) - plain == {"env.path", "env.shuffle", "env.seed"}
+    assert chosen["env.max_prompt_tokens"].default == 384
+
+
+def test_groups_are_the_fields_without_a_value() -> None:
+    assert groups_of(GRPOSettings) == ["model", "env", "policy", "loss", "optim"]
+    assert groups_of(EvalSettings) == ["model", "env", "policy"]
+
+
+def test_all_keys_name_the_options_a_key_belongs_to() -> None:
+    assert all_keys(TRAIN_GRPO)["env.path"] == ["env=gsm8k"]
+    assert all_keys(TRAIN_GRPO)["steps"] == []
+    assert "optim.lr" not in all_keys(EVAL)

@@ -1,0 +1,93 @@
+"""Which folder `model.path` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.paths import cache_folder, check_data_path, resolve_model_path
+from rlpost.errors import ConfigError, DataError
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["builtin:tiny", "packaged:smollm2", "Qwen/Qwen2.5-0.5B-Instruct", "gpt2"])
+def test_a_name_that_is_not_local_stays_as_it_is(name: str) -> None:
+    assert resolve_model_path(name) == name
+
+
+def test_a_model_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_model_path(str(make_model(tmp_path / "m"))) == str(tmp_path / "m")
+
+
+def test_a_run_is_its_latest_checkpoint_and_a_checkpoint_its_model(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    make_model(checkpoints / "step-000030" / "model")
+    make_model(checkpoints / "step-000060" / "model")
+    (checkpoints / "latest").symlink_to("step-000060")
+    assert resolve_model_path(str(tmp_path / "run")) == str(checkpoints / "latest" / "model")
+    assert resolve_model_path(str(checkpoints / "step-000030")) == str(checkpoints / "step-000030" / "model")
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_model(tmp_path / "m")
+    assert resolve_model_path("~/m") == str(tmp_path / "m")
+
+
+@pytest.mark.parametrize("path", ["./nope", "/nope/at/all", "~nobody/x", "runs/nope", "a/b/c", "nope/", ""])
+def test_a_local_path_that_is_missing_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path="):
+        resolve_model_path(path)
+
+
+def test_a_missing_folder_suggests_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "runs" / "sums")
+    with pytest.raises(ConfigError, match=r"model\.path=runs/smus does not exist; did you mean runs/sums\?"):
+        resolve_model_path("runs/smus")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        resolve_model_path(str(tmp_path))
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="without a finished checkpoint"):
+        resolve_model_path(str(tmp_path))
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model_path(str(tmp_path / "model.gguf"))
+
+
+def test_a_misspelt_builtin_name_gets_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean builtin:tiny\?"):
+        resolve_model_path("builtin:tny")
+
+
+def test_what_is_neither_path_nor_hub_id_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither a folder nor a hub id"):
+        resolve_model_path("[a,b]")
+
+
+def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) -> None:
+    check_data_path("openai/gsm8k")
+    check_data_path(str(tmp_path))
+    with pytest.raises(DataError, match=r"env\.path=\./no-data does not exist"):
+        check_data_path("./no-data")
+
+
+def test_the_cache_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "rlpost"
