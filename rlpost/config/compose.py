@@ -191,4 +191,7 @@ def _first_cause(error: BaseException) -> str:
     """What went wrong, on one line: the innermost cause knows the key, Hydra's wrapping does not."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split())
+    for noise in (" Config search path:", " reference_type="):
+        message = message.partition(noise)[0]
+    return message or type(error).__name__

@@ -45,11 +45,14 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     """The recipe's overrides and then the user's, which replace the recipe's of the same key.
 
     A user who chooses another option of a group than the recipe does (`env=arithmetic`) leaves
-    behind what the recipe says about its own (`env.path`).
+    behind what the recipe says about its own (`env.path`); choosing a model also replaces a path
+    that stands where the recipe's choice would.
     """
     replaced = {override.key: override.text for override in given}
     chosen = {override.key: override.text for override in recipe}
     left = {f"{key}." for key, text in replaced.items() if key in chosen and chosen[key] != text}
+    if "model" in replaced and "model" not in chosen:
+        replaced["model.path"] = ""
     kept = [o for o in recipe if o.key not in replaced and not o.key.startswith(tuple(left))]
     return [*kept, *given]
 
@@ -112,7 +115,7 @@ def _parse_word(word: str, following: Iterable[str]) -> Override:
             f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; write {bare}"
         )
     spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following)
-    if not key.strip() or (spaced and equals) or (not equals and spaced):
+    if not key.strip() or spaced:
         raise ConfigError(f"{shown(word)}: a setting is one word without spaces around the =; write key=value")
     if not equals:
         raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_option(word)}")

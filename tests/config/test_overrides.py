@@ -135,3 +135,8 @@ def test_another_option_leaves_behind_what_the_recipe_says_about_its_own() -> No
     other, same = Override("env", "arithmetic"), Override("env", "gsm8k")
     assert merge(recipe, [other]) == [Override("steps", "1"), other]
     assert merge(recipe, [same]) == [Override("env.path", "x"), Override("steps", "1"), same]
+
+
+def test_a_users_model_replaces_the_path_in_a_recipe() -> None:
+    recipe = [Override("model.path", "runs/x"), Override("model.device", "cpu")]
+    assert merge(recipe, [Override("model", "qwen")]) == [Override("model.device", "cpu"), Override("model", "qwen")]
