@@ -3,7 +3,7 @@
 Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
 
     text.prompt, text.response, query            str
-    history                                      History (B, messages), built when first asked for
+    history                                      History (B, M): all messages, replies included
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
     masks.all_attention_mask                     bool, ragged over full, all True
     masks.all_assistant_mask                     bool, ragged over full: True on every sampled id
@@ -29,6 +29,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
+from rlpost.data.history import History
 
 
 def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -62,6 +63,7 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     return TensorDict(
         {
             "query": strings([c.query for c in conversations]),
+            "history": History.from_chats([c.messages for c in conversations]),
             "text": {
                 "prompt": strings([c.prompt_text for c in conversations]),
                 "response": strings([c.response_text for c in conversations]),
@@ -108,6 +110,9 @@ def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
                 rows = value.unbind()
                 return ragged([rows[i] for i in indices])
             return value[list(indices)]
+        if isinstance(value, History):
+            chats = value.to_chats()
+            return History.from_chats([chats[i] for i in indices])
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
             return TensorDict({k: pick(v) for k, v in value.items()}, batch_size=[len(indices)])
         return strings([_row(value, i) for i in indices])
@@ -128,6 +133,8 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
                 p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
                 for p, n in zip(parts, sizes, strict=True)
             ])
+        if isinstance(first, History):
+            return History.from_chats([chat for p in parts for chat in p.to_chats()])
         if isinstance(first, TensorDictBase) and not isinstance(first, NonTensorStack):
             names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())
             joined = {k: join([None if p is None else p.get(k, None) for p in parts], sizes) for k in names}

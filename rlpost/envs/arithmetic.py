@@ -1,0 +1,165 @@
+"""Sums made on the spot: a task on which a small model learns in minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards import arithmetic
+from rlpost.rewards.score import Score
+
+PROMPT_TEMPLATE = "What is {question}?"
+SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
+HELD_OUT_ONE_IN = 5  # pairs of operands
+PROVED_A_SPLIT = 10_000  # problems `rlpost env test` tries of each split, at most
+_64_BITS = (1 << 64) - 1
+
+
+class ArithmeticEnv(DatasetChatEnv):
+    """One turn on `a + b`, `a - b` or `a * b`, operands of `digits` digits each.
+
+    A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. Train and test
+    share no pair of operands, in either order, whatever the operation. Reward and accuracies are
+    those of `rlpost.rewards.arithmetic`. Other arguments are `DatasetChatEnv`'s.
+    """
+
+    def __init__(
+        self,
+        *,
+        operations: Sequence[str] = ("add",),
+        digits: int = 2,
+        prompt_template: str | None = None,
+        max_completion_tokens: int = 48,
+        **chat: Any,
+    ) -> None:
+        unknown = [name for name in operations if name not in SYMBOLS]
+        if unknown or not operations:
+            raise ConfigError(f"env.operations={list(operations)}: choose among {', '.join(SYMBOLS)}, at least one")
+        if not 1 <= digits <= 9:
+            raise ConfigError(f"env.digits={digits} is out of range: it must lie between 1 and 9")
+        template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
+        super().__init__((), prompt_template=template, max_completion_tokens=max_completion_tokens, **chat)
+        self.operations = tuple(operations)
+        self.digits = digits
+
+    def open_rows(self, seed: int) -> Problems:
+        """See `DatasetChatEnv.open_rows`."""
+        return Problems(self.operations, self.digits, self.split, seed, self.limit)
+
+    def score(self, conversation: Conversation) -> Score:
+        """Only the reply is read, never the prompt."""
+        return arithmetic.score(conversation.response_text, conversation.task["answer"])
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`; up to 10,000 problems of each split."""
+        for split in ("train", "test"):
+            problems = Problems(self.operations, self.digits, split, self.seed, self.limit)
+            for task in islice(problems.epoch(0), PROVED_A_SPLIT):
+                yield f"{split}: {task['question']}", task
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`."""
+        return task["answer"]
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """See `EnvBase.corrupted_replies`."""
+        right = int(task["answer"])
+        return ["", "I do not know.", str(right + 1), f"{right}1", str(-right or 1), f"It is {right}, or {right - 1}."]
+
+
+class Problems:
+    """The problems of one split, without end, each once an epoch, in an order of its own in each.
+
+    Nothing is listed: the i-th problem of an epoch is the i-th of a keyed permutation of all
+    problems that falls on this side of the split. With a `limit` every epoch is the first `limit`
+    problems.
+    """
+
+    def __init__(self, operations: Sequence[str], digits: int, split: str, seed: int, limit: int | None = None) -> None:
+        self.operations = operations
+        self.lowest = 10 ** (digits - 1) if digits > 1 else 0
+        self.num_operands = 10**digits - self.lowest
+        self.split = split
+        self.seed = seed
+        self.limit = limit
+
+    def iter_from(self, position: int) -> Iterator[dict[str, Any]]:
+        """The problems from `position` on; the ones before it are made and passed over."""
+        return islice(self._endless(), position, None)
+
+    def _endless(self) -> Iterator[dict[str, Any]]:
+        epoch = 0
+        while True:
+            yield from self.epoch(epoch)
+            epoch += 1
+
+    def epoch(self, number: int) -> Iterator[dict[str, Any]]:
+        """Every problem of the split once, `limit` at most. Raises DataError if there is none."""
+        size = len(self.operations) * self.num_operands**2
+        key = mix(mix(self.seed) + (number if self.limit is None else 0))
+        made = 0
+        for index in range(size):
+            rest, b = divmod(permuted(index, size, key), self.num_operands)
+            which, a = divmod(rest, self.num_operands)
+            a, b = a + self.lowest, b + self.lowest
+            if is_held_out(a, b) == (self.split == "test"):
+                yield problem(self.operations[which], a, b)
+                made += 1
+                if made == self.limit:
+                    return
+        if not made:
+            raise DataError(f"the {self.split} split of this arithmetic environment is empty: raise env.digits")
+
+    def count(self, at_most: int) -> int:
+        """How many different problems there are, counting no further than `at_most`."""
+        return sum(1 for _ in islice(self.epoch(0), at_most))
+
+    def fingerprint(self) -> str:
+        """What a saved position depends on besides the seed, in words."""
+        asked = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
+        return f"{self.split} problems: {asked}, limit {self.limit}"
+
+
+def problem(operation: str, a: int, b: int) -> dict[str, Any]:
+    """The task `a operation b`."""
+    answer = {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]
+    return {
+        "question": f"{a} {SYMBOLS[operation]} {b}",
+        "answer": str(answer),
+        "a": a,
+        "b": b,
+        "operation": operation,
+    }
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether the pair belongs to the test split: a fixed function of the two numbers in either order."""
+    return mix(min(a, b) * 10**9 + max(a, b)) % HELD_OUT_ONE_IN == 0
+
+
+def mix(value: int) -> int:
+    """64 well-stirred bits of `value` (the finaliser of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _64_BITS
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return value ^ (value >> 31)
+
+
+def permuted(index: int, size: int, key: int) -> int:
+    """Where a permutation of range(size), chosen by `key`, sends `index`: a Feistel network.
+
+    It permutes the next power of four; what falls outside the range is sent on until it is inside.
+    """
+    half = (max(size - 1, 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            left, right = right, left ^ (mix(right + (key ^ turn)) & mask)
+        index = left << half | right
+        if index < size:
+            return index

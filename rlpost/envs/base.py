@@ -1,0 +1,190 @@
+"""What every environment is: conversations drawn and advanced, and the same thing as TensorDicts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs import turns
+from rlpost.envs.transforms.base import Transform
+from rlpost.errors import DataError
+
+
+class EnvBase(ABC):
+    """Prompts and their scores.
+
+    A collector uses the plain face: `draw` begins conversations, the policy appends its turn to
+    each, `advance` scores them or appends the environment's answer, until all are `done`.
+    `reset`, `step`, `step_and_maybe_reset` and `rollout` are the same as TensorDicts of
+    `batch_size`; they keep no state of their own: the conversations travel in the TensorDict, under
+    `conversation`, and a step leaves those it was given as they are.
+
+    Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
+    """
+
+    max_reward: float = 1.0  # what a perfect reply earns
+
+    def __init__(
+        self,
+        batch_size: int | Sequence[int],
+        *,
+        max_completion_tokens: int = 256,
+        max_prompt_tokens: int | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"batch_size={list(shape)} cannot be: an environment has one dimension of at least 1")
+        self.batch_size = shape
+        self.max_completion_tokens = max_completion_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+        self.tokenizer = tokenizer
+        self.transforms: list[Transform] = []
+
+    # The plain face
+
+    def start(self) -> None:  # noqa: B027  these four mean nothing to some environments
+        """Read what is needed to draw; a second call does nothing."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what `start` took."""
+
+    def numel(self) -> int:
+        """How many conversations are under way at once."""
+        return self.batch_size.numel()
+
+    @abstractmethod
+    def draw(self, count: int | None = None) -> list[Conversation]:
+        """`count` (None: `numel()`) fresh conversations; those of one prompt follow each other.
+
+        `group_id` numbers the draws of prompts over the environment's life, `sample` the
+        conversations of one. Raises DataError where there is no prompt to draw.
+        """
+
+    @abstractmethod
+    def advance(self, conversations: Sequence[Conversation]) -> None:
+        """Answer the policy's turn in each conversation, in place: score and end it, or append a message."""
+
+    @abstractmethod
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
+        """Conversations about `rows` from outside, one each, numbered like draws."""
+
+    def set_seed(self, seed: int) -> None:  # noqa: B027
+        """Draw in the order of `seed`, from the beginning; nothing to do where nothing is drawn at random."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where drawing goes on, ready for JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on drawing exactly where `state` was taken."""
+
+    def append_transform(self, transform: Transform) -> EnvBase:
+        """Add `transform` after those there are, and return this environment. Raises TypeError if it is none."""
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
+            )
+        self.transforms.append(transform)
+        return self
+
+    # What `rlpost env test` needs; environments with gold answers give all three
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(where it stands, task) of everything with a gold answer, in every split there is."""
+        raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """A reply to `task` that earns `max_reward` and both accuracies."""
+        raise NotImplementedError
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
+        raise NotImplementedError
+
+    # The TensorDict face
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
+
+        Returns a TensorDict of `batch_size` with `query`, `history`, `group_id`, `sample`,
+        `conversation` and `done`, `terminated`, `truncated` (B, 1); with a tokenizer
+        `("text", "prompt")` and, for first turns, `("tokens", "prompt")` too. Raises DataError for a TensorDict with
+        neither entry or of another batch size.
+        """
+        if tensordict is None or tensordict.is_empty():
+            conversations = self.draw()
+        else:
+            if tensordict.batch_size != self.batch_size:
+                raise DataError(
+                    f"reset was given a batch of {tuple(tensordict.batch_size)}: this environment's is "
+                    f"{tuple(self.batch_size)}"
+                )
+            conversations = self.begin(turns.rows_of(tensordict))
+        return self._observe(conversations)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
+
+        The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
+        the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
+        `("log_probs", "response")`, `finish_reason` and `policy_version`. Writes `next`: what reset
+        returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
+        scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
+        Raises DataError without a turn to take, or for a conversation that is over.
+        """
+        conversations = [conversation.copy() for conversation in turns.conversations_of(tensordict)]
+        if any(conversation.done for conversation in conversations):
+            raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
+        turns.add_replies(conversations, tensordict, self.tokenizer)
+        self.advance(conversations)
+        following = self._observe(conversations)
+        following.update(turns.scores(conversations))
+        return tensordict.set("next", following)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
+        stepped = self.step(tensordict)
+        conversations = turns.conversations_of(stepped["next"])
+        fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
+        return stepped, self._observe([next(fresh) if c.done else c for c in conversations])
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tensordict: TensorDictBase | None = None,
+        break_when_any_done: bool = True,
+    ) -> TensorDictBase:
+        """At most `max_steps` turns of `policy` after a reset, as one TensorDict (B, T), stacked lazily.
+
+        Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
+        """
+        steps = []
+        current = self.reset(tensordict)
+        for _ in range(max_steps):
+            acted = policy(current)
+            if break_when_any_done:
+                steps.append(self.step(acted))
+                if steps[-1]["next", "done"].any():
+                    break
+                current = self._observe(turns.conversations_of(steps[-1]["next"]))
+            else:
+                stepped, current = self.step_and_maybe_reset(acted)
+                steps.append(stepped)
+        return lazy_stack(steps, dim=1)
+
+    def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """The TensorDict of `conversations`, transforms applied."""
+        observed: TensorDictBase = TensorDict(
+            turns.observation(conversations, self.tokenizer), batch_size=[len(conversations)]
+        )
+        for transform in self.transforms:
+            observed = transform(observed)
+        return observed

@@ -1,0 +1,275 @@
+"""Environments that talk: prompts from outside (`ChatEnv`) or from a dataset (`DatasetChatEnv`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from rlpost.data.conversation import Conversation, Message
+from rlpost.data.datasets import load_rows
+from rlpost.envs.base import EnvBase
+from rlpost.envs.rows import OrderedRows
+from rlpost.envs.scoring import record_score
+from rlpost.envs.transforms.base import Transform
+from rlpost.envs.transforms.dataloading import DataLoadingPrimer
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards.score import Score
+
+
+class ChatEnv(EnvBase):
+    """A conversation about each prompt: the system's message if any, the user's, then turn by turn.
+
+    The user's message is `prompt_template` formatted with the fields of the task, or the task's
+    field `data_key`. Prompts come with `reset`, or from an appended `DataLoadingPrimer`.
+
+    After the policy's turn the transforms act; then, unless one of them spoke, `next_message` may
+    answer. A conversation ends with a reply cut at its token limit or with the `max_steps`-th turn
+    when there was more to say (both `truncated`), or when nothing is left to say (`terminated`);
+    with `max_steps=None` the latter leaves it open. `score` gives the reward when it ends.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | Sequence[int] = (1,),
+        *,
+        system_prompt: str | None = None,
+        prompt_template: str | None = None,
+        data_key: str = "query",
+        max_steps: int | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        policy_role: str = "assistant",
+        max_completion_tokens: int = 256,
+        max_prompt_tokens: int | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            max_completion_tokens=max_completion_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            tokenizer=tokenizer,
+        )
+        if max_steps is not None and max_steps < 1:
+            raise ConfigError(f"max_steps={max_steps} leaves the policy no turn: it must be at least 1")
+        self.system_prompt = system_prompt
+        self.prompt_template = prompt_template
+        self.data_key = data_key
+        self.max_steps = max_steps
+        self.system_role = system_role
+        self.user_role = user_role
+        self.policy_role = policy_role
+        self.primer: DataLoadingPrimer | None = None
+        self._begun = 0  # conversations begun about rows from outside
+
+    # What a subclass says
+
+    def next_message(self, conversation: Conversation) -> str | None:
+        """The environment's answer to the policy's turn, or None when it has nothing to say."""
+        return None
+
+    def score(self, conversation: Conversation) -> Score | None:
+        """What a conversation that is over is worth, or None where this environment gives no reward."""
+        return None
+
+    # Beginning
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Add `transform`; a `DataLoadingPrimer` becomes the source of the prompts."""
+        if isinstance(transform, DataLoadingPrimer):
+            self.primer = transform
+        else:
+            super().append_transform(transform)
+        return self
+
+    def draw(self, count: int | None = None) -> list[Conversation]:
+        """See `EnvBase.draw`; raises DataError without a primer, ConfigError for a template field no task has."""
+        self.start()
+        if self.primer is None:
+            raise DataError(
+                f"{type(self).__name__} has no prompts of its own: reset it with a TensorDict that holds 'query', "
+                "append a DataLoadingPrimer, or use DatasetChatEnv"
+            )
+        drawn = self.primer.take(self.numel() if count is None else count)
+        return self._opened([self._conversation(d.element, d.group, d.sample) for d in drawn])
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
+        """See `EnvBase.begin`; `query` is what the user says."""
+        first = self._begun
+        self._begun += len(rows)
+        return self._opened(
+            [self._conversation({self.data_key: row["query"], **row}, first + i, 0) for i, row in enumerate(rows)]
+        )
+
+    def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
+        for transform in self.transforms:
+            transform.on_begin(conversations)
+        return conversations
+
+    def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
+        messages: list[Message] = []
+        if self.system_prompt is not None:
+            messages.append({"role": self.system_role, "content": self.system_prompt})
+        messages.append({"role": self.user_role, "content": self.user_message(task)})
+        return Conversation(
+            task=task,
+            messages=messages,
+            group_id=group,
+            sample=sample,
+            max_completion_tokens=self.max_completion_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+    def user_message(self, task: Mapping[str, Any]) -> str:
+        """What the user says about `task`. Raises ConfigError, or DataError, for a field it has not."""
+        if self.prompt_template is None:
+            if self.data_key not in task:
+                raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
+            return str(task[self.data_key])
+        try:
+            return self.prompt_template.format(**task)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            wrong = f"{{{error.args[0]}}} is no field" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(
+                f"env.prompt_template={self.prompt_template!r} does not fit: {wrong}; "
+                f"the fields are {', '.join(map(str, task))}; write {{{{ and }}}} for braces"
+            ) from error
+
+    # Going on
+
+    def advance(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.advance`."""
+        for transform in self.transforms:
+            transform.on_reply(conversations)
+        for conversation in conversations:
+            if not conversation.done:
+                self._answer(conversation)
+            if conversation.done:
+                record_score(conversation, self.score)
+
+    def _answer(self, conversation: Conversation) -> None:
+        """End the conversation, or let the environment speak."""
+        if conversation.finish_reason == "length":
+            conversation.truncated = True
+            return
+        spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform
+        answer = None if spoken else self.next_message(conversation)
+        last = self.max_steps is not None and conversation.turns >= self.max_steps
+        if not spoken and answer is None:
+            conversation.terminated = self.max_steps is not None
+        elif last:
+            conversation.truncated = True
+        elif answer is not None:
+            conversation.messages.append({"role": self.user_role, "content": answer})
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `EnvBase.state_dict`."""
+        return {"begun": self._begun, "primer": self.primer.state_dict() if self.primer else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `EnvBase.load_state_dict`."""
+        self._begun = state["begun"]
+        if self.primer is not None:
+            self.primer.load_state_dict(state["primer"])
+
+
+class DatasetChatEnv(ChatEnv):
+    """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
+
+    `dataset` is a sequence of mappings, or a path or hub id as `load_rows` takes. It keeps
+    `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
+    `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
+    The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
+    fetched from the dataset at a time. Other arguments are `ChatEnv`'s.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Sequence[Mapping[str, Any]],
+        *,
+        split: str = "train",
+        limit: int | None = None,
+        shuffle: bool = True,
+        num_envs: int = 1,
+        repeats: int = 1,
+        batch_size_dl: int = 1,
+        seed: int = 0,
+        group_repeats: bool = False,
+        data_key: str = "question",
+        max_steps: int | None = 1,
+        **chat: Any,
+    ) -> None:
+        if min(num_envs, repeats, batch_size_dl) < 1:
+            raise ConfigError(
+                f"num_envs={num_envs}, repeats={repeats} and batch_size_dl={batch_size_dl} must be at least 1"
+            )
+        size = num_envs * repeats if group_repeats else num_envs
+        super().__init__(size, data_key=data_key, max_steps=max_steps, **chat)
+        self.dataset = dataset
+        self.split = split
+        self.limit = limit
+        self.shuffle = shuffle
+        self.repeats = repeats
+        self.seed = seed
+        self.read_ahead = batch_size_dl
+        self._rows: Any = None
+
+    def start(self) -> None:
+        """Read the rows, and write the first prompt to see that the template fits.
+
+        Raises DataError for a dataset or row that cannot be used, ConfigError for the template.
+        """
+        if self._rows is None:
+            self._rows = self.open_rows(self.seed)
+            self.user_message(next(self._rows.iter_from(0)))
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def open_rows(self, seed: int) -> Any:
+        """The rows in the order of `seed`: something with `iter_from(position)` and `count(at_most)`."""
+        rows = self.load(self.split) if self._rows is None else self._rows.rows
+        if not len(rows):
+            raise DataError("the dataset is empty: give at least one row")
+        return OrderedRows(rows, shuffle=self.shuffle, seed=seed, read_ahead=self.read_ahead)
+
+    def load(self, split: str) -> Sequence[Mapping[str, Any]]:
+        """The tasks of one split, `limit` at most."""
+        if isinstance(self.dataset, str):
+            return load_rows(self.dataset, split, (self.data_key,), self.limit)
+        if self.limit is None:
+            return self.dataset
+        return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
+
+    def count_prompts(self, at_most: int) -> int:
+        """How many different prompts this split has, counting no further than `at_most`."""
+        self.start()
+        return self._rows.count(at_most)
+
+    def reset_dataloader(self) -> None:
+        """Draw again from the first row on."""
+        self.start()
+        assert self.primer is not None
+        self.primer.reset_dataloader()
+
+    def set_seed(self, seed: int) -> None:
+        """See `EnvBase.set_seed`."""
+        self.seed = seed
+        if self._rows is not None:
+            self._rows = self.open_rows(seed)
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""
+        self.start()
+        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `EnvBase.load_state_dict`. Raises DataError where the rows are not those `state` was taken with."""
+        self.start()
+        if state["rows"] != self._rows.fingerprint():
+            raise DataError(
+                f"the saved position was taken with {state['rows']}, and this dataset has {self._rows.fingerprint()}: "
+                "resume with the dataset and env settings the run began with"
+            )
+        self.set_seed(state["seed"])
+        super().load_state_dict(state)

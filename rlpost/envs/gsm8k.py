@@ -1,0 +1,231 @@
+"""GSM8K: grade-school word problems, one turn each, answered in `<think>` and `<answer>` tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlpost.data.batch import strings
+from rlpost.data.conversation import Conversation
+from rlpost.data.datasets import Complaint, Row, has_split, load_rows
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.scoring import record_score
+from rlpost.envs.transforms.base import Transform
+from rlpost.envs.turns import column, strip_end_of_turn
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards import gsm8k
+from rlpost.rewards.numbers import last_number
+from rlpost.rewards.score import Score
+
+HUB_ID = "openai/gsm8k"
+HUB_CONFIG = "main"
+SYSTEM_PROMPT = (
+    "You solve math problems. First work through the problem step by step between <think> and </think>. "
+    "Then write the final number, without units, between <answer> and </answer>. "
+    "For example: <think>3 apples and 4 apples are 3 + 4 = 7 apples.</think><answer>7</answer>"
+)
+COMPLETION_PROMPT = (
+    "User asks a math question and Assistant solves it: the reasoning stands between <think> and </think>, "
+    "the final number between <answer> and </answer>.\n\nUser: {question}\n\nAssistant: <think>"
+)
+
+
+class GSM8KPrepareQuestion(Transform):
+    """Turns a question into a prompt that the model completes from inside its reasoning.
+
+    `template` is formatted with `question`. Appended to an environment it rewrites the user's
+    message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
+    """
+
+    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
+        if "{question}" not in template:
+            raise ConfigError(f"template={template!r} has no {{question}}: every prompt would be the same")
+        self.template = template
+        self.in_key = in_key
+        self.out_key = in_key if out_key is None else out_key
+
+    def prepare(self, question: str) -> str:
+        """The prompt for `question`."""
+        return self.template.format(question=question)
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Rewrite the last message of each conversation."""
+        for conversation in conversations:
+            last = conversation.messages[-1]
+            conversation.messages[-1] = {**last, "content": self.prepare(last["content"])}
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rewrite `in_key` of a TensorDict that has it as plain text; what an environment returns has not."""
+        if self.in_key not in tensordict or "conversation" in tensordict:
+            return tensordict
+        prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
+        return tensordict.set(self.out_key, strings(prepared))
+
+
+class GSM8KRewardParser(Transform):
+    """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
+
+    Only the reply is read, never the prompt, whose own tags would count. Appended to an
+    environment it scores and ends each conversation, on top of a reward that is there already; the
+    task's `answer` is the truth, alone or after the solution and "#### ".
+    """
+
+    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
+        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
+            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+        self.tiers = tiers
+
+    def score(self, reply: str, truth: str) -> Score:
+        """The score of `reply`, an end-of-turn marker at its end left out."""
+        return gsm8k.score(strip_end_of_turn(reply), final_answer(truth), self.tiers)
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
+        for conversation in conversations:
+            record_score(conversation, lambda c: self.score(c.response_text, c.task["answer"]))
+            conversation.truncated = conversation.finish_reason == "length"
+            conversation.terminated = not conversation.truncated
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a TensorDict of batch size (B,) that holds `text_response` (or `("text", "response")`) and `answer`.
+
+        Writes `reward_answer` (1 for a non-empty answer block), `reward_think` (1 for a think
+        block), `reward_right` (1 if right), `reward` (the tier, on top of a reward there is) and
+        `success`, (B, 1, 1) each, and sets `done` where there is an answer. What `step` returns is
+        scored already and left as it is.
+        """
+        if "answer" not in tensordict or "conversation" in tensordict:
+            return tensordict
+        key = "text_response" if "text_response" in tensordict else ("text", "response")
+        replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
+        truths = [final_answer(truth) for truth in column(tensordict, "answer")]
+        verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+
+        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
+
+        reward = cube([score.reward for score in scores])
+        if "reward" in tensordict:
+            reward = reward + tensordict["reward"].view(-1, 1, 1)
+        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
+        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
+        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
+        tensordict.set("reward", reward)
+        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
+        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
+
+
+class GSM8KEnv(DatasetChatEnv):
+    """One turn on each GSM8K question.
+
+    `dataset` is the hub's id, a folder with train.jsonl and test.jsonl, one file, or a sequence of
+    rows with `question` and `answer`. A task has the row's fields, `answer` being the final number
+    and `solution` what the dataset reasons before it. With `compute_reward=False` replies are not
+    scored. Other arguments are `DatasetChatEnv`'s.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Sequence[Mapping[str, Any]] = HUB_ID,
+        *,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        tiers: tuple[float, float, float] = gsm8k.TIERS,
+        compute_reward: bool = True,
+        **chat: Any,
+    ) -> None:
+        super().__init__(dataset, system_prompt=system_prompt, **chat)
+        self.parser = GSM8KRewardParser(tiers)
+        self.compute_reward = compute_reward
+        self.max_reward = tiers[0]
+
+    def load(self, split: str) -> list[Row]:
+        """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
+        return load_tasks(self.dataset, split, self.limit)
+
+    def score(self, conversation: Conversation) -> Score | None:
+        """Only the reply is read, never the system prompt's example."""
+        if not self.compute_reward:
+            return None
+        return self.parser.score(conversation.response_text, conversation.task["answer"])
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`: every row of both splits, or of the one that this dataset is."""
+        both = isinstance(self.dataset, str) and has_split(self.dataset, "test")
+        for split in ("train", "test") if both else (self.split,):
+            for number, task in enumerate(self.load(split), start=1):
+                yield f"{split} row {number}", task
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`."""
+        return f"<think>{task['solution']}</think><answer>{task['answer']}</answer>"
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """See `EnvBase.corrupted_replies`."""
+        right = last_number(task["answer"]) or ""
+        wrong = [f"{right}1", f"1{right.lstrip('-')}", "", "unknown"]
+        if right != "0":
+            wrong.append(right.removeprefix("-") if right.startswith("-") else f"-{right}")
+        tagged = [f"<think></think><answer>{answer}</answer>" for answer in wrong]
+        return ["", f"{task['solution']}\nThe answer is {right}1.", *tagged]
+
+
+def make_gsm8k_env(
+    dataset: str | Sequence[Mapping[str, Any]] = HUB_ID,
+    *,
+    split: str = "train",
+    num_envs: int = 1,
+    repeats: int = 1,
+    batch_size_dl: int = 1,
+    seed: int = 0,
+    group_repeats: bool = False,
+    tokenizer: Any = None,
+) -> DatasetChatEnv:
+    """GSM8K put together from its transforms: no system prompt, and a prompt to complete.
+
+    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect.
+    """
+    env = GSM8KEnv(
+        dataset,
+        system_prompt=None,
+        compute_reward=False,
+        split=split,
+        num_envs=num_envs,
+        repeats=repeats,
+        batch_size_dl=batch_size_dl,
+        seed=seed,
+        group_repeats=group_repeats,
+        tokenizer=tokenizer,
+    )
+    return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
+
+
+def load_tasks(dataset: str | Sequence[Mapping[str, Any]], split: str, limit: int | None = None) -> list[Row]:
+    """The tasks of one split. Raises DataError naming file or dataset, row and field."""
+    if isinstance(dataset, str):
+        config = HUB_CONFIG if dataset == HUB_ID else None
+        rows: list[Row] = load_rows(dataset, split, ("question", "answer"), limit, config=config, check=_complaint)
+    else:
+        rows = [dict(row) for row in dataset][:limit]
+        for number, row in enumerate(rows, start=1):
+            if complaint := _complaint(row):
+                raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
+    for row in rows:
+        row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
+    return rows
+
+
+def final_answer(truth: str) -> str:
+    """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
+    return truth.rpartition("####")[2].strip()
+
+
+def _complaint(row: Row) -> Complaint | None:
+    try:
+        gsm8k.split_solution(row["answer"])
+    except (KeyError, ValueError) as error:
+        return "answer", "missing" if isinstance(error, KeyError) else str(error)
+    return None

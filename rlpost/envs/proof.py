@@ -1,0 +1,83 @@
+"""Does an environment score rightly? Every gold answer earns full marks, no corrupted one does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs.base import EnvBase
+
+SHOWN = 10  # failures that are printed
+
+
+@dataclass(slots=True)
+class Proof:
+    """What `prove` found: tasks and replies tried, and one line for each reply scored wrongly."""
+
+    checked: int = 0
+    replies: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return self.checked > 0 and not self.failures
+
+    def lines(self) -> list[str]:
+        """The findings for a person, the first ten failures among them."""
+        told = [f"  {failure}" for failure in self.failures[:SHOWN]]
+        if len(self.failures) > SHOWN:
+            told.append(f"  ... and {len(self.failures) - SHOWN} more")
+        verdict = "all scored rightly" if self.holds else f"{len(self.failures)} scored wrongly"
+        if not self.checked:
+            verdict = "there is no gold answer to check"
+        return [f"{self.checked} gold answers and {self.replies - self.checked} corrupted ones: {verdict}", *told]
+
+
+def prove(env: EnvBase) -> Proof:
+    """Score the gold reply and the corrupted replies of every task that `env` has, in every split.
+
+    Raises DataError where the environment's data cannot be read.
+    """
+    proof = Proof()
+    for where, task in env.all_tasks():
+        gold = env.gold_reply(task)
+        corrupted = env.corrupted_replies(task)
+        proof.checked += 1
+        proof.replies += 1 + len(corrupted)
+        played = _played(env, task, gold)
+        if not (played.valid and played.reward == env.max_reward and _accuracies(played) == (1.0, 1.0)):
+            proof.failures.append(f"{where}: the gold reply {_short(gold)} got {_marks(played)}")
+        for reply in corrupted:
+            played = _played(env, task, reply)
+            if not (played.valid and played.reward is not None and played.reward < env.max_reward) or any(
+                _accuracies(played)
+            ):
+                proof.failures.append(f"{where}: the corrupted reply {_short(reply)} got {_marks(played)}")
+    return proof
+
+
+def _played(env: EnvBase, task: Mapping[str, Any], reply: str) -> Conversation:
+    """A conversation in which the policy said `reply`, advanced by the environment as in training."""
+    conversation = Conversation(task=task, messages=[{"role": "user", "content": ""}])
+    conversation.add_completion(Completion([], [], reply, "stop", 0))
+    env.advance([conversation])
+    return conversation
+
+
+def _accuracies(played: Conversation) -> tuple[float | None, float | None]:
+    return played.accuracy_strict, played.accuracy_lenient
+
+
+def _marks(played: Conversation) -> str:
+    if not played.valid:
+        return f"an error: {played.error}"
+    return (
+        f"reward {played.reward}, strict accuracy {played.accuracy_strict}, lenient accuracy {played.accuracy_lenient}"
+    )
+
+
+def _short(reply: str) -> str:
+    return repr(reply if len(reply) <= 80 else f"{reply[:30]}...{reply[-45:]}")

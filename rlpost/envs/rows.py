@@ -1,0 +1,53 @@
+"""The order in which an environment serves the rows of a dataset: a pure function of seed and position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+class OrderedRows:
+    """Rows without end: epoch after epoch, each in its own permutation if `shuffle`.
+
+    Position p is row `p % len(rows)` of the permutation of (seed, epoch `p // len(rows)`), so a
+    position alone says where to go on. `read_ahead` rows are fetched at a time, through the
+    dataset's `__getitems__` where it has one.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], *, shuffle: bool, seed: int, read_ahead: int = 1) -> None:
+        self.rows = rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.read_ahead = read_ahead
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return self.iter_from(0)
+
+    def iter_from(self, position: int) -> Iterator[Mapping[str, Any]]:
+        """The rows from `position` on, without end."""
+        epoch, start = divmod(position, len(self.rows))
+        while True:
+            order = self.order(epoch)
+            for first in range(start, len(order), self.read_ahead):
+                yield from self._fetch(order[first : first + self.read_ahead])
+            epoch, start = epoch + 1, 0
+
+    def order(self, epoch: int) -> list[int]:
+        """The row numbers of one epoch."""
+        order = list(range(len(self.rows)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+    def count(self, at_most: int) -> int:
+        """How many different rows there are, counting no further than `at_most`."""
+        return min(len(self.rows), at_most)
+
+    def fingerprint(self) -> str:
+        """What a saved position depends on besides the seed, in words."""
+        return f"{len(self.rows)} rows, {'shuffled' if self.shuffle else 'in order'}"
+
+    def _fetch(self, numbers: list[int]) -> Sequence[Mapping[str, Any]]:
+        fetch_many = getattr(self.rows, "__getitems__", None)
+        return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]

@@ -1,0 +1,27 @@
+"""What an appended transform may do to an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensordict import TensorDictBase
+
+from rlpost.data.conversation import Conversation
+
+
+class Transform:
+    """Acts on conversations when they begin and after each reply, and on the TensorDicts made of them.
+
+    The first two are called whichever face of the environment is used, `__call__` only by `reset`
+    and `step`. A transform overrides what it needs; each method does nothing by itself.
+    """
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Change conversations that have just been drawn, in place."""
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change what `reset` or `step` returns."""
+        return tensordict

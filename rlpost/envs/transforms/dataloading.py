@@ -1,0 +1,157 @@
+"""Where an environment's prompts come from, one element at a time, with a position that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDictBase
+
+from rlpost.envs.transforms.base import Transform
+from rlpost.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One element served: the `sample`-th time it is, of the `group`-th element."""
+
+    element: Mapping[str, Any]
+    group: int
+    sample: int
+
+
+class DataLoadingPrimer(Transform):
+    """Serves the elements of a dataloader, each `repeats` times in a row, without end.
+
+    Exactly one of `dataloader`, an iterable of mappings, and `dataloader_factory`, which makes one
+    when it is first needed. An exhausted dataloader is started again. `batch_size` (an int or
+    `[n]`) is how many elements one TensorDict is primed with, `n * repeats` with `group_repeats`;
+    None leaves it to the environment.
+
+    `position` counts the elements served, repeats included, and is all there is to save. A
+    dataloader with an `iter_from(index)` method is moved there at once; of any other the elements
+    before it are read again, so it has to give the same order each time it is started.
+
+    Raises ValueError for both or no dataloader, repeats below 1 or a batch of several dimensions.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
+        repeats: int | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        group_repeats: bool = False,
+    ) -> None:
+        if (dataloader is None) == (dataloader_factory is None):
+            raise ValueError("give exactly one of dataloader and dataloader_factory")
+        if repeats is not None and repeats < 1:
+            raise ValueError(f"repeats={repeats} serves nothing: it must be at least 1")
+        self.repeats = repeats or 1
+        self.batch_size = _one_dimension(batch_size, self.repeats if group_repeats else 1)
+        self.position = 0
+        self._dataloader = dataloader
+        self._factory = dataloader_factory
+        self._iterator: Iterator[Any] | None = None
+        self._element: Mapping[str, Any] | None = None
+
+    def take(self, count: int) -> list[Draw]:
+        """The next `count` draws.
+
+        Raises DataError for a dataloader without elements, TypeError for an element that is no mapping.
+        """
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Draw:
+        group, sample = divmod(self.position, self.repeats)
+        if self._element is None or sample == 0:
+            self._element = self._read(group)
+        self.position += 1
+        return Draw(self._element, group, sample)
+
+    def _read(self, group: int) -> Mapping[str, Any]:
+        if self._iterator is None:
+            self._iterator = self._iterate_from(group)
+        element = next(self._iterator)
+        if isinstance(element, TensorDictBase):
+            element = element.to_dict()
+        if not isinstance(element, Mapping):
+            raise TypeError(
+                f"element {group} of the dataloader is no mapping but {type(element).__name__}: "
+                "each element has to name its fields"
+            )
+        return element
+
+    def _iterate_from(self, group: int) -> Iterator[Any]:
+        if self._dataloader is None:
+            assert self._factory is not None
+            self._dataloader = self._factory()
+        iter_from = getattr(self._dataloader, "iter_from", None)
+        elements = _endless(self._dataloader) if iter_from is None else iter_from(group)
+        for _ in range(0 if iter_from else group):
+            next(elements)
+        return elements
+
+    def reset_dataloader(self) -> None:
+        """Begin again with the first element."""
+        self.load_state_dict({"position": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, ready for JSON."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a saved position."""
+        self.position = state["position"]
+        self._iterator = self._element = None
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the next element of each row: numbers and tensors stacked, everything else one value a row.
+
+        Raises ValueError for a batch of other than one dimension, or of another size than `batch_size`.
+        """
+        shape = tensordict.batch_size
+        if len(shape) != 1 or (self.batch_size is not None and shape != self.batch_size):
+            raise ValueError(f"cannot prime a batch of {tuple(shape)}: {_expected(self.batch_size)}")
+        elements = [draw.element for draw in self.take(shape[0])]
+        for name in elements[0]:
+            tensordict.set(name, _column([element[name] for element in elements]))
+        return tensordict
+
+
+def _one_dimension(batch_size: int | Sequence[int] | None, multiplier: int) -> torch.Size | None:
+    if batch_size is None:
+        return None
+    shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+    if len(shape) > 1:
+        raise ValueError(f"batch_size={list(shape)} has {len(shape)} dimensions: conversations are numbered by one")
+    return torch.Size([(shape[0] if shape else 1) * multiplier])
+
+
+def _expected(batch_size: torch.Size | None) -> str:
+    return "it must have one dimension" if batch_size is None else f"it must be {tuple(batch_size)}"
+
+
+def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
+    """The elements of `dataloader`, over and over. Raises DataError instead of looking for ever in an empty one."""
+    while True:
+        empty = True
+        for element in dataloader:
+            empty = False
+            yield element
+        if empty:
+            raise DataError(
+                "the dataloader gave no element: it is empty, or an iterator that cannot be started again; "
+                "give a list, a DataLoader or another iterable that can"
+            )
+
+
+def _column(values: list[Any]) -> Any:
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(values)
+    if all(isinstance(value, int | float) for value in values):
+        return torch.tensor(values)
+    return NonTensorStack(*values)
