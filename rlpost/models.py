@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlpost.config.paths import resolve_model_path
+from rlpost.config.paths import cache_folder, resolve_model_path
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import ModelSettings
 
@@ -32,12 +32,6 @@ CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def cache_folder() -> Path:
-    """Where models made on this machine are kept; `XDG_CACHE_HOME` moves it."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "rlpost" / "models"
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
@@ -160,7 +154,7 @@ def _packaged_smollm2() -> Path | None:
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The cache folder `name`, made by `make` in a temporary place and moved in whole."""
-    final = cache_folder() / name
+    final = cache_folder() / "models" / name
     if (final / "config.json").is_file():
         return final
     try:

@@ -185,6 +185,10 @@ class vLLMWrapper(Policy):  # noqa: N801  the seed documents' name
         }
         if on_gpu:
             arguments["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
+        else:
+            # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(4096, self.max_model_len)
         return arguments
 
 

@@ -40,6 +40,13 @@ class WeightUpdater(ABC):
         self.policy.version = self._next_version(self.policy.version)
         return self.policy.version
 
+    def restore_version(self, version: PolicyVersionLabel) -> None:
+        """Take up `version` where a run is resumed: the policy already has that version's weights."""
+        assert self.policy is not None
+        self.policy.version = version
+        if self.version_tracker is not None:
+            self.version_tracker.version = version
+
     @abstractmethod
     def _send(self, policy: Policy, weights: dict[str, torch.Tensor]) -> None:
         """Bring `weights`, under the names of the HF checkpoint, to `policy`."""

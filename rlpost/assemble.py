@@ -1,0 +1,186 @@
+"""Settings become components here, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlpost.collectors import LLMCollector
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.base import EnvBase
+from rlpost.envs.build import build_env
+from rlpost.envs.transforms.policy_version import PolicyVersion
+from rlpost.errors import ConfigError
+from rlpost.evaluate import EvalResult, evaluate
+from rlpost.models import load_model, load_tokenizer, locate_model
+from rlpost.objectives import GRPOLoss, MCAdvantage
+from rlpost.optim import build_optimizer
+from rlpost.policies.base import Policy
+from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.policies.transformers import TransformersWrapper
+from rlpost.policies.vllm import vLLMWrapper
+from rlpost.settings import (
+    AutoPolicySettings,
+    EnvSettings,
+    EvalSettings,
+    GRPOSettings,
+    ModelSettings,
+    PolicySettings,
+    SamplingSettings,
+    ScriptedSettings,
+    TransformersSettings,
+    VLLMSettings,
+)
+from rlpost.weight_sync.base import SharedWeights, WeightUpdater
+from rlpost.weight_sync.vllm import vLLMUpdater
+
+
+@dataclass
+class GRPOParts:
+    """Everything the GRPO loop works with."""
+
+    model_folder: Path
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: PreTrainedModel | None  # frozen; None without a KL term
+    policy: Policy
+    eval_env: EnvBase
+    collector: LLMCollector
+    buffer: ReplayBuffer
+    objective: GRPOLoss
+    optimizer: torch.optim.AdamW
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self.model.device
+
+
+def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) -> GRPOParts:
+    """The parts of `rlpost train grpo`, from a checkpoint's model folder where one is given.
+
+    The policy is not started yet.
+    """
+    base = locate_model(settings.model.path, settings.model.revision)
+    folder = checkpoint_model or base
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, settings.model)
+    env = build_env(
+        settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
+    )
+    policy = build_policy(
+        settings.policy,
+        folder,
+        tokenizer,
+        model=model,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=settings.sampling,
+        seed=settings.seed,
+    )
+    buffer = ReplayBuffer(
+        transforms=[
+            MCAdvantage(
+                settings.group_size,
+                normalise_std=settings.advantage.normalise_std,
+                shuffle_rewards=settings.advantage.shuffle_rewards,
+                seed=settings.seed,
+            )
+        ]
+    )
+    collector = LLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
+        yield_only_last_steps=True,
+        replay_buffer=buffer,
+        weight_updater=build_updater(policy),
+        track_policy_version=PolicyVersion(),
+    )
+    return GRPOParts(
+        model_folder=folder,
+        tokenizer=tokenizer,
+        model=model,
+        reference=load_model(base, settings.model).requires_grad_(False) if settings.loss.kl_coef > 0 else None,
+        policy=policy,
+        eval_env=build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0),
+        collector=collector,
+        buffer=buffer,
+        objective=GRPOLoss(
+            clip_low=settings.loss.clip_low,
+            clip_high=settings.loss.clip_high,
+            kl_coef=settings.loss.kl_coef,
+            temperature=settings.sampling.temperature,
+        ),
+        optimizer=build_optimizer(model, settings.optim),
+    )
+
+
+def build_policy(
+    settings: PolicySettings,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    model: PreTrainedModel | None,
+    model_settings: ModelSettings,
+    env_settings: EnvSettings,
+    sampling: SamplingSettings,
+    seed: int,
+) -> Policy:
+    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from."""
+    settings = chosen_policy(settings)
+    if isinstance(settings, VLLMSettings):
+        longest = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
+        return vLLMWrapper(folder, tokenizer, settings=settings, sampling=sampling, max_model_len=longest, seed=seed)
+    if isinstance(settings, TransformersSettings):
+        return TransformersWrapper(
+            model if model is not None else load_model(folder, model_settings),
+            tokenizer,
+            sampling=sampling,
+            max_num_seqs=settings.max_num_seqs,
+            autocast=model_settings.autocast,
+            seed=seed,
+        )
+    if isinstance(settings, ScriptedSettings):
+        return ScriptedPolicy(settings.replies, tokenizer, sampling=sampling, seed=seed)
+    raise ConfigError(f"policy {type(settings).__name__} has no builder in rlpost/assemble.py")
+
+
+def chosen_policy(settings: PolicySettings) -> PolicySettings:
+    """`auto` resolved: vLLM where it is installed, else transformers."""
+    if not isinstance(settings, AutoPolicySettings):
+        return settings
+    spec = importlib.util.find_spec("vllm")
+    has_vllm = spec is not None and spec.origin is not None
+    return (VLLMSettings if has_vllm else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
+
+
+def build_updater(policy: Policy) -> WeightUpdater:
+    """How the trainer's weights reach `policy`."""
+    return vLLMUpdater(policy) if isinstance(policy, vLLMWrapper) else SharedWeights(policy)
+
+
+def evaluate_command(settings: EvalSettings) -> EvalResult:
+    """`rlpost eval`: every task of the split, or the first `env.limit`."""
+    folder = locate_model(settings.model.path, settings.model.revision)
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    policy = build_policy(
+        settings.policy,
+        folder,
+        load_tokenizer(folder),
+        model=None,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=settings.sampling,
+        seed=settings.seed,
+    )
+    policy.start()
+    try:
+        return evaluate(env, policy, num_prompts=env.num_tasks, sampling=settings.sampling)
+    finally:
+        policy.close()

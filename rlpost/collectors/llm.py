@@ -1,0 +1,240 @@
+"""LLMCollector: plays an environment with a policy and delivers what happened."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from math import ceil
+from typing import Any
+
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.conversation import Conversation, PolicyVersionLabel
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.base import EnvBase
+from rlpost.envs.transforms.policy_version import PolicyVersion
+from rlpost.policies.base import Policy
+from rlpost.weight_sync.base import WeightUpdater
+
+
+class LLMCollector:
+    """Iterates over batches of dialog turns, or fills a replay buffer with them.
+
+    One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
+    is rounded up to a multiple of the environment's size B.
+
+    Plain mode delivers every turn as it comes, stacked to (B, T), or (B*T,) with `flatten_data`; a
+    conversation goes on in the next batch unless `reset_at_each_iter`.
+    `yield_completed_trajectories` delivers whole trajectories, one after the other on a single
+    dimension; what is complete beyond a batch waits for the next.
+    `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation.
+
+    With `replay_buffer` iteration yields None and the batch is in the buffer. With `queue` each batch
+    is put there instead; a full queue loses its oldest batch, with a warning.
+
+    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        *,
+        policy: Policy | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
+        dialog_turns_per_batch: int | None = None,
+        yield_only_last_steps: bool | None = None,
+        yield_completed_trajectories: bool | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        total_dialog_turns: int = -1,
+        async_envs: bool | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
+        queue: Any | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        verbose: bool = False,
+    ) -> None:
+        if (policy is None) == (policy_factory is None):
+            raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
+        if queue is not None and replay_buffer is not None:
+            raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")
+        if async_envs:
+            raise RuntimeError("async_envs=True needs a pool of environments; this environment is a single one")
+        last_only = bool(yield_only_last_steps)
+        if last_only and yield_completed_trajectories is False:
+            raise TypeError("yield_only_last_steps=True contradicts yield_completed_trajectories=False")
+        if last_only and (flatten_data or reset_at_each_iter):
+            raise TypeError("yield_only_last_steps excludes flatten_data and reset_at_each_iter")
+        completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
+        if dialog_turns_per_batch is None and not completed:
+            raise TypeError("dialog_turns_per_batch may be left out only with yield_completed_trajectories")
+
+        self.env: EnvBase = env if isinstance(env, EnvBase) else env()
+        self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
+        size = self.env.numel()
+        self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
+        self.total_dialog_turns = total_dialog_turns
+        self.yield_completed_trajectories = completed
+        self.yield_only_last_steps = last_only
+        self.reset_at_each_iter = reset_at_each_iter
+        self.flatten_data = (replay_buffer is not None) if flatten_data is None else flatten_data
+        self.postproc = postproc
+        self.replay_buffer = replay_buffer
+        self.queue = queue
+        self.verbose = verbose
+        self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
+
+        self.policy_version_tracker = self._version_tracker(track_policy_version)
+        self.weight_updater = self._updater(weight_updater)
+        if replay_buffer is not None:
+            replay_buffer.source = self
+        self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns so far, one list an env
+        self._ready: deque[list[Conversation]] = deque()  # complete trajectories not yet delivered
+        self._turns_delivered = 0
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns:
+            yield self._deliver()
+
+    iterator = __iter__
+
+    def collect(self) -> None:
+        """One more batch into the replay buffer."""
+        if self.replay_buffer is None:
+            raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
+        self._deliver()
+
+    def rollout(self) -> TensorDictBase:
+        """One batch, whatever it is delivered into."""
+        batch = self._completed_batch() if self.yield_completed_trajectories else self._plain_batch()
+        self._turns_delivered += batch.numel()
+        return batch if self.postproc is None else self.postproc(batch)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken
+
+    def reset(self) -> None:
+        """Abandon the conversations under way; the next batch begins with fresh ones."""
+        self._live = [[] for _ in self._live]
+
+    def update_policy_weights_(self, policy_or_weights: Any) -> None:
+        """Push weights into the policy; its version rises once the push has wholly succeeded.
+
+        Raises TypeError without a weight updater.
+        """
+        if self.weight_updater is None:
+            raise TypeError("update_policy_weights_ needs a weight_updater: give the collector one")
+        self.weight_updater.push(policy_or_weights)
+
+    @property
+    def policy_version(self) -> PolicyVersionLabel | None:
+        """The version the policy samples with now."""
+        return self.policy.version
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set the postprocessing of batches. Raises RuntimeError if there is one already."""
+        if self.postproc is not None:
+            raise RuntimeError("this collector has a postproc already")
+        self.postproc = postproc
+
+    def set_seed(self, seed: int) -> None:
+        """Seed the order of the environment's tasks."""
+        self.env.set_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what is collected next, as JSON-compatible values."""
+        return {
+            "env": self.env.state_dict(),
+            "live": [[asdict(turn) for turn in turns] for turns in self._live],
+            "ready": [[asdict(turn) for turn in turns] for turns in self._ready],
+            "turns_delivered": self._turns_delivered,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.env.load_state_dict(state["env"])
+        self._live = [[Conversation(**turn) for turn in turns] for turns in state["live"]]
+        self._ready = deque([Conversation(**turn) for turn in turns] for turns in state["ready"])
+        self._turns_delivered = state["turns_delivered"]
+
+    def _deliver(self) -> TensorDictBase | None:
+        batch = self.rollout()
+        if self.verbose:
+            print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(batch)
+            return None
+        if self.queue is not None:
+            if self.queue.full():
+                warnings.warn("the collector's queue is full: its oldest batch is lost", stacklevel=3)
+                self.queue.get_nowait()
+            self.queue.put(batch)
+        return batch
+
+    def _plain_batch(self) -> TensorDictBase:
+        if self.reset_at_each_iter:
+            self.reset()
+        steps = [self._play_turn() for _ in range(self.dialog_turns_per_batch // len(self._live))]
+        if self.flatten_data:
+            return batch_from_conversations([step[i] for i in range(len(self._live)) for step in steps])
+        return LazyStackedTensorDict.lazy_stack([batch_from_conversations(step) for step in steps], -1)
+
+    def _completed_batch(self) -> TensorDictBase:
+        if self.reset_at_each_iter:
+            self.reset()
+        chosen: list[Conversation] = []
+        while len(chosen) < self.dialog_turns_per_batch:
+            while not self._ready:
+                self._play_turn()
+            trajectory = self._ready.popleft()
+            chosen += trajectory[-1:] if self.yield_only_last_steps else trajectory
+        return batch_from_conversations(chosen)
+
+    def _play_turn(self) -> list[Conversation]:
+        """Let every conversation take one turn, a fresh one where the last has ended; their snapshots."""
+        ended = [i for i, turns in enumerate(self._live) if not turns or turns[-1].done]
+        current = [turns[-1].copy() if turns else None for turns in self._live]
+        for i, fresh in zip(ended, self.env.draw(len(ended)) if ended else [], strict=True):
+            self._live[i], current[i] = [], fresh
+        conversations = [c for c in current if c is not None]
+        started = time.perf_counter()
+        self.policy.reply(conversations)
+        sampled = time.perf_counter()
+        self.env.advance(conversations)
+        self._seconds["time/rollout"] += sampled - started
+        self._seconds["time/reward"] += time.perf_counter() - sampled
+        for i, conversation in enumerate(conversations):
+            self._live[i].append(conversation)
+            if self.yield_completed_trajectories and conversation.done:
+                self._ready.append(self._live[i])
+                self._live[i] = []
+        return conversations
+
+    def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
+        if track is False:
+            return None
+        tracker = PolicyVersion() if track is True else track
+        self.env = self.env.append_transform(tracker)
+        self.policy.version = tracker.version
+        return tracker
+
+    def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater | None:
+        if updater is None:
+            return None
+        built = updater if isinstance(updater, WeightUpdater) else updater()
+        if built.policy is None:
+            built.init(self.policy)
+        if self.policy_version_tracker is not None:
+            built.version_tracker = self.policy_version_tracker
+        return built

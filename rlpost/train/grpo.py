@@ -1,0 +1,197 @@
+"""GRPO (arXiv:2402.03300), from top to bottom: sample groups, compare, update, push weights.
+
+Departures from the paper, all by default: no KL term and no reference model (`loss.kl_coef`), the
+loss is averaged over all tokens of a minibatch rather than per completion (DAPO, arXiv:2503.14476),
+and one update a step, so the ratio to the old policy is 1 and the clip idle until `passes` or
+`minibatch_size` ask for more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpost.assemble import GRPOParts, assemble_grpo
+from rlpost.batching import Row, rows_of
+from rlpost.checkpoint import load_checkpoint, save_checkpoint
+from rlpost.evaluate import EvalResult, evaluate
+from rlpost.objectives.grpo import token_metrics
+from rlpost.rollouts import write_rollouts
+from rlpost.run import Run
+from rlpost.settings import GRPOSettings, SamplingSettings
+from rlpost.settings.run import RunRequest
+from rlpost.tracking import Screen, output_into
+from rlpost.train.metrics import batch_metrics, peak_memory_gb
+from rlpost.train.narration import announce, conclude
+from rlpost.train.state import restore_state, trainer_state
+from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
+
+log = logging.getLogger("rlpost")
+
+
+@dataclass
+class Progress:
+    """How far a training is."""
+
+    step: int = 0  # steps done
+    updates: int = 0  # optimizer steps done
+    eval_before: dict[str, float] | None = None  # the evaluation before the first step
+
+
+def train(settings: GRPOSettings, request: RunRequest) -> int:
+    """Run or resume the training that `settings` describes; returns the process's exit code."""
+    screen = Screen()
+    with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen) as run:
+        torch.manual_seed(settings.seed)
+        torch.use_deterministic_algorithms(settings.deterministic)
+        checkpoint = run.resume_from
+        with output_into(run.folder / "log.txt"):
+            parts = assemble_grpo(settings, checkpoint / "model" if checkpoint else None)
+            parts.policy.start()
+        try:
+            run.catch_signals()
+            announce(settings, parts, run)
+            progress = resume(parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
+            after = learn(settings, parts, run, progress)
+        finally:
+            screen.end()
+            parts.policy.close()
+        conclude(run, progress.step, progress.eval_before, after)
+        return run.exit_code
+
+
+def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> EvalResult | None:
+    """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
+    after = None
+    microbatches = Microbatches(settings.tokens_per_microbatch, parts.device, run.screen.note)
+    run.screen.begin(progress.step, settings.steps)
+    for step in run.steps(done=progress.step):
+        started = time.perf_counter()
+        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
+        metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
+        collected = time.perf_counter()
+
+        rows = rows_of(batch)
+        if parts.reference is not None:
+            for row, log_probs in zip(
+                rows, fill_log_probs(settings, parts, microbatches, parts.reference, rows), strict=True
+            ):
+                row.ref_log_probs = log_probs
+        if updates_per_step(settings) > 1:
+            for row, log_probs in zip(
+                rows, fill_log_probs(settings, parts, microbatches, parts.model, rows), strict=True
+            ):
+                row.old_log_probs = log_probs
+        updates: list[Update] = []
+        for minibatch in minibatches(settings, rows):
+            try:
+                updates.append(update(settings, parts, microbatches, minibatch, progress.updates))
+            except FloatingPointError as error:
+                folder = run.folder / f"diverged-step-{step:06d}"
+                write_rollouts(folder / "rollouts.parquet", step, batch)
+                raise diverged(parts, folder, f"step {step}: {error}") from error
+            progress.updates += 1
+        metrics |= update_metrics(settings, parts, microbatches, rows, updates)
+        updated = time.perf_counter()
+
+        if any(u.outputs for u in updates):
+            parts.collector.update_policy_weights_(parts.model)
+        done = time.perf_counter()
+        metrics |= {
+            **parts.collector.take_seconds(),
+            "time/train": updated - collected,
+            "time/sync": done - updated,
+            "time/step": done - started,
+            "memory/peak_gb": peak_memory_gb(parts.device),
+        }
+        progress.step = step
+        if evaluation_due(settings, step) and not run.stopping:
+            after = evaluate_held_out(settings, parts, run, f"after step {step}")
+            metrics |= after.metrics()
+        run.record(step, metrics, batch)
+        if run.due(step, settings.checkpoint.every):
+            save(settings, parts, run, progress)
+    return after
+
+
+def update_metrics(
+    settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: list[Row], updates: list[Update]
+) -> dict[str, float]:
+    """What the step's optimizer steps did; the gap between sampler and trainer even where they did nothing."""
+    outputs = [output for u in updates for output in u.outputs]
+    metrics = token_metrics(outputs)
+    norms = [u.grad_norm for u in updates if u.outputs]
+    if not outputs:
+        longest = max(rows, key=lambda row: row.num_trained)
+        [log_probs] = fill_log_probs(settings, parts, microbatches, parts.model, [longest])
+        difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
+        metrics["sampler/logprob_gap"] = difference.abs().mean().item()
+    return metrics | {
+        "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+        "lr": parts.optimizer.param_groups[0]["lr"],
+        "tokens/trained": float(sum(output.log_ratio.numel() for output in outputs)),
+        "buffer/dropped_by_age": float(parts.buffer.num_dropped_by_age),
+    }
+
+
+def begin(settings: GRPOSettings, parts: GRPOParts, run: Run) -> Progress:
+    """Evaluate the starting model, where evaluation is on."""
+    run.forget_after(-1)
+    progress = Progress()
+    if settings.eval.enabled:
+        progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
+        run.record(0, progress.eval_before)
+    return progress
+
+
+def resume(parts: GRPOParts, run: Run, checkpoint: Path) -> Progress:
+    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
+    tensors, state = load_checkpoint(checkpoint)
+    restore_state(parts, tensors, state)
+    progress = Progress(**state["progress"])
+    run.forget_after(progress.step)
+    run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
+    return progress
+
+
+def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> None:
+    """Write a checkpoint of the last finished step."""
+
+    def write_model(folder: Path) -> None:
+        parts.model.save_pretrained(folder)
+        parts.tokenizer.save_pretrained(folder)
+
+    tensors, state = trainer_state(parts)
+    whole: dict[str, Any] = {**state, "progress": asdict(progress)}
+    path = save_checkpoint(
+        run.folder / "checkpoints",
+        progress.step,
+        write_model=write_model,
+        tensors=tensors,
+        state=whole,
+        keep_last=settings.checkpoint.keep_last,
+    )
+    log.info("saved %s", path)
+
+
+def evaluation_due(settings: GRPOSettings, step: int) -> bool:
+    """Whether held-out prompts are played after `step`."""
+    every = settings.eval.every
+    return settings.eval.enabled and (step == settings.steps or (every > 0 and step % every == 0))
+
+
+def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: str) -> EvalResult:
+    """Greedy accuracy on held-out prompts, shown on the screen."""
+    num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
+    run.screen.note(f"evaluating on {num_prompts} held-out prompts, {when} ...")
+    result = evaluate(
+        parts.eval_env, parts.policy, num_prompts=num_prompts, sampling=SamplingSettings(temperature=0.0)
+    )
+    for line in result.lines():
+        run.screen.line("  " + line)
+    return result

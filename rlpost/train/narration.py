@@ -1,0 +1,44 @@
+"""What the terminal says before and after a training."""
+
+from __future__ import annotations
+
+from rlpost.assemble import GRPOParts
+from rlpost.evaluate import EvalResult
+from rlpost.models import describe
+from rlpost.run import Run
+from rlpost.settings import GRPOSettings
+
+
+def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
+    """The effective model, data, sizes and folder, before anything is done."""
+    completions = settings.prompts_per_step * settings.group_size
+    size = sum(p.numel() for p in parts.model.parameters())
+    source = getattr(settings.env, "path", None)
+    lines = [
+        f"model   {settings.model.path}: {describe(parts.model_folder)}, {size / 1e6:.3g}M parameters on {parts.device}",
+        f"data    {type(settings.env).__name__.removesuffix('Settings')}" + (f" from {source}" if source else ""),
+        f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
+        f"work    {settings.steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} completions = "
+        f"{completions}, at most {settings.env.max_completion_tokens} tokens each, lr {settings.optim.lr:g}, "
+        f"seed {settings.seed}",
+        f"writes  {run.folder}",
+    ]
+    for line in lines:
+        run.screen.line(line)
+
+
+def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None) -> None:
+    """The result in a few lines, and the one command to look closer."""
+    screen = run.screen
+    if run.stopping:
+        screen.note(f"stopped after step {step}; to go on: the same command with --resume auto --out {run.folder}")
+        return
+    if before is not None and after is not None:
+        screen.line("")
+        screen.line("held-out accuracy before and after training, 95% intervals", "bold")
+        for name, share in (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict)):
+            if share is not None:
+                value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
+                screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}", "bold")
+    chosen = [word for word in run.request.overrides if word.startswith(("env=", "env."))]
+    screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
