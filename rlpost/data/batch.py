@@ -52,9 +52,7 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     response_log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
     full = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     sampled = [torch.tensor([0] * len(c.prompt_ids) + c.mask, dtype=torch.bool) for c in conversations]
-    full_log_probs = [
-        torch.cat([torch.zeros(len(p)), lp]) for p, lp in zip(prompts, response_log_probs, strict=True)
-    ]
+    full_log_probs = [torch.cat([torch.zeros(len(p)), lp]) for p, lp in zip(prompts, response_log_probs, strict=True)]
 
     def column(values: Sequence[float | bool | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype).unsqueeze(-1)
@@ -104,6 +102,7 @@ def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | 
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
     """The rows at `indices`, in that order; ragged fields included."""
+
     def pick(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.is_nested:
@@ -129,14 +128,16 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
         if isinstance(first, torch.Tensor):
             if first.is_nested:
                 return ragged([row for p in parts for row in p.unbind()])
-            return torch.cat([
-                p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
-                for p, n in zip(parts, sizes, strict=True)
-            ])
+            return torch.cat(
+                [
+                    p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
+                    for p, n in zip(parts, sizes, strict=True)
+                ]
+            )
         if isinstance(first, History):
             return History.from_chats([chat for p in parts for chat in p.to_chats()])
         if isinstance(first, TensorDictBase) and not isinstance(first, NonTensorStack):
-            names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())
+            names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())  # noqa: SIM118
             joined = {k: join([None if p is None else p.get(k, None) for p in parts], sizes) for k in names}
             return TensorDict(joined, batch_size=[size])
         return strings([_row(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])

@@ -52,11 +52,6 @@ def load_rows(
     return rows
 
 
-def has_split(path: str, split: str) -> bool:
-    """Whether `path` is a folder with a file for `split`, or not local at all (the hub then decides)."""
-    return not Path(path).is_file() and (not Path(path).is_dir() or _split_file(Path(path), split) is not None)
-
-
 def _open(path: str, split: str, config: str | None) -> tuple[str, Iterator[tuple[int, Any]]]:
     """What to call the source in messages, and its rows, numbered."""
     local = Path(path).expanduser()

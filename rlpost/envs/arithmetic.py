@@ -15,7 +15,8 @@ from rlpost.rewards.score import Score
 PROMPT_TEMPLATE = "What is {question}?"
 SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 HELD_OUT_ONE_IN = 5  # pairs of operands
-PROVED_A_SPLIT = 10_000  # problems `rlpost env test` tries of each split, at most
+PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
+COUNTED_OPERANDS = 1000  # a million pairs take half a second
 _64_BITS = (1 << 64) - 1
 
 
@@ -55,11 +56,9 @@ class ArithmeticEnv(DatasetChatEnv):
         return arithmetic.score(conversation.response_text, conversation.task["answer"])
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`; up to 10,000 problems of each split."""
-        for split in ("train", "test"):
-            problems = Problems(self.operations, self.digits, split, self.seed, self.limit)
-            for task in islice(problems.epoch(0), PROVED_A_SPLIT):
-                yield f"{split}: {task['question']}", task
+        """See `EnvBase.all_tasks`; the first 10,000 problems at most."""
+        for task in islice(self.open_rows(self.seed).epoch(0), PROVED_AT_MOST):
+            yield task["question"], task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`."""
@@ -114,9 +113,16 @@ class Problems:
         if not made:
             raise DataError(f"the {self.split} split of this arithmetic environment is empty: raise env.digits")
 
-    def count(self, at_most: int) -> int:
-        """How many different problems there are, counting no further than `at_most`."""
-        return sum(1 for _ in islice(self.epoch(0), at_most))
+    def count(self) -> int:
+        """How many different problems there are: exact up to three digits, to one in a thousand beyond."""
+        pairs = self.num_operands**2
+        if self.num_operands <= COUNTED_OPERANDS:
+            operands = range(self.lowest, self.lowest + self.num_operands)
+            held_out = sum(is_held_out(a, b) * (1 if a == b else 2) for a in operands for b in range(a, operands.stop))
+        else:
+            held_out = pairs // HELD_OUT_ONE_IN
+        count = len(self.operations) * (held_out if self.split == "test" else pairs - held_out)
+        return count if self.limit is None else min(count, self.limit)
 
     def fingerprint(self) -> str:
         """What a saved position depends on besides the seed, in words."""

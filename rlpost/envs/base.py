@@ -48,11 +48,8 @@ class EnvBase(ABC):
 
     # The plain face
 
-    def start(self) -> None:  # noqa: B027  these four mean nothing to some environments
+    def start(self) -> None:  # noqa: B027  these three mean nothing to some environments
         """Read what is needed to draw; a second call does nothing."""
-
-    def close(self) -> None:  # noqa: B027
-        """Give back what `start` took."""
 
     def numel(self) -> int:
         """How many conversations are under way at once."""
@@ -84,6 +81,15 @@ class EnvBase(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Go on drawing exactly where `state` was taken."""
 
+    def initial_state(self) -> dict[str, Any]:
+        """The state from which the first prompt is drawn next."""
+        return {}
+
+    @property
+    def num_tasks(self) -> int:
+        """How many different prompts there are to draw. Raises DataError where they come from outside."""
+        raise DataError(f"{type(self).__name__} has no prompts of its own to count: use an environment with a dataset")
+
     def append_transform(self, transform: Transform) -> EnvBase:
         """Add `transform` after those there are, and return this environment. Raises TypeError if it is none."""
         if not isinstance(transform, Transform):
@@ -96,7 +102,7 @@ class EnvBase(ABC):
     # What `rlpost env test` needs; environments with gold answers give all three
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(where it stands, task) of everything with a gold answer, in every split there is."""
+        """(where it stands, task) of everything with a gold answer, in this environment's split."""
         raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:

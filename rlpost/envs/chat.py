@@ -167,6 +167,11 @@ class ChatEnv(EnvBase):
         """See `EnvBase.state_dict`."""
         return {"begun": self._begun, "primer": self.primer.state_dict() if self.primer else None}
 
+    def initial_state(self) -> dict[str, Any]:
+        """See `EnvBase.initial_state`."""
+        state = self.state_dict()
+        return {**state, "begun": 0, "primer": state["primer"] and {"position": 0}}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `EnvBase.load_state_dict`."""
         self._begun = state["begun"]
@@ -226,7 +231,7 @@ class DatasetChatEnv(ChatEnv):
             self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
     def open_rows(self, seed: int) -> Any:
-        """The rows in the order of `seed`: something with `iter_from(position)` and `count(at_most)`."""
+        """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""
         rows = self.load(self.split) if self._rows is None else self._rows.rows
         if not len(rows):
             raise DataError("the dataset is empty: give at least one row")
@@ -240,10 +245,11 @@ class DatasetChatEnv(ChatEnv):
             return self.dataset
         return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
 
-    def count_prompts(self, at_most: int) -> int:
-        """How many different prompts this split has, counting no further than `at_most`."""
+    @property
+    def num_tasks(self) -> int:
+        """How many different prompts this split has; reads the rows."""
         self.start()
-        return self._rows.count(at_most)
+        return self._rows.count()
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""

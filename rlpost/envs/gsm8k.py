@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.batch import strings
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, has_split, load_rows
+from rlpost.data.datasets import Complaint, Row, load_rows
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
@@ -153,11 +153,9 @@ class GSM8KEnv(DatasetChatEnv):
         return self.parser.score(conversation.response_text, conversation.task["answer"])
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`: every row of both splits, or of the one that this dataset is."""
-        both = isinstance(self.dataset, str) and has_split(self.dataset, "test")
-        for split in ("train", "test") if both else (self.split,):
-            for number, task in enumerate(self.load(split), start=1):
-                yield f"{split} row {number}", task
+        """See `EnvBase.all_tasks`."""
+        for number, task in enumerate(self.load(self.split), start=1):
+            yield f"{self.split} row {number}", task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`."""

@@ -37,7 +37,7 @@ class Proof:
 
 
 def prove(env: EnvBase) -> Proof:
-    """Score the gold reply and the corrupted replies of every task that `env` has, in every split.
+    """Score the gold reply and the corrupted replies of every task of the environment's split.
 
     Raises DataError where the environment's data cannot be read.
     """

@@ -40,9 +40,9 @@ class OrderedRows:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
-    def count(self, at_most: int) -> int:
-        """How many different rows there are, counting no further than `at_most`."""
-        return min(len(self.rows), at_most)
+    def count(self) -> int:
+        """How many different rows there are."""
+        return len(self.rows)
 
     def fingerprint(self) -> str:
         """What a saved position depends on besides the seed, in words."""

@@ -1,0 +1,316 @@
+# pyright: reportArgumentType=false
+# TensorDict.set takes a list of str, which its annotation leaves out
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+from rlpost.data.batch import ragged, strings
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import ChatEnv, DatasetChatEnv
+from rlpost.envs.transforms import DataLoadingPrimer, Transform
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import tiny_tokenizer
+from rlpost.rewards.score import Score
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
+
+
+class Countdown(ChatEnv):
+    """Asks for one more word until it has three; the reward is how often the policy said yes."""
+
+    def next_message(self, conversation: Conversation) -> str | None:
+        return None if conversation.turns == 3 else "more"
+
+    def score(self, conversation: Conversation) -> Score:
+        said_yes = [m["content"] for m in conversation.messages if m["role"] == "assistant"].count("yes")
+        return Score(float(said_yes), {"yes": float(said_yes)}, accuracy_lenient=1.0)
+
+
+def say(env: ChatEnv, conversations: Sequence[Conversation], text: str, finish_reason: str = "stop") -> None:
+    for conversation in conversations:
+        conversation.add_completion(Completion([7], [-0.5], text, finish_reason, 0))
+    env.advance(conversations)
+
+
+def questions(conversations: Sequence[Conversation]) -> list[str]:
+    return [conversation.query for conversation in conversations]
+
+
+def test_a_group_is_drawn_whole_and_numbered() -> None:
+    env = DatasetChatEnv(ROWS, shuffle=False, num_envs=2, repeats=3, group_repeats=True, system_prompt="Be brief.")
+    assert env.batch_size == torch.Size([6])
+    drawn = env.draw()
+    assert questions(drawn) == ["q0", "q0", "q0", "q1", "q1", "q1"]
+    assert [(c.group_id, c.sample) for c in drawn] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert drawn[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q0"}]
+    assert [c.group_id for c in env.draw()] == [2, 2, 2, 3, 3, 3]
+
+
+def test_without_group_repeats_the_repeats_go_on_in_the_next_draw() -> None:
+    env = DatasetChatEnv(ROWS, shuffle=False, num_envs=2, repeats=3)
+    assert env.numel() == 2
+    assert questions(env.draw() + env.draw()) == ["q0", "q0", "q0", "q1"]
+
+
+def test_conversations_carry_their_limits_and_no_system_message_by_default() -> None:
+    env = DatasetChatEnv(ROWS, shuffle=False, max_prompt_tokens=9, max_completion_tokens=4)
+    drawn = env.draw()[0]
+    assert (drawn.max_prompt_tokens, drawn.max_completion_tokens) == (9, 4)
+    assert [m["role"] for m in drawn.messages] == ["user"]
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    drawn = questions(DatasetChatEnv(ROWS, seed=3).draw(10))
+    first, second = drawn[:5], drawn[5:]
+    assert sorted(first) == sorted(second) == ["q0", "q1", "q2", "q3", "q4"]
+    assert first != second
+    assert drawn == questions(DatasetChatEnv(ROWS, seed=3).draw(10))
+    assert drawn != questions(DatasetChatEnv(ROWS, seed=4).draw(10))
+
+
+@pytest.mark.parametrize("drawn_before", [0, 1, 4, 7, 29])
+def test_drawing_resumes_exactly_even_inside_a_group(drawn_before: int) -> None:
+    env = DatasetChatEnv(ROWS, repeats=3, seed=1)
+    env.draw(drawn_before)
+    saved = json.loads(json.dumps(env.state_dict()))
+    resumed = DatasetChatEnv(ROWS, repeats=3, seed=1)
+    resumed.load_state_dict(saved)
+    assert env.draw(20) == resumed.draw(20)
+
+
+def test_a_position_in_other_rows_is_refused() -> None:
+    saved = DatasetChatEnv(ROWS).state_dict()
+    with pytest.raises(DataError, match=r"5 rows, shuffled.*4 rows, shuffled"):
+        DatasetChatEnv(ROWS[:4]).load_state_dict(saved)
+
+
+def test_seeding_and_resetting_begin_again() -> None:
+    env = DatasetChatEnv(ROWS, seed=0)
+    first = questions(env.draw(5))
+    env.reset_dataloader()
+    assert questions(env.draw(5)) == first
+    env.set_seed(8)
+    assert questions(env.draw(5)) == questions(DatasetChatEnv(ROWS, seed=8).draw(5))
+    env.load_state_dict(env.initial_state())
+    assert env.draw()[0].group_id == 0
+
+
+def test_rows_read_ahead_come_in_the_same_order() -> None:
+    assert questions(DatasetChatEnv(ROWS, batch_size_dl=3).draw(12)) == questions(DatasetChatEnv(ROWS).draw(12))
+
+
+def test_a_limit_keeps_the_first_rows() -> None:
+    env = DatasetChatEnv(ROWS, limit=2)
+    assert env.num_tasks == 2
+    assert set(questions(env.draw(8))) == {"q0", "q1"}
+
+
+def test_a_template_is_filled_with_the_fields_of_the_task() -> None:
+    env = DatasetChatEnv(ROWS, shuffle=False, prompt_template="{question} is not {answer} {{}}")
+    assert questions(env.draw()) == ["q0 is not 0 {}"]
+
+
+@pytest.mark.parametrize("template", ["{question} {hint}", "{question} {}", "{question} {"])
+def test_a_template_that_does_not_fit_names_the_fields(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"env.prompt_template=.*the fields are question, answer"):
+        DatasetChatEnv(ROWS, prompt_template=template).start()
+
+
+def test_an_empty_dataset_and_impossible_sizes_are_refused() -> None:
+    with pytest.raises(DataError, match="the dataset is empty"):
+        DatasetChatEnv([]).draw()
+    with pytest.raises(ConfigError, match="repeats=0"):
+        DatasetChatEnv(ROWS, repeats=0)
+    with pytest.raises(ValueError, match="one dimension"):
+        ChatEnv([2, 2])
+    with pytest.raises(ValueError, match="one dimension"):
+        ChatEnv([])
+
+
+def test_a_single_turn_ends_terminated_or_truncated_when_cut() -> None:
+    env = DatasetChatEnv(ROWS, num_envs=2)
+    ended, cut = env.draw()
+    say(env, [ended], "yes")
+    say(env, [cut], "ye", "length")
+    assert (ended.terminated, ended.truncated, cut.terminated, cut.truncated) == (True, False, False, True)
+    assert ended.reward is None
+
+
+def test_several_turns_go_on_with_the_environments_messages() -> None:
+    env = Countdown(max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    conversation = env.draw()[0]
+    for turn, word in enumerate(["yes", "no", "yes"]):
+        assert not conversation.done
+        assert conversation.turns == turn
+        say(env, [conversation], word)
+    assert [m["content"] for m in conversation.messages] == ["a word?", "yes", "more", "no", "more", "yes"]
+    assert (conversation.terminated, conversation.reward, conversation.reward_parts) == (True, 2.0, {"yes": 2.0})
+
+
+def test_running_out_of_turns_truncates_without_a_last_message() -> None:
+    env = Countdown(max_steps=2).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    conversation = env.draw()[0]
+    say(env, [conversation], "yes")
+    say(env, [conversation], "yes")
+    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, 2.0)
+    assert conversation.messages[-1] == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"), [(ZeroDivisionError("oops"), "ZeroDivisionError: oops"), (float("nan"), "the reward is nan")]
+)
+def test_a_reward_that_fails_is_invalid_and_never_a_zero(outcome: Any, said: str) -> None:
+    class Broken(DatasetChatEnv):
+        def score(self, conversation: Conversation) -> Score:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return Score(outcome)
+
+    env = Broken(ROWS)
+    conversation = env.draw()[0]
+    say(env, [conversation], "yes")
+    assert (conversation.valid, conversation.reward, conversation.done) == (False, None, True)
+    assert said in (conversation.error or "")
+    stepped = env.step(env.reset().set("text_response", ["yes"]))
+    assert stepped["next", "reward"].isnan().all()
+
+
+def test_data_faults_found_while_scoring_are_not_taken_for_the_models() -> None:
+    class Faulty(DatasetChatEnv):
+        def score(self, conversation: Conversation) -> Score:
+            raise DataError("the task has no answer")
+
+    env = Faulty(ROWS)
+    with pytest.raises(DataError, match="has no answer"):
+        say(env, env.draw(), "yes")
+
+
+def test_a_transform_may_speak_for_the_environment() -> None:
+    class Echo(Transform):
+        def on_begin(self, conversations: Sequence[Conversation]) -> None:
+            for conversation in conversations:
+                conversation.messages[-1]["content"] += "!"
+
+        def on_reply(self, conversations: Sequence[Conversation]) -> None:
+            for conversation in conversations:
+                if conversation.response_text == "tool":
+                    conversation.messages.append({"role": "user", "content": "result"})
+
+    env = DatasetChatEnv(ROWS, shuffle=False, max_steps=3).append_transform(Echo())
+    conversation = env.draw()[0]
+    say(env, [conversation], "tool")
+    assert not conversation.done
+    say(env, [conversation], "bye")
+    assert conversation.terminated
+    assert [m["content"] for m in conversation.messages] == ["q0!", "tool", "result", "bye"]
+
+
+def test_only_transforms_can_be_appended() -> None:
+    with pytest.raises(TypeError, match="function is no Transform"):
+        ChatEnv().append_transform(lambda tensordict: tensordict)  # type: ignore[arg-type]
+
+
+def test_the_example_of_a_chat_step_by_step() -> None:
+    tokenizer = tiny_tokenizer()
+    env = ChatEnv(
+        tokenizer=tokenizer,
+        system_prompt="You are an assistant that can execute Python code.",
+        user_role="user",
+        system_role="system",
+        batch_size=[1],
+    )
+    env.set_seed(0)
+    start = env.reset(TensorDict(text="Write a function.", batch_size=[1]))
+    assert start["query"] == ["Write a function."]
+    assert list(start["text"].keys()) == ["prompt"]
+    stepped, following = env.step_and_maybe_reset(start.set("text_response", ["Here it is:\n```\n<|im_end|>\n"]))
+    assert following["history"].apply_chat_template(tokenizer=tokenizer) == [
+        "<|im_start|>system\nYou are an assistant that can execute Python code.<|im_end|>\n"
+        "<|im_start|>user\nWrite a function.<|im_end|>\n"
+        "<|im_start|>assistant\nHere it is:\n```<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ]
+    assert stepped["next", "reward"].tolist() == [[0.0]]
+    assert stepped["next", "done"].tolist() == [[False]]
+
+
+def test_a_plain_text_becomes_the_query_and_other_entries_the_task() -> None:
+    env = ChatEnv(2)
+    texts = NonTensorStack("one", "two")
+    start = env.reset(TensorDict({"text": texts, "level": torch.tensor([3, 4])}, batch_size=[2]))
+    assert start["query"] == ["one", "two"]
+    tasks = [c.task for c in start["conversation"]]
+    assert [(t["query"], int(t["level"])) for t in tasks] == [("one", 3), ("two", 4)]
+    assert start["group_id"].tolist() == [0, 1]
+    assert env.reset(TensorDict({"query": texts}, batch_size=[2]))["group_id"].tolist() == [2, 3]
+
+
+def test_reset_and_step_say_what_they_lack() -> None:
+    env = ChatEnv(2)
+    with pytest.raises(DataError, match="was given other but neither 'text' nor 'query'"):
+        env.reset(TensorDict({"other": torch.zeros(2)}, batch_size=[2]))
+    with pytest.raises(DataError, match=r"a batch of \(3,\): this environment's is \(2,\)"):
+        env.reset(TensorDict(text="x", batch_size=[3]))
+    with pytest.raises(DataError, match="has no prompts of its own"):
+        env.reset()
+    with pytest.raises(DataError, match="holds no conversation"):
+        env.step(TensorDict({}, batch_size=[2]))
+    with pytest.raises(DataError, match="found no reply"):
+        env.step(env.reset(TensorDict(text="x", batch_size=[2])))
+
+
+def test_a_step_leaves_what_it_was_given_as_it_was() -> None:
+    env = Countdown(1)
+    start = env.reset(TensorDict(text="a word?", batch_size=[1]))
+    once = env.step(start.clone().set("text_response", ["yes"]))
+    again = env.step(start.clone().set("text_response", ["no"]))
+    assert once["next", "history"].to_chats()[0][-2:] == [
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "more"},
+    ]
+    assert again["next", "history"].to_chats()[0][1]["content"] == "no"
+    assert start["conversation"][0].turns == 0
+
+
+def test_what_a_policy_writes_is_carried_into_the_conversation() -> None:
+    tokenizer = tiny_tokenizer()
+    env = DatasetChatEnv(ROWS, shuffle=False, tokenizer=tokenizer)
+    start = env.reset()
+    assert start["text", "prompt"] == ["<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n"]
+    ids = torch.tensor(tokenizer("ok", add_special_tokens=False)["input_ids"])
+    start["tokens", "response"] = ragged([ids])
+    start["log_probs"] = TensorDict({"response": ragged([torch.tensor([-0.25, -0.5])])}, batch_size=[1])
+    start["policy_version"] = torch.tensor([4])
+    start["finish_reason"] = strings(["length"])
+    stepped = env.step(start)
+    conversation = stepped["next", "conversation"][0]
+    assert (conversation.response_text, conversation.response_ids) == ("ok", ids.tolist())
+    assert (conversation.log_probs, conversation.mask) == ([-0.25, -0.5], [1, 1])
+    assert (conversation.policy_versions, conversation.finish_reason) == ([4], "length")
+    assert tokenizer.decode(conversation.prompt_ids) == conversation.prompt_text == start["text", "prompt"][0]
+    assert stepped["next", "truncated"].tolist() == [[True]]
+
+
+def test_a_row_that_is_done_begins_afresh() -> None:
+    env = DatasetChatEnv(ROWS, shuffle=False, num_envs=2)
+    stepped, following = env.step_and_maybe_reset(env.reset().set("text_response", ["a", "b"]))
+    assert stepped["next", "done"].tolist() == [[True], [True]]
+    assert following["query"] == ["q2", "q3"]
+    with pytest.raises(DataError, match="is over"):
+        env.step(stepped["next"].set("text_response", ["a", "b"]))
+
+
+def test_a_rollout_stops_with_the_first_end_or_goes_on() -> None:
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("text_response", ["yes"])
+
+    env = Countdown(1, max_steps=5).append_transform(DataLoadingPrimer([{"query": "a word?"}]))
+    assert env.rollout(10, policy)["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0]
+    longer = env.rollout(4, policy, break_when_any_done=False)
+    assert longer.batch_size == torch.Size([1, 4])
+    assert longer["next", "reward"].squeeze().tolist() == [0.0, 0.0, 3.0, 0.0]

@@ -1,0 +1,210 @@
+# pyright: reportArgumentType=false
+# TensorDict.set takes a list of str, which its annotation leaves out
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+from rlpost.envs.build import build_env
+from rlpost.envs.proof import prove
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards.score import Score
+from rlpost.settings import EnvSettings, GSM8KSettings
+
+ROWS = [
+    {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4\n#### 4"},
+    {"question": "A thousand and four?", "answer": "It is 1,004.\n#### 1,004"},
+    {"question": "Two less five?", "answer": "2-5 = -3\n#### -3"},
+]
+DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
+
+
+def folder_of(rows: list[dict[str, str]], folder: Path) -> Path:
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return folder
+
+
+def replied(env: GSM8KEnv, text: str, finish_reason: str = "stop") -> Conversation:
+    conversation = env.draw()[0]
+    conversation.add_completion(Completion([], [], text, finish_reason, 0))
+    env.advance([conversation])
+    return conversation
+
+
+def test_a_task_holds_question_solution_and_final_answer(tmp_path: Path) -> None:
+    conversation = GSM8KEnv(str(folder_of(ROWS, tmp_path)), shuffle=False).draw()[0]
+    assert conversation.task == {"question": "Two and two?", "solution": "2+2 = <<2+2=4>>4", "answer": "4"}
+    assert [m["role"] for m in conversation.messages] == ["system", "user"]
+    assert conversation.query == "Two and two?"
+
+
+def test_a_reply_is_scored_without_the_tags_of_the_system_prompt() -> None:
+    env = GSM8KEnv(ROWS, shuffle=False, limit=1)
+    right = replied(env, "<think>2+2</think><answer>4</answer>")
+    assert (right.reward, right.accuracy_strict, right.accuracy_lenient, right.terminated) == (1.0, 1.0, 1.0, True)
+    none = replied(env, "The answer is 4.")
+    assert (none.reward, none.accuracy_strict, none.accuracy_lenient) == (0.0, 0.0, 1.0)
+    cut = replied(env, "<think>2+2", "length")
+    assert (cut.reward, cut.truncated) == (0.0, True)
+
+
+def test_rewards_can_be_left_out_or_tiered() -> None:
+    unscored = replied(GSM8KEnv(ROWS, compute_reward=False), "<answer>4</answer>")
+    assert (unscored.reward, unscored.done) == (None, True)
+    env = GSM8KEnv(ROWS, shuffle=False, tiers=(5.0, 1.0, -1.0))
+    assert [replied(env, text).reward for text in ("<answer>4</answer>", "<answer>5</answer>", "4")] == [5.0, 1.0, -1.0]
+    with pytest.raises(ConfigError, match=r"tiers=\(0.1, 1.0, 0.0\)"):
+        GSM8KRewardParser((0.1, 1.0, 0.0))
+
+
+def test_a_row_without_final_answer_is_named_by_file_row_and_field(tmp_path: Path) -> None:
+    folder = folder_of([*ROWS, {"question": "And?", "answer": "no number"}], tmp_path)
+    with pytest.raises(DataError, match=r"train.jsonl, row 4, field 'answer': has no '#### ' followed by a number"):
+        GSM8KEnv(str(folder)).start()
+    with pytest.raises(DataError, match="the dataset, row 1, field 'answer'"):
+        GSM8KEnv([{"question": "And?", "answer": "no number"}]).start()
+
+
+def test_building_reads_nothing_and_starting_does(tmp_path: Path) -> None:
+    env = GSM8KEnv(str(tmp_path / "nothing"))
+    with pytest.raises(DataError, match="does not exist"):
+        env.start()
+
+
+def test_the_parser_scores_a_tensordict() -> None:
+    replies = [
+        "<think>a</think><answer>4</answer><|im_end|>",
+        "<answer>5</answer>",
+        "<think>a</think>",
+        "<answer>1004.0</answer>",
+    ]
+    answers = ["2+2\n#### 4", "#### 4", "4", "#### 1,004"]
+    tensordict = TensorDict(
+        {
+            "text": {"response": NonTensorStack(*replies)},
+            "answer": NonTensorStack(*answers),
+            "reward": torch.tensor([[0.5], [0.0], [0.0], [0.0]]),
+        },
+        batch_size=[4],
+    )
+    scored = GSM8KRewardParser()(tensordict)
+    assert scored["reward"].shape == torch.Size([4, 1, 1])
+    assert scored["reward"].flatten().tolist() == pytest.approx([1.5, 0.1, 0.0, 1.0])
+    assert scored["reward_answer"].flatten().tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert scored["reward_think"].flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert scored["reward_right"].flatten().tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert scored["success"].flatten().tolist() == [True, False, False, True]
+    assert scored["done"].flatten().tolist() == [True, True, False, True]
+
+
+def test_the_parser_is_a_function_of_reply_and_truth() -> None:
+    parser = GSM8KRewardParser()
+    assert parser.score("<answer>4</answer>", "2+2\n#### 4").reward == 1.0
+    assert parser.score("<answer>4</answer>", "4").reward == 1.0
+
+
+def test_the_parser_adds_to_a_reward_and_ends_any_chat() -> None:
+    env = ChatEnv(1, tokenizer=None).append_transform(GSM8KRewardParser())
+    start = env.reset(TensorDict({"text": NonTensorStack("2+2?"), "answer": NonTensorStack("#### 4")}, batch_size=[1]))
+    stepped = env.step(start.set("text_response", ["<answer>4</answer><|im_end|>"]))
+    assert stepped["next", "reward"].tolist() == [[1.0]]
+    assert stepped["next", "reward_parts", "format"].item() == pytest.approx(0.1)
+    assert stepped["next", "done"].tolist() == [[True]]
+    assert stepped["next", "accuracy_strict"].tolist() == [[1.0]]
+
+
+def test_a_prepared_question_ends_inside_the_reasoning() -> None:
+    prepare = GSM8KPrepareQuestion()
+    prompt = prepare.prepare("Two and two?")
+    assert prompt.endswith("User: Two and two?\n\nAssistant: <think>")
+    prepared = prepare(TensorDict({"text": NonTensorStack("Two and two?")}, batch_size=[1]))
+    assert prepared["text"] == [prompt]
+    renamed = GSM8KPrepareQuestion("Q: {question}", in_key="query", out_key="prompt")
+    written = renamed(TensorDict({"query": NonTensorStack("Why?")}, batch_size=[1]))
+    assert (written["query"], written["prompt"]) == (["Why?"], ["Q: Why?"])
+    with pytest.raises(ConfigError, match=r"has no \{question\}"):
+        GSM8KPrepareQuestion("the same each time")
+
+
+def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:
+    env = make_gsm8k_env(ROWS, num_envs=2, repeats=2, group_repeats=True)
+    drawn = env.draw()
+    assert [c.group_id for c in drawn] == [0, 0, 1, 1]
+    assert [m["role"] for m in drawn[0].messages] == ["user"]
+    assert drawn[0].query.endswith("Assistant: <think>")
+    for conversation in drawn:
+        conversation.add_completion(Completion([], [], f"<answer>{conversation.task['answer']}</answer>", "stop", 0))
+    env.advance(drawn)
+    assert [(c.reward, c.accuracy_strict, c.terminated) for c in drawn] == [(1.0, 1.0, True)] * 4
+
+
+def test_a_proof_holds_on_true_answers_and_names_what_fails() -> None:
+    proof = prove(GSM8KEnv(ROWS))
+    assert (proof.holds, proof.checked, proof.replies) == (True, 3, 3 * 8)
+    assert proof.lines() == ["3 gold answers and 21 corrupted ones: all scored rightly"]
+
+    class Blind(GSM8KEnv):
+        def score(self, conversation: Conversation) -> Score:
+            return Score(1.0, accuracy_strict=1.0, accuracy_lenient=1.0)
+
+    blind = prove(Blind(ROWS[:1]))
+    assert not blind.holds
+    assert len(blind.failures) == 7
+    assert "train row 1: the corrupted reply '' got reward 1.0, strict accuracy 1.0" in blind.lines()[1]
+
+
+def test_a_proof_of_nothing_does_not_hold() -> None:
+    class Empty(GSM8KEnv):
+        def all_tasks(self):
+            return iter(())
+
+    assert not prove(Empty(ROWS)).holds
+    with pytest.raises(DataError, match="has no gold answers"):
+        prove(ChatEnv())
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the GSM8K files are not on this machine")
+@pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])
+def test_every_gold_answer_of_the_dataset_scores_full_marks(split: str, rows: int) -> None:
+    started = time.perf_counter()
+    proof = prove(GSM8KEnv(str(DATA), split=split))
+    assert (proof.checked, proof.failures) == (rows, [])
+    assert time.perf_counter() - started < 30
+
+
+def test_settings_build_whole_groups_in_an_order_of_both_seeds() -> None:
+    def drawn(run_seed: int, env_seed: int) -> list[str]:
+        settings = GSM8KSettings(path="unused", seed=env_seed, max_prompt_tokens=50, max_completion_tokens=20)
+        env = build_env(settings, num_prompts=3, group_size=2, seed=run_seed)
+        env.dataset = ROWS
+        conversations = env.draw()
+        assert [c.group_id for c in conversations] == [0, 0, 1, 1, 2, 2]
+        assert {(c.max_prompt_tokens, c.max_completion_tokens) for c in conversations} == {(50, 20)}
+        return [c.query for c in conversations]
+
+    assert drawn(0, 0) == drawn(0, 0)
+    assert len({tuple(drawn(run, env)) for run in range(4) for env in range(4)}) > 1
+
+
+def test_settings_override_the_prompts(tmp_path: Path) -> None:
+    settings = GSM8KSettings(
+        path=str(folder_of(ROWS, tmp_path)), shuffle=False, system_prompt="Count.", prompt_template="Now: {question}"
+    )
+    messages = build_env(settings, num_prompts=1, group_size=1, seed=0).draw()[0].messages
+    assert [m["content"] for m in messages] == ["Count.", "Now: Two and two?"]
+    settings.prompt_template = "{question} {hint}"
+    with pytest.raises(ConfigError, match=r"\{hint\} is no field; the fields are question, answer, solution"):
+        build_env(settings, num_prompts=1, group_size=1, seed=0).start()
+
+
+def test_settings_without_an_environment_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no environment belongs to EnvSettings"):
+        build_env(EnvSettings(), num_prompts=1, group_size=1, seed=0)

@@ -1,0 +1,119 @@
+import uuid
+from itertools import islice
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
+from rlpost.errors import DataError
+
+ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
+
+
+def texts(primer: DataLoadingPrimer, count: int) -> str:
+    return "".join(draw.element["text"] for draw in primer.take(count))
+
+
+def test_elements_repeat_in_a_row_and_without_end() -> None:
+    assert texts(DataLoadingPrimer(ELEMENTS), 7) == "abcabca"
+    primer = DataLoadingPrimer(ELEMENTS, repeats=2)
+    assert texts(primer, 8) == "aabbccaa"
+    assert [(d.group, d.sample) for d in primer.take(2)] == [(4, 0), (4, 1)]
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 5, 6, 11])
+def test_a_primer_goes_on_from_a_saved_position(position: int) -> None:
+    primer = DataLoadingPrimer(ELEMENTS, repeats=2)
+    primer.take(position)
+    resumed = DataLoadingPrimer(dataloader_factory=lambda: ELEMENTS, repeats=2)
+    resumed.load_state_dict(primer.state_dict())
+    assert resumed.take(9) == primer.take(9)
+
+
+def test_a_loader_that_can_seek_is_not_read_from_the_start() -> None:
+    class Seeking:
+        def __iter__(self):
+            raise AssertionError("read from the start")
+
+        def iter_from(self, index: int):
+            return ({"text": str(i)} for i in islice(range(100), index, None))
+
+    primer = DataLoadingPrimer(Seeking(), repeats=2)
+    primer.load_state_dict({"position": 41})
+    assert texts(primer, 3) == "202121"
+
+
+def test_priming_writes_one_element_a_row() -> None:
+    primer = DataLoadingPrimer(ELEMENTS, batch_size=[2], repeats=2, group_repeats=True)
+    primed = primer(TensorDict({}, batch_size=[4]))
+    assert primed["text"] == ["a", "a", "b", "b"]
+    assert primed["level"].tolist() == [1, 1, 2, 2]
+    assert DataLoadingPrimer([{"x": torch.ones(2)}])(TensorDict({}, [3]))["x"].shape == torch.Size([3, 2])
+
+
+def test_a_factory_is_called_only_when_it_is_needed() -> None:
+    calls = []
+    primer = DataLoadingPrimer(dataloader_factory=lambda: calls.append(1) or ELEMENTS)
+    assert not calls
+    assert texts(primer, 4) == "abca"
+    assert calls == [1]
+
+
+def test_exactly_one_source_is_asked_for() -> None:
+    for arguments in ({}, {"dataloader": ELEMENTS, "dataloader_factory": list}):
+        with pytest.raises(ValueError, match="exactly one of dataloader and dataloader_factory"):
+            DataLoadingPrimer(**arguments)  # type: ignore[arg-type]
+
+
+def test_impossible_primings_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 dimensions"):
+        DataLoadingPrimer(ELEMENTS, batch_size=[2, 3])
+    with pytest.raises(ValueError, match="repeats=0"):
+        DataLoadingPrimer(ELEMENTS, repeats=0)
+    with pytest.raises(ValueError, match="one dimension"):
+        DataLoadingPrimer(ELEMENTS)(TensorDict({}, batch_size=[2, 3]))
+    with pytest.raises(ValueError, match=r"must be \(2,\)"):
+        DataLoadingPrimer(ELEMENTS, batch_size=2)(TensorDict({}, batch_size=[3]))
+    with pytest.raises(TypeError, match="element 0 of the dataloader is no mapping but str"):
+        DataLoadingPrimer(["a"]).take(1)
+
+
+def test_an_empty_or_spent_loader_is_an_error_not_an_endless_search() -> None:
+    with pytest.raises(DataError, match="gave no element"):
+        DataLoadingPrimer([]).take(1)
+    once = DataLoadingPrimer(iter(ELEMENTS))
+    assert texts(once, 3) == "abc"
+    with pytest.raises(DataError, match="cannot be started again"):
+        once.take(1)
+
+
+@pytest.mark.parametrize("version_type", [int, "int"])
+def test_integer_versions_count_from_zero(version_type: type | str) -> None:
+    tracker = PolicyVersion(version_type)
+    assert tracker.version == 0
+    assert [tracker.increment_version(), tracker.increment_version()] == [1, 2]
+    assert [(old, new) for _, old, new in tracker.version_history] == [(0, 1), (1, 2)]
+    stamped = tracker(TensorDict({}, batch_size=[3]))["policy_version"]
+    assert stamped.tolist() == [2, 2, 2]
+    assert stamped.dtype is torch.int64
+
+
+@pytest.mark.parametrize("version_type", [str, "uuid"])
+def test_uuid_versions_are_fresh_each_time(version_type: type | str) -> None:
+    tracker = PolicyVersion(version_type)
+    first = tracker.version
+    second = tracker.increment_version()
+    assert first != second
+    assert uuid.UUID(str(second)).version == 4
+    assert tracker(TensorDict({}, batch_size=[2]))["policy_version"] == [second, second]
+
+
+def test_unknown_version_types_and_foreign_states_are_refused() -> None:
+    with pytest.raises(ValueError, match="version_type='float' is unknown"):
+        PolicyVersion("float")
+    with pytest.raises(ValueError, match="does not fit version_type='uuid'"):
+        PolicyVersion(str).load_state_dict({"version": 3})
+    resumed = PolicyVersion()
+    resumed.load_state_dict({"version": 3})
+    assert resumed.increment_version() == 4
