@@ -66,13 +66,16 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
 
     The policy is not started yet.
     """
+    env = build_env(
+        settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
+    )
+    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
+    for each in (env, eval_env):
+        each.start()  # a bad path or row is found here, before a model is loaded
     base = locate_model(settings.model.path, settings.model.revision)
     folder = checkpoint_model or base
     tokenizer = load_tokenizer(folder)
     model = load_model(folder, settings.model)
-    env = build_env(
-        settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
-    )
     policy = build_policy(
         settings.policy,
         folder,
@@ -108,7 +111,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         model=model,
         reference=load_model(base, settings.model).requires_grad_(False) if settings.loss.kl_coef > 0 else None,
         policy=policy,
-        eval_env=build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0),
+        eval_env=eval_env,
         collector=collector,
         buffer=buffer,
         objective=GRPOLoss(
@@ -167,8 +170,9 @@ def build_updater(policy: Policy) -> WeightUpdater:
 
 def evaluate_command(settings: EvalSettings) -> EvalResult:
     """`rlpost eval`: every task of the split, or the first `env.limit`."""
-    folder = locate_model(settings.model.path, settings.model.revision)
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    env.start()  # a bad path or row is found here, before a model is loaded
+    folder = locate_model(settings.model.path, settings.model.revision)
     policy = build_policy(
         settings.policy,
         folder,

