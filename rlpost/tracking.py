@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from rlpost.text import printable
+
 SAMPLE_EVERY = 10  # steps
 RECENT = 8  # steps that the time left is estimated from
 
@@ -35,7 +37,7 @@ class Screen:
 
     def line(self, text: str, style: str = "") -> None:
         """One line that stays."""
-        shown = Text(visible(text), style=style if self.live else "")
+        shown = Text(printable(text), style=style if self.live else "")
         (self._progress.console if self._progress else self.console).print(shown)
 
     def note(self, text: str) -> None:
@@ -48,9 +50,13 @@ class Screen:
         if not self.live:
             return
         self._progress = Progress(
-            TextColumn("  training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.fields[left]}"),
-            console=self.console, transient=True,
-        )  # fmt: skip
+            TextColumn("  training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            transient=True,
+        )
         self._bar = self._progress.add_task("training", total=total, completed=done, left="")
         self._progress.start()
 
@@ -112,19 +118,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def visible(text: str) -> str:
-    """`text` with control and direction characters shown as escapes, so that none reaches the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-
 @contextmanager
 def output_into(file: Path) -> Iterator[None]:
     """Send everything written to stdout and stderr meanwhile, by C++ and subprocesses too, to `file`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
     with file.open("a") as sink:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(1), os.dup(2)]
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
         try:

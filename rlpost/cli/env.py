@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.terminal import printable, table
+from rlpost.cli.terminal import table
 from rlpost.cli.usage import Verbs
 from rlpost.config.keys import docs_of
 from rlpost.config.registry import EVAL, TRAIN_GRPO, description, options
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings
+from rlpost.text import printable
 
 FAILED = 3
 SPLITS = ("train", "test")

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.terminal import printable, stdout_on_stderr
+from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.cli.usage import OVERRIDES_HELP
+from rlpost.text import printable
 
 EXAMPLES = """\b
 Examples:

@@ -8,12 +8,9 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 
+from rlpost.text import printable
+
 RED, RESET = "\x1b[31m", "\x1b[0m"
-
-
-def printable(text: str) -> str:
-    """`text` with its control characters shown (`\\x1b`) instead of sent; line breaks and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_error(message: str) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlpost.cli.run_folder import choose_folder, slug
-from rlpost.cli.terminal import printable
 from rlpost.cli.usage import OVERRIDES_HELP, Verbs
 from rlpost.settings.run import RunRequest
+from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed

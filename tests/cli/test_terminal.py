@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlpost.cli.terminal import print_error, printable, table
+from rlpost.cli.terminal import print_error, table
 
 
 class Terminal(io.StringIO):
@@ -17,10 +17,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def test_control_characters_are_shown_and_line_breaks_kept() -> None:
-    assert printable("a\x1b[2Jb\r\n\tc\x07 é 漢 \u202e") == "a\\x1b[2Jb\\r\n\tc\\x07 é 漢 \\u202e"
 
 
 def test_columns_are_aligned() -> None:

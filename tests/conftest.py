@@ -1,0 +1,94 @@
+"""What many tests share. Nothing heavy is imported until a test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rlpost.data.conversation import Conversation
+
+os.environ |= {
+    "TOKENIZERS_PARALLELISM": "false",  # its threads and a fork do not go together
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.pop("NO_COLOR", None)
+os.environ.pop("FORCE_COLOR", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's cache of converted models is neither read nor written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(cache: None) -> Path:
+    """The HF folder of `builtin:tiny`, made once for all tests: nobody may write to it."""
+    from rlpost.models import locate_model
+
+    return locate_model("builtin:tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level tokenizer with ChatML turns."""
+    from rlpost.models import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def conversation() -> Callable[..., Conversation]:
+    """Makes a finished conversation of one turn: `conversation(group, sample, response_ids=[...], reward=1.0)`."""
+
+    def make(
+        group: int = 0,
+        sample: int = 0,
+        *,
+        prompt_ids: Sequence[int] = (5, 6),
+        response_ids: Sequence[int] = (7, 8),
+        log_probs: Sequence[float] | None = None,
+        text: str = "91",
+        query: str = "What is 34 + 57?",
+        finish_reason: str = "stop",
+        version: int | str = 0,
+        reward: float | None = 1.0,
+        **fields: Any,
+    ) -> Conversation:
+        from rlpost.data.conversation import Completion, Conversation
+
+        made = Conversation(task={}, messages=[{"role": "user", "content": query}], group_id=group, sample=sample)
+        made.prompt_ids, made.prompt_text = list(prompt_ids), f"<user>{query}"
+        given = [-0.5] * len(response_ids) if log_probs is None else list(log_probs)
+        made.add_completion(Completion(list(response_ids), given, text, finish_reason, version))
+        made.reward, made.terminated = reward, True
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def batch(conversation: Callable[..., Conversation]) -> Callable[..., TensorDict]:
+    """Makes the batch of `groups` groups of `size` conversations; each keyword goes to all of them."""
+
+    def make(groups: int = 1, size: int = 2, *, first: int = 0, **fields: Any) -> TensorDict:
+        from rlpost.data.batch import batch_from_conversations
+
+        numbers = range(first, first + groups)
+        return batch_from_conversations([conversation(g, s, **fields) for g in numbers for s in range(size)])
+
+    return make

@@ -1,0 +1,160 @@
+"""The layers of the house, read from the imports themselves, those inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rlpost"
+
+GROUND = ["errors", "text"]  # below everything: they import nothing of rlpost
+LAYERS = [
+    ["settings", "sandbox", *GROUND],
+    ["rewards", "data", "logprobs", "batching", "optim", "config"],
+    ["policies", "envs", "objectives", "models", "distributed"],
+    ["weight_sync", "checkpoint", "tracking", "rollouts"],
+    ["collectors", "run", "agreement", "guards", "cluster"],
+    ["assemble", "evaluate"],
+    ["train"],
+    ["doctor", "diagnose", "report"],
+    ["cli"],
+    ["__main__"],
+]
+LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+
+# package -> the files that may import it, as glob patterns under rlpost/
+DOORS = {
+    "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
+    "ray": ["collectors/ray.py", "weight_sync/ray.py", "cluster.py"],
+    "datasets": ["data/datasets.py"],
+    "peft": ["models.py"],
+    "hydra": ["config/*.py"],
+    "omegaconf": ["config/*.py"],
+    "typer": ["cli/*.py"],
+    "pyarrow": ["rollouts.py", "data/datasets.py"],
+    "gguf": [],
+    "torchrl": [],
+    "trl": [],
+}
+
+# room -> what its files never import; a dotted name means that module and all below it
+NEVER = {
+    "settings": ["torch", "tensordict", "transformers", "numpy"],
+    "errors": ["torch", "tensordict", "transformers", "numpy"],
+    "sandbox": ["torch", "tensordict", "transformers", "numpy"],
+    "text": ["torch", "tensordict", "transformers", "numpy"],
+    "config": ["torch", "tensordict", "transformers", "numpy"],
+    "rewards": ["torch", "tensordict", "tokenizers", "transformers"],
+    "objectives": ["torch.optim", "torch.distributed", "transformers"],
+    "envs": ["torch.optim", "rlpost.policies"],
+    "policies": ["torch.optim", "rlpost.rewards", "rlpost.envs"],
+    "collectors": ["rlpost.objectives", "rlpost.models", "transformers"],
+    "run": ["rlpost.objectives"],
+    "checkpoint": ["rlpost.objectives", "transformers"],
+    "tracking": ["rlpost.objectives", "transformers"],
+}
+
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "_builtin" not in path.parts)
+
+
+def imports(file: Path, *, top_level_only: bool = False) -> Iterator[str]:
+    """Full names of what a file of rlpost imports; `from a import b` counts as `a.b`, whatever b is."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import: name rlpost in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(file: Path) -> str:
+    return file.parts[0].removesuffix(".py")
+
+
+def rooms_imported(file: Path) -> set[str]:
+    """Rooms of rlpost that a file imports; `rlpost.__version__` belongs to none."""
+    parts = [name.split(".") for name in imports(file)]
+    return {p[1] for p in parts if p[0] == "rlpost" and len(p) > 1 and p[1] != "__version__"}
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def test_every_file_belongs_to_a_layer() -> None:
+    assert {room_of(file) for file in FILES} - set(LAYER) - {"__init__"} == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_imports_point_down_and_sideways_only_inside_a_folder(file: Path) -> None:
+    room = room_of(file)
+    if room == "__init__":
+        assert rooms_imported(file) == set()
+        return
+    for other in rooms_imported(file):
+        if other == room or other in GROUND:
+            continue
+        beside = len(file.parts) == 1 and (PACKAGE / f"{other}.py").is_file()  # both lie in rlpost/ itself
+        allowed = LAYER[other] < LAYER[room] or (beside and LAYER[other] == LAYER[room])
+        assert allowed, f"{file} of layer {LAYER[room]} imports {other} of layer {LAYER[other]}"
+
+
+def test_errors_and_text_stand_on_nothing() -> None:
+    assert [rooms_imported(Path(f"{room}.py")) for room in GROUND] == [set(), set()]
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_a_heavy_dependency_has_one_door(package: str) -> None:
+    importing = [file for file in FILES if any(is_within(name, package) for name in imports(file))]
+    assert [file for file in importing if not any(file.match(door) for door in DOORS[package])] == []
+
+
+@pytest.mark.parametrize("room", NEVER)
+def test_a_room_stays_clear_of_what_is_not_its_business(room: str) -> None:
+    for file in FILES:
+        if room_of(file) == room:
+            wrong = [name for name in imports(file) for never in NEVER[room] if is_within(name, never)]
+            assert wrong == [], f"{file} imports {wrong}"
+
+
+def test_settings_need_nothing_but_the_standard_library() -> None:
+    for file in FILES:
+        if room_of(file) in ("settings", "errors", "text", "sandbox"):
+            foreign = {n.split(".")[0] for n in imports(file)} - set(sys.stdlib_module_names) - {"rlpost"}
+            assert foreign == set(), f"{file} imports {foreign}"
+
+
+def test_the_command_line_imports_torch_nowhere_at_the_top() -> None:
+    light = {"cli", "config", "settings", "errors", "text"}
+    for file in FILES:
+        if room_of(file) == "cli":
+            tops = set(imports(file, top_level_only=True))
+            assert {n.split(".")[1] for n in tops if n.startswith("rlpost.")} - {"__version__"} <= light, file
+
+
+def test_torch_and_engines_stay_out_of_a_composed_command() -> None:
+    program = (
+        "import sys\n"
+        "import rlpost.cli.main\n"
+        "from rlpost.config.compose import compose\n"
+        "from rlpost.config.registry import TRAIN_GRPO\n"
+        "compose(TRAIN_GRPO, ['model=tiny'])\n"
+        "heavy = {'torch', 'tensordict', 'transformers', 'vllm', 'datasets', 'pyarrow', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_door_of_vllm_opens_only_when_it_is_used() -> None:
+    """Importing every room leaves vLLM alone, so everything else works where it is not installed."""
+    for file in FILES:
+        tops = set(imports(file, top_level_only=True))
+        assert [n for n in tops for heavy in ("vllm", "ray", "datasets", "peft") if is_within(n, heavy)] == [], file

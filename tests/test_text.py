@@ -1,0 +1,36 @@
+"""Text that is safe to show."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.text import printable
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("\x1b[2J\x1b]0;owned\x07", "\\x1b[2J\\x1b]0;owned\\x07"),
+        ("100\r  0", "100\\r  0"),
+        ("a\x00\x08\x7f", "a\\x00\\x08\\x7f"),
+        ("\x9b31m", "\\x9b31m"),  # the one-byte form of ESC [
+        ("\u202eabc\u2066\u200f", "\\u202eabc\\u2066\\u200f"),
+        ("\u200b\ufeff\U000e0041", "\\u200b\\ufeff\\U000e0041"),
+        ("\u2028\x85\x0c", "\\u2028\\x85\\x0c"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_what_could_act_is_shown(hostile: str, shown: str) -> None:
+    assert printable(hostile) == shown
+
+
+def test_line_breaks_tabs_and_every_script_stay() -> None:
+    text = "a\n\tb é 漢字 עברית e\u0301 🙂"
+    assert printable(text) == text
+
+
+def test_whatever_comes_in_can_be_encoded_and_is_inert() -> None:
+    everything = "".join(map(chr, range(0x3000)))
+    shown = printable(everything + "\udfff")
+    shown.encode()
+    assert all(c.isprintable() or c in "\n\t" for c in shown)
