@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import ceil
+from queue import Empty
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -17,6 +19,7 @@ from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.policy_version import PolicyVersion
+from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
 from rlpost.weight_sync.base import WeightUpdater
 
@@ -30,11 +33,13 @@ class LLMCollector:
     Plain mode delivers every turn as it comes, stacked to (B, T), or (B*T,) with `flatten_data`; a
     conversation goes on in the next batch unless `reset_at_each_iter`.
     `yield_completed_trajectories` delivers whole trajectories, one after the other on a single
-    dimension; what is complete beyond a batch waits for the next.
-    `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation.
+    dimension, until a batch has its turns (left out: B); what is complete beyond it waits for the
+    next, and so does what is under way, unless `reset_at_each_iter` abandons the latter.
+    `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
+    counts those alone. Iteration ends once `total_dialog_turns` are delivered; -1: never.
 
-    With `replay_buffer` iteration yields None and the batch is in the buffer. With `queue` each batch
-    is put there instead; a full queue loses its oldest batch, with a warning.
+    With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
+    its oldest batch with a warning; iteration then yields None.
 
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
     """
@@ -73,6 +78,8 @@ class LLMCollector:
         completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
         if dialog_turns_per_batch is None and not completed:
             raise TypeError("dialog_turns_per_batch may be left out only with yield_completed_trajectories")
+        if replay_buffer is not None and flatten_data is False and not completed:
+            raise TypeError("a replay buffer holds rows on a single dimension: leave flatten_data=False out")
 
         self.env: EnvBase = env if isinstance(env, EnvBase) else env()
         self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
@@ -93,7 +100,7 @@ class LLMCollector:
         self.weight_updater = self._updater(weight_updater)
         if replay_buffer is not None:
             replay_buffer.source = self
-        self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns so far, one list an env
+        self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns of what is under way in each place
         self._ready: deque[list[Conversation]] = deque()  # complete trajectories not yet delivered
         self._turns_delivered = 0
 
@@ -121,7 +128,7 @@ class LLMCollector:
         return taken
 
     def reset(self) -> None:
-        """Abandon the conversations under way; the next batch begins with fresh ones."""
+        """Abandon the conversations under way; complete ones that wait for a batch are still delivered."""
         self._live = [[] for _ in self._live]
 
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
@@ -134,11 +141,11 @@ class LLMCollector:
         self.weight_updater.push(policy_or_weights)
 
     @property
-    def policy_version(self) -> PolicyVersionLabel | None:
+    def policy_version(self) -> PolicyVersionLabel:
         """The version the policy samples with now."""
         return self.policy.version
 
-    def get_policy_version(self) -> PolicyVersionLabel | None:
+    def get_policy_version(self) -> PolicyVersionLabel:
         """`policy_version` as a method, for callers that cannot read a property."""
         return self.policy_version
 
@@ -162,9 +169,20 @@ class LLMCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Go on where `state_dict` was taken.
+
+        Raises CheckpointError if conversations were under way and the environment's size was another.
+        """
+        live = [[Conversation(**turn) for turn in turns] for turns in state["live"]]
+        if len(live) != len(self._live):
+            if any(live):
+                raise CheckpointError(
+                    f"the saved collector had {len(live)} conversations under way at once, and this environment has "
+                    f"{len(self._live)}: resume with the prompts_per_step and group_size the run began with"
+                )
+            live = [[] for _ in self._live]
         self.env.load_state_dict(state["env"])
-        self._live = [[Conversation(**turn) for turn in turns] for turns in state["live"]]
+        self._live = live
         self._ready = deque([Conversation(**turn) for turn in turns] for turns in state["ready"])
         self._turns_delivered = state["turns_delivered"]
 
@@ -176,11 +194,16 @@ class LLMCollector:
             self.replay_buffer.extend(batch)
             return None
         if self.queue is not None:
-            if self.queue.full():
-                warnings.warn("the collector's queue is full: its oldest batch is lost", stacklevel=3)
-                self.queue.get_nowait()
-            self.queue.put(batch)
+            self._put(self.queue, batch)
+            return None
         return batch
+
+    def _put(self, queue: Any, batch: TensorDictBase) -> None:
+        if queue.full():
+            with contextlib.suppress(Empty):  # the reader may have been faster
+                queue.get_nowait()
+                warnings.warn("the collector's queue is full: its oldest batch is lost", stacklevel=4)
+        queue.put(batch)
 
     def _plain_batch(self) -> TensorDictBase:
         if self.reset_at_each_iter:
@@ -197,28 +220,26 @@ class LLMCollector:
         while len(chosen) < self.dialog_turns_per_batch:
             while not self._ready:
                 self._play_turn()
-            trajectory = self._ready.popleft()
-            chosen += trajectory[-1:] if self.yield_only_last_steps else trajectory
+            chosen += self._ready.popleft()
         return batch_from_conversations(chosen)
 
     def _play_turn(self) -> list[Conversation]:
-        """Let every conversation take one turn, a fresh one where the last has ended; their snapshots."""
-        ended = [i for i, turns in enumerate(self._live) if not turns or turns[-1].done]
-        current = [turns[-1].copy() if turns else None for turns in self._live]
-        for i, fresh in zip(ended, self.env.draw(len(ended)) if ended else [], strict=True):
-            self._live[i], current[i] = [], fresh
-        conversations = [c for c in current if c is not None]
+        """Let every conversation take one turn, a fresh one in each free place; their snapshots."""
+        free = sum(not turns for turns in self._live)
+        fresh = iter(self.env.draw(free) if free else [])
+        conversations = [turns[-1].copy() if turns else next(fresh) for turns in self._live]
         started = time.perf_counter()
         self.policy.reply(conversations)
         sampled = time.perf_counter()
         self.env.advance(conversations)
         self._seconds["time/rollout"] += sampled - started
         self._seconds["time/reward"] += time.perf_counter() - sampled
+        keeps_turns = self.yield_completed_trajectories and not self.yield_only_last_steps
         for i, conversation in enumerate(conversations):
-            self._live[i].append(conversation)
+            trajectory = [*self._live[i], conversation] if keeps_turns else [conversation]
             if self.yield_completed_trajectories and conversation.done:
-                self._ready.append(self._live[i])
-                self._live[i] = []
+                self._ready.append(trajectory)
+            self._live[i] = [] if conversation.done else trajectory
         return conversations
 
     def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
@@ -235,6 +256,8 @@ class LLMCollector:
         built = updater if isinstance(updater, WeightUpdater) else updater()
         if built.policy is None:
             built.init(self.policy)
+        elif built.policy is not self.policy:
+            raise ValueError("the weight_updater pushes to another policy than the one this collector samples with")
         if self.policy_version_tracker is not None:
             built.version_tracker = self.policy_version_tracker
         return built

@@ -2,7 +2,8 @@
 
 Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
 
-    text.prompt, text.response, query            str
+    query, text.prompt                           str: what the user asks, and the rendered first prompt
+    text.response                                str: the model's last turn
     history                                      History (B, M): all messages, replies included
     tokens.prompt, tokens.response, tokens.full  int64, ragged; full = prompt + response always
     masks.all_attention_mask                     bool, ragged over full, all True
@@ -14,7 +15,7 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     group_id, sample                             int64 (B,)
     valid                                        bool (B,)
     finish_reason                                str
-    next.reward                                  float32 (B, 1)
+    next.reward                                  float32 (B, 1); NaN where there is none (yet)
     next.reward_parts.<name>                     float32 (B, 1); NaN where a row has no such part
     next.accuracy_strict, next.accuracy_lenient  float32 (B, 1); NaN where the task has no measure
     next.done, next.terminated, next.truncated   bool (B, 1)

@@ -42,7 +42,6 @@ class ReplayBuffer:
         self.group_key = group_key
         self.draw_limit = draw_limit
         self.source: GroupSource | None = None
-        self.num_written = 0  # rows that came in
         self.num_dropped_by_age = 0  # groups
         self._groups: list[TensorDictBase] = []
 
@@ -51,7 +50,6 @@ class ReplayBuffer:
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,) whose rows carry `group_key`."""
-        self.num_written += batch.batch_size[0]
         current: TensorDictBase | None = batch
         for transform in self.transforms:
             current = transform(current)
@@ -68,21 +66,25 @@ class ReplayBuffer:
         weight pushes before the present policy is dropped and counted. Raises PolicyError when
         `draw_limit` rounds did not bring enough.
         """
-        for _ in range(self.draw_limit + 1):
-            self._drop_older_than(max_policy_lag)
-            if len(self._groups) >= num_groups:
-                taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
-                return concat_rows(taken)
+        rounds = 0
+        self._drop_older_than(max_policy_lag)
+        while len(self._groups) < num_groups:
             if self.source is None:
                 raise PolicyError(
                     f"the replay buffer holds {len(self._groups)} of the {num_groups} groups asked for and has no "
                     "collector to ask for more: pass it to LLMCollector(replay_buffer=...)"
                 )
+            if rounds == self.draw_limit:
+                raise PolicyError(
+                    f"{rounds} rounds of sampling brought {len(self._groups)} of {num_groups} groups "
+                    f"({self.num_dropped_by_age} dropped by age so far): group_size may exceed what the environment "
+                    "repeats"
+                )
             self.source.collect()
-        raise PolicyError(
-            f"{self.draw_limit} rounds of sampling brought {len(self._groups)} of {num_groups} groups "
-            f"({self.num_dropped_by_age} dropped by age so far): group_size may exceed what the environment repeats"
-        )
+            rounds += 1
+            self._drop_older_than(max_policy_lag)
+        taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
+        return concat_rows(taken)
 
     def _drop_older_than(self, max_policy_lag: int | None) -> None:
         version = self.source.policy_version if self.source is not None else None
