@@ -1,0 +1,193 @@
+"""The batch: its keys, and rows taken out of it and put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from rlpost.data import History
+from rlpost.data.batch import batch_from_conversations, concat_rows, ragged, select_rows, strings
+from rlpost.data.conversation import Conversation
+
+Make = Callable[..., Conversation]
+
+
+def lists(nested: torch.Tensor) -> list[list[Any]]:
+    return [row.tolist() for row in nested.unbind()]
+
+
+def two_turns() -> Conversation:
+    """Prompt [1, 2, 3]; sampled [7, 8]; said by the environment [4]; sampled [9] under a later version."""
+    return Conversation(
+        task={},
+        messages=[
+            {"role": "user", "content": "start"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "go on"},
+            {"role": "assistant", "content": "two"},
+        ],
+        group_id=3,
+        sample=1,
+        prompt_ids=[1, 2, 3],
+        response_ids=[7, 8, 4, 9],
+        mask=[1, 1, 0, 1],
+        log_probs=[-0.25, -0.5, 0.0, -1.0],
+        policy_versions=[4, 6],
+        prompt_text="<user>start",
+        response_text="two",
+        finish_reason="length",
+        reward=0.75,
+        reward_parts={"format": 0.25, "right": 0.5},
+        accuracy_lenient=1.0,
+        truncated=True,
+    )
+
+
+def test_every_key_of_a_conversation_of_two_turns() -> None:
+    batch = batch_from_conversations([two_turns()])
+    assert batch.batch_size == torch.Size([1])
+    assert lists(batch["tokens", "prompt"]) == [[1, 2, 3]]
+    assert lists(batch["tokens", "response"]) == [[7, 8, 4, 9]]
+    assert lists(batch["tokens", "full"]) == [[1, 2, 3, 7, 8, 4, 9]]
+    assert lists(batch["masks", "all_attention_mask"]) == [[True] * 7]
+    assert lists(batch["masks", "all_assistant_mask"]) == [[False, False, False, True, True, False, True]]
+    assert lists(batch["log_probs", "response"]) == [[-0.25, -0.5, 0.0, -1.0]]
+    assert lists(batch["log_probs", "full"]) == [[0, 0, 0, -0.25, -0.5, 0.0, -1.0]]
+    assert batch["policy_version"].tolist() == [4]
+    assert batch["policy_version_max"].tolist() == [6]
+    assert [batch[key].tolist() for key in ("group_id", "sample", "valid")] == [[3], [1], [True]]
+    texts = [batch["query"], batch["text", "prompt"], batch["text", "response"], batch["finish_reason"]]
+    assert texts == [["start"], ["<user>start"], ["two"], ["length"]]
+    assert batch["history"].to_chats() == [two_turns().messages]
+    after = batch["next"]
+    assert [after[key].tolist() for key in ("reward", "accuracy_lenient")] == [[[0.75]], [[1.0]]]
+    assert {name: value.tolist() for name, value in after["reward_parts"].items()} == {
+        "format": [[0.25]],
+        "right": [[0.5]],
+    }
+    assert math.isnan(after["accuracy_strict"])
+    assert [after[key].tolist() for key in ("done", "terminated", "truncated")] == [[[True]], [[False]], [[True]]]
+
+
+def test_types_are_those_the_module_promises() -> None:
+    batch = batch_from_conversations([two_turns()])
+    assert {
+        batch["tokens", "full"].dtype,
+        batch["group_id"].dtype,
+        batch["sample"].dtype,
+        batch["policy_version"].dtype,
+        batch["policy_version_max"].dtype,
+    } == {torch.int64}
+    assert batch["log_probs", "full"].dtype == batch["next", "reward"].dtype == torch.float32
+    assert {batch["masks", "all_assistant_mask"].dtype, batch["valid"].dtype} == {torch.bool}
+    assert batch["next", "done"].dtype == torch.bool
+
+
+def test_a_failed_reward_is_nan_and_marked(conversation: Make) -> None:
+    batch = batch_from_conversations([conversation(reward=None, valid=False), conversation(reward=1.0)])
+    assert batch["valid"].tolist() == [False, True]
+    assert batch["next", "reward"].squeeze(-1).nan_to_num(-1).tolist() == [-1.0, 1.0]
+
+
+def test_a_part_that_a_row_lacks_is_nan_there(conversation: Make) -> None:
+    batch = batch_from_conversations([conversation(reward_parts={"a": 1.0}), conversation(reward_parts={"b": 2.0})])
+    parts = batch["next", "reward_parts"]
+    assert [parts[name].squeeze(-1).nan_to_num(-1).tolist() for name in ("a", "b")] == [[1, -1], [-1, 2]]
+
+
+def test_versions_that_are_uuids_stay_text(conversation: Make) -> None:
+    batch = batch_from_conversations([conversation(version="3f2a"), conversation(version="9c1b")])
+    assert list(batch["policy_version"]) == ["3f2a", "9c1b"]
+    assert list(select_rows(batch, [1])["policy_version_max"]) == ["9c1b"]
+
+
+def test_a_conversation_that_has_not_begun_has_version_minus_one() -> None:
+    waiting = Conversation(task={}, messages=[{"role": "user", "content": "x"}], prompt_ids=[1])
+    batch = batch_from_conversations([waiting])
+    assert batch["policy_version"].tolist() == batch["policy_version_max"].tolist() == [-1]
+    assert lists(batch["tokens", "response"]) == [[]]
+    assert lists(batch["tokens", "full"]) == [[1]]
+
+
+def test_an_empty_reply_is_an_empty_row(conversation: Make) -> None:
+    batch = batch_from_conversations([conversation(response_ids=[]), conversation(response_ids=[9])])
+    assert lists(batch["tokens", "response"]) == [[], [9]]
+    assert lists(batch["log_probs", "full"]) == [[0, 0], [0, 0, -0.5]]
+
+
+def rows(batch: TensorDict) -> list[Any]:
+    """Everything a batch says, one plain value a row."""
+    parts = {n: v.squeeze(-1).nan_to_num(-1).tolist() for n, v in batch["next", "reward_parts"].items()}
+    columns = [
+        lists(batch["tokens", "full"]),
+        lists(batch["masks", "all_assistant_mask"]),
+        lists(batch["log_probs", "response"]),
+        list(batch["query"]),
+        list(batch["finish_reason"]),
+        batch["history"].to_chats(),
+        batch["group_id"].tolist(),
+        batch["next", "reward"].tolist(),
+        [{n: values[i] for n, values in parts.items()} for i in range(batch.batch_size[0])],
+    ]
+    return list(zip(*columns, strict=True))
+
+
+@pytest.fixture(scope="session")
+def mixed(conversation: Make) -> TensorDict:
+    """Four rows that differ in every length."""
+    return batch_from_conversations(
+        [
+            conversation(0, 0, prompt_ids=[1], response_ids=[2], query="a", reward=0.0, reward_parts={"x": 0.0}),
+            conversation(0, 1, prompt_ids=[1], response_ids=[3, 4, 5], query="b", finish_reason="length"),
+            conversation(1, 0, prompt_ids=[6, 7], response_ids=[], query="c", reward_parts={"y": 2.0}),
+            two_turns(),
+        ]
+    )
+
+
+@given(indices=st.lists(st.integers(0, 3), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=40)
+def test_selected_rows_are_those_asked_for_in_that_order(mixed: TensorDict, indices: Sequence[int]) -> None:
+    assert rows(select_rows(mixed, indices)) == [rows(mixed)[i] for i in indices]
+
+
+@given(cut=st.integers(1, 3))
+@settings(deadline=None, max_examples=3)
+def test_a_batch_taken_apart_and_put_together_is_itself(mixed: TensorDict, cut: int) -> None:
+    together = concat_rows([select_rows(mixed, range(cut)), select_rows(mixed, range(cut, 4))])
+    assert rows(together) == rows(mixed)
+    assert set(together.keys(include_nested=True)) == set(mixed.keys(include_nested=True))
+
+
+def test_selected_rows_are_copies(mixed: TensorDict) -> None:
+    picked = select_rows(mixed, [0])
+    picked["next", "reward"] += 5
+    assert mixed["next", "reward"][0].item() == 0.0
+
+
+def test_batches_with_other_reward_parts_are_joined_with_nan(conversation: Make) -> None:
+    first, second, third = (
+        batch_from_conversations([conversation(reward_parts=parts)]) for parts in ({"a": 1.0}, {"b": 2.0}, {})
+    )
+    parts = concat_rows([first, second, third])["next", "reward_parts"]
+    assert [parts[name].squeeze(-1).nan_to_num(-1).tolist() for name in ("a", "b")] == [[1, -1, -1], [-1, 2, -1]]
+
+
+def test_joined_histories_have_the_width_of_the_longest(mixed: TensorDict, conversation: Make) -> None:
+    joined = concat_rows([batch_from_conversations([conversation()]), mixed])
+    assert isinstance(joined["history"], History)
+    assert joined["history"].batch_size == torch.Size([5, 4])
+
+
+def test_ragged_rows_and_strings_come_back() -> None:
+    nested = ragged([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])])
+    assert lists(nested) == [[1, 2], [], [3]]
+    assert nested.offsets().tolist() == [0, 2, 2, 3]
+    assert strings(["same", "same"]).tolist() == ["same", "same"]
