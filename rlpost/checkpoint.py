@@ -1,9 +1,9 @@
 """Checkpoints: written whole or not at all, and never read without being checked.
 
-    step-000050/
-        model/          a plain HF folder
-        state/          tensors.safetensors, state.json: what resuming needs beside the weights
-        manifest.json   size and SHA-256 of every file, written last
+step-000050/
+    model/          a plain HF folder
+    state/          tensors.safetensors, state.json: what resuming needs beside the weights
+    manifest.json   size and SHA-256 of every file, written last
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlpost.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+TENSORS = "state/tensors.safetensors"
+STATE = "state/state.json"
+LATEST = "latest"
 
 
 def save_checkpoint(
@@ -41,25 +45,26 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     making = folder / f".{final.name}.incomplete"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
+        for left_by_a_crash in folder.glob(".step-*.incomplete"):
+            shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         write_model(making / "model")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / "state/tensors.safetensors")
-        (making / "state/state.json").write_text(json.dumps(state))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
+        (making / STATE).write_text(json.dumps(state))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
         if final.exists():
             shutil.rmtree(final)
         os.replace(making, final)
         _point_latest(folder, final.name)
-    except OSError as error:
-        shutil.rmtree(making, ignore_errors=True)
+        for old in checkpoints(folder)[:-keep_last]:
+            if old != final:
+                shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
-            f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume"
+            f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
         ) from error
-    for old in checkpoints(folder)[:-keep_last]:
-        if old != final:
-            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
     return final
 
 
@@ -69,29 +74,48 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     Raises CheckpointError that names the file which is missing or not what was written.
     """
     verify(path)
-    tensors = load_file(path / "state/tensors.safetensors")
-    return tensors, json.loads((path / "state/state.json").read_text())
+    tensors = load_file(path / TENSORS)
+    return tensors, json.loads((path / STATE).read_text())
 
 
 def verify(path: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there, byte for byte."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); resume from another one"
         ) from error
-    for name, entry in manifest.items():
-        file = path / name
+    for file in dict.fromkeys([path / TENSORS, path / STATE, *expected]):
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing: this checkpoint is damaged, resume from another one")
-        if file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
-            raise CheckpointError(f"{file} is not what was written: this checkpoint is damaged, resume from another one")
+            raise CheckpointError(f"{file} is missing: the checkpoint is damaged, resume from another one")
+        if (file.stat().st_size, _sha256(file)) != expected.get(file):
+            raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, resume from another one")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / MANIFEST).is_file())
+    """Complete checkpoints in `folder`, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
+    return sorted(found, key=_step_of)
+
+
+def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
+    """Remove the checkpoints of later steps, point `latest` at what is left, and return those removed."""
+    kept = [path for path in checkpoints(folder) if _step_of(path) <= step]
+    dropped = [path for path in checkpoints(folder) if _step_of(path) > step]
+    if dropped:
+        if kept:
+            _point_latest(folder, kept[-1].name)
+        else:
+            (folder / LATEST).unlink(missing_ok=True)
+    for path in dropped:
+        shutil.rmtree(path)
+    return dropped
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -108,4 +132,4 @@ def _point_latest(folder: Path, name: str) -> None:
     link = folder / ".latest.new"
     link.unlink(missing_ok=True)
     link.symlink_to(name)
-    os.replace(link, folder / "latest")
+    os.replace(link, folder / LATEST)
