@@ -14,12 +14,18 @@ from tensordict import TensorDictBase
 def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
     """Write the batch's completions, one a row; the file appears only when complete.
 
-    `token_ids`, `log_probs` and `mask` are the completion's; `reward_parts` is a map.
+    `prompt` is the rendered first prompt and `completion` the text of the model's last turn;
+    `token_ids`, `log_probs` and `mask` are of everything after the first prompt. `reward_parts` is
+    a map. Policy versions are text, since they may be uuids. Raises OSError, leaving no file behind,
+    when the disk does not take it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     making = path.with_suffix(".incomplete")
-    pq.write_table(pa.Table.from_pylist(rollout_rows(step, batch), schema=SCHEMA), making)
-    os.replace(making, path)
+    try:
+        pq.write_table(pa.Table.from_pylist(rollout_rows(step, batch), schema=SCHEMA), making)
+        os.replace(making, path)
+    finally:
+        making.unlink(missing_ok=True)
 
 
 SCHEMA = pa.schema(
@@ -67,7 +73,7 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
         ],
         "accuracy_strict": column("accuracy_strict"),
         "accuracy_lenient": column("accuracy_lenient"),
-        "advantage": batch["advantage"].tolist() if "advantage" in batch.keys() else [None] * batch.batch_size[0],
+        "advantage": batch["advantage"].tolist() if "advantage" in batch else [None] * batch.batch_size[0],
         "valid": batch["valid"].tolist(),
         "finish_reason": list(batch["finish_reason"]),
         "policy_version_min": [str(v) for v in _values(batch["policy_version"])],

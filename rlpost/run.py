@@ -6,21 +6,23 @@ import fcntl
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.checkpoint import checkpoints
+from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, verify
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.rollouts import write_rollouts
 from rlpost.settings.run import RunRequest
@@ -46,18 +48,16 @@ class Run:
         self.total_steps = total_steps
         self.screen = screen
         self.exit_code = 0
-        self._lock: Any = None
+        self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
         self._previous_signals: dict[int, Any] = {}
 
     def __enter__(self) -> Run:
-        try:
+        with self._writing("give another --out"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             self._write_request()
             handler = logging.FileHandler(self.folder / "log.txt")
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {self.folder}: {error}; give another --out") from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
@@ -79,7 +79,16 @@ class Run:
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint to go on from, or None to begin. Raises CheckpointError where `--resume` finds none."""
+        """The checkpoint to go on from, every file of it checked, or None to begin.
+
+        Raises CheckpointError where `--resume` finds none, or finds one that is damaged.
+        """
+        found = self._asked_checkpoint()
+        if found is not None:
+            verify(found)
+        return found
+
+    def _asked_checkpoint(self) -> Path | None:
         if self.request.resume is None:
             return None
         if self.request.resume in ("auto", "latest"):
@@ -90,7 +99,7 @@ class Run:
                 return None
             raise CheckpointError(f"--resume latest: {self.folder} has no complete checkpoint; leave --resume out")
         path = Path(self.request.resume).expanduser()
-        found = [path] if (path / "manifest.json").is_file() else checkpoints(path / "checkpoints")
+        found = [path] if (path / MANIFEST).is_file() else checkpoints(path / "checkpoints")
         if not found:
             raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")
         return found[-1]
@@ -117,28 +126,34 @@ class Run:
         return self.stopping or step == self.total_steps or (every > 0 and step % every == 0)
 
     def record(self, step: int, metrics: Mapping[str, float], batch: TensorDictBase | None = None) -> None:
-        """Append the step to metrics.jsonl, write its rollouts, and show it. NaN is written as null."""
-        values = {k: (None if v != v else v) for k, v in metrics.items()}
-        try:
+        """Append the step to metrics.jsonl, write its rollouts, and show it.
+
+        NaN and infinities, which JSON does not have, are written as null.
+        """
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        with self._writing("free some space, then --resume auto"):
             with (self.folder / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps({"step": step, **values}) + "\n")
             if batch is not None:
                 write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {self.folder}: {error}; free some space, then --resume auto") from error
         self.screen.step(step, self.total_steps, metrics, batch)
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics and rollouts of steps after `step`: they are about to be done again."""
-        file = self.folder / "metrics.jsonl"
-        if file.is_file():
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
-            replacement = file.with_suffix(".new")
-            replacement.write_text("".join(line + "\n" for line in kept))
-            os.replace(replacement, file)
-        for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
-            if int(rollouts.stem.removeprefix("step-")) > step:
-                rollouts.unlink()
+        """Drop what the steps after `step` left, their checkpoints too: they are about to be done again."""
+        with self._writing("make it writable, then --resume again"):
+            dropped = drop_checkpoints_after(self.folder / "checkpoints", step)
+            file = self.folder / "metrics.jsonl"
+            if file.is_file():
+                kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
+                replacement = file.with_suffix(".new")
+                replacement.write_text("".join(line + "\n" for line in kept))
+                os.replace(replacement, file)
+            for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
+                number = rollouts.stem.removeprefix("step-")
+                if number.isdecimal() and int(number) > step:
+                    rollouts.unlink()
+        if dropped:
+            self.screen.note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]
@@ -146,13 +161,22 @@ class Run:
             os.write(2, b"\nleft at once, without saving\n")
             os._exit(code)
         self.exit_code = code
-        self.screen.note("stopping: this step is finished and saved first; Ctrl-C again leaves at once")
+        # not through the screen: the signal may have come in the middle of one of its writes
+        os.write(2, b"\nstopping: this step is finished and saved first; Ctrl-C again leaves at once\n")
+
+    @contextmanager
+    def _writing(self, advice: str) -> Iterator[None]:
+        """Turn what the disk refuses into a CheckpointError that ends in `advice`."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; {advice}") from error
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name") from error
 
     def _write_request(self) -> None:

@@ -170,7 +170,7 @@ def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path, content: byte
 def test_a_manifest_that_leaves_the_state_out_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="tensors.safetensors is not what was written"):
+    with pytest.raises(CheckpointError, match=r"tensors\.safetensors is not what was written"):
         load_checkpoint(path)
 
 
@@ -242,5 +242,5 @@ def test_a_model_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write checkpoint .*checkpoints/step-000001"):
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*checkpoints/step-000001"):
         save(tmp_path / "checkpoints", 1)
