@@ -78,6 +78,7 @@ class EvalResult:
         """The figures under the names of metrics.jsonl."""
         values = {
             "eval/prompts": float(self.num_prompts),
+            "eval/failed": float(self.num_failed),
             "eval/reward": self.reward_mean,
             "eval/truncated": self.truncated.value,
             "eval/tokens_mean": self.tokens_mean,

@@ -14,10 +14,25 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.rollouts import write_rollouts
 
-COLUMNS = (
-    "step, group, sample, prompt, completion, reward, reward_parts, accuracy_strict, accuracy_lenient, advantage, "
-    "valid, finish_reason, policy_version_min, policy_version_max, token_ids, log_probs, mask"
-).split(", ")
+COLUMNS = [
+    "step",
+    "group",
+    "sample",
+    "prompt",
+    "completion",
+    "reward",
+    "reward_parts",
+    "accuracy_strict",
+    "accuracy_lenient",
+    "advantage",
+    "valid",
+    "finish_reason",
+    "policy_version_min",
+    "policy_version_max",
+    "token_ids",
+    "log_probs",
+    "mask",
+]
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_recorded_says_how_to_go_on(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         (tmp_path / "metrics.jsonl").mkdir()
-        with pytest.raises(CheckpointError, match="cannot write to .*--resume auto"):
+        with pytest.raises(CheckpointError, match=r"cannot write to .*--resume auto"):
             run.record(1, FIGURES)
 
 
