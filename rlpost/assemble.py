@@ -17,7 +17,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
-from rlpost.models import load_model, load_tokenizer, locate_model
+from rlpost.models import context_length, load_model, load_tokenizer, locate_model
 from rlpost.objectives import GRPOLoss, MCAdvantage
 from rlpost.optim import build_optimizer
 from rlpost.policies.base import Policy
@@ -138,7 +138,8 @@ def build_policy(
     """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from."""
     settings = chosen_policy(settings)
     if isinstance(settings, VLLMSettings):
-        longest = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
+        asked = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
+        longest = min(asked, context_length(folder) or asked)
         return vLLMWrapper(folder, tokenizer, settings=settings, sampling=sampling, max_model_len=longest, seed=seed)
     if isinstance(settings, TransformersSettings):
         return TransformersWrapper(

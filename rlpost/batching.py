@@ -10,14 +10,17 @@ there are; only inside attention are a group's completions padded to its longest
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 ATTENTION_NAME = "rlpost_shared_prompt"
+SHORT = 512  # tokens up to which a CPU attends faster without the flash kernel
 
 
 @dataclass(slots=True)
@@ -202,7 +205,7 @@ def shared_prompt_attention(
         at_prompt, at_completions = 2 * index, 2 * index + 1
         causal = _prompt_mask(group.prompt_length, sliding_window, query.device)
         prompt = [states[at_prompt].transpose(0, 1)[None] for states in (queries, keys, values)]  # (1, H, P, D)
-        attended = scaled_dot_product_attention(*prompt, causal, dropout, is_causal=causal is None, scale=scaling)
+        attended = _attend(*prompt, causal, dropout, scaling)
         outputs.append(attended[0].transpose(0, 1))
         block = [group.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
         size = len(group.lengths)
@@ -210,9 +213,24 @@ def shared_prompt_attention(
         value_block = torch.cat([prompt[2].expand(size, -1, -1, -1), block[2]], 2)
         # pads follow their row's tokens, so a causal mask alone hides them
         mask = _causal_mask(max(group.lengths), group.prompt_length, sliding_window, query.device)
-        attended = scaled_dot_product_attention(block[0], key_block, value_block, mask, dropout, scale=scaling)
+        attended = _attend(block[0], key_block, value_block, mask, dropout, scaling)
         outputs.append(group.unpad(attended))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """torch's attention on (B, H, T, D); causal where there is no mask."""
+    short_on_cpu = query.device.type == "cpu" and key.shape[2] <= SHORT
+    # the CPU's flash kernel is slow backward on short sequences; on long ones it saves the memory
+    with sdpa_kernel(SDPBackend.MATH) if short_on_cpu else nullcontext():
+        return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
 
 
 def _repeat(states: torch.Tensor, times: int) -> torch.Tensor:

@@ -84,9 +84,7 @@ def chunked_log_probs(
     return _ChunkedLogProbs.apply(hidden, weight, bias, target, temperature)  # type: ignore[return-value]
 
 
-def token_log_probs(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,)."""
     with _packed_attention(model):
         hidden = model.get_decoder()(  # type: ignore[operator]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -81,6 +82,12 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
     return model.to(pick_device(settings.device)).eval()
 
 
+def context_length(folder: Path) -> int | None:
+    """Tokens that the model of a local folder was made for, None where its config does not say."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
 def pick_device(name: str) -> torch.device:
     """`auto` is cuda where there is one. Raises ConfigError for a device torch does not know or have."""
     if name == "auto":
@@ -93,7 +100,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> Any:
     """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -172,7 +179,9 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
                     shutil.rmtree(final)
                     os.rename(making, final)
     except OSError as error:
-        raise DataError(f"cannot write the model cache {final}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+        raise DataError(
+            f"cannot write the model cache {final}: {error}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
     return final
 
 
@@ -188,7 +197,7 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     try:
         HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # noqa: BLE001  httpx, OSError and hub errors share no base; each is re-raised
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"model.path={hub_id} is neither a local folder nor to be had from the hub ({reason}): "

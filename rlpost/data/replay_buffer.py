@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.data.plain import from_plain, to_plain
 from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A transform that holds rows back, and so has something to save."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class GroupSource(Protocol):
@@ -85,6 +95,22 @@ class ReplayBuffer:
             self._drop_older_than(max_policy_lag)
         taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
         return concat_rows(taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that wait and the rows that transforms hold back, as JSON-compatible values."""
+        return {
+            "groups": [to_plain(group) for group in self._groups],
+            "num_dropped_by_age": self.num_dropped_by_age,
+            "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with the same transforms."""
+        self._groups = [from_plain(group) for group in state["groups"]]
+        self.num_dropped_by_age = state["num_dropped_by_age"]
+        for transform, saved in zip(self.transforms, state["transforms"], strict=True):
+            if isinstance(transform, Stateful):
+                transform.load_state_dict(saved)
 
     def _drop_older_than(self, max_policy_lag: int | None) -> None:
         version = self.source.policy_version if self.source is not None else None

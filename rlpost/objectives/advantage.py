@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.plain import from_plain, to_plain
 from rlpost.objectives.functional import group_advantage
 
 
@@ -67,6 +69,15 @@ class MCAdvantage:
     def num_incomplete(self) -> int:
         """Groups that still wait for rows."""
         return len(self._incomplete)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows of incomplete groups, as JSON-compatible values."""
+        return {"incomplete": [to_plain(rows) for rows in self._incomplete.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        batches = [from_plain(rows) for rows in state["incomplete"]]
+        self._incomplete = {int(batch[self.group_key][0]): batch for batch in batches}
 
     def _advantage(self, rows: TensorDictBase, group: int) -> torch.Tensor:
         rewards = rows[self.rewards_key].squeeze(-1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
+from rlpost.data.conversation import Completion, Conversation, Message, PolicyVersionLabel
 from rlpost.errors import DataError
 from rlpost.settings import SamplingSettings
 
@@ -36,16 +36,17 @@ class Policy(ABC):
     """
 
     tokenizer: Any  # a transformers tokenizer with a chat template
+    max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 
     def __init__(self, *, sampling: SamplingSettings, seed: int = 0) -> None:
         self.sampling = sampling
         self.seed = seed
         self.version: PolicyVersionLabel = 0
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load what is needed to sample; a second call does nothing."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what `start` took."""
 
     @abstractmethod
@@ -58,7 +59,7 @@ class Policy(ABC):
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
         """Let the model take its turn in each conversation, in place.
 
-        Raises DataError for a prompt longer than its environment allows.
+        Raises DataError for a prompt longer than its environment or the model's context allows.
         """
         requests = [self._request(conversation) for conversation in conversations]
         completions = self.generate(requests, sampling or self.sampling)
@@ -68,20 +69,49 @@ class Policy(ABC):
     def _request(self, conversation: Conversation) -> Request:
         if not conversation.prompt_ids:
             self._render_prompt(conversation)
+        elif conversation.messages[-1]["role"] != "assistant":
+            self._append_environment_messages(conversation)
         seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
         ids = conversation.prompt_ids + conversation.response_ids
         return Request(ids, conversation.max_completion_tokens, seed)
 
+    def _append_environment_messages(self, conversation: Conversation) -> None:
+        """Tokenise what the environment said since the model's last turn; what was sampled stays as it is.
+
+        Raises DataError for a template that renders earlier messages differently once more follow.
+        """
+        last_reply = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
+        until_reply = self._render(conversation.messages[: last_reply + 1], add_generation_prompt=False)
+        whole = self._render(conversation.messages, add_generation_prompt=True)
+        end_of_turn = self.tokenizer.eos_token
+        # the sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
+        kept = until_reply[: until_reply.rfind(end_of_turn) + len(end_of_turn)]
+        if end_of_turn not in until_reply or not whole.startswith(kept):
+            raise DataError(
+                "the model's chat template does not render a conversation as a continuation of its beginning, so "
+                "several turns cannot be trained on: use single-turn tasks with this model"
+            )
+        ids = self.tokenizer(whole[len(kept) :], add_special_tokens=False)["input_ids"]
+        conversation.response_ids.extend(ids)
+        conversation.mask.extend([0] * len(ids))
+        conversation.log_probs.extend([0.0] * len(ids))
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+
     def _render_prompt(self, conversation: Conversation) -> None:
         """Render the first prompt with the model's chat template and tokenise it, once."""
-        text = self.tokenizer.apply_chat_template(
-            conversation.messages, add_generation_prompt=True, tokenize=False
-        )
+        text = self._render(conversation.messages, add_generation_prompt=True)
         conversation.prompt_text = text
         conversation.prompt_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        limit = conversation.max_prompt_tokens
-        if limit is not None and len(conversation.prompt_ids) > limit:
+        length, limit = len(conversation.prompt_ids), conversation.max_prompt_tokens
+        prompt = f"the prompt of draw {conversation.group_id} ({conversation.query[:60]!r}...) has {length} tokens"
+        if limit is not None and length > limit:
+            raise DataError(f"{prompt}, more than env.max_prompt_tokens={limit}: raise it, or leave the row out")
+        if self.max_model_len is not None and length + conversation.max_completion_tokens > self.max_model_len:
             raise DataError(
-                f"the prompt of draw {conversation.group_id} has {len(conversation.prompt_ids)} tokens, more than "
-                f"env.max_prompt_tokens={limit}: raise it, or leave the row out. It begins {conversation.query[:80]!r}"
+                f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
+                f"{self.max_model_len} the model takes; lower it, or leave the row out"
             )

@@ -31,7 +31,7 @@ class TransformersWrapper(Policy):
         tokenizer: Any,
         *,
         sampling: SamplingSettings,
-        max_num_seqs: int = 64,
+        max_num_seqs: int = 128,
         autocast: Autocast = Autocast.none,
         seed: int = 0,
     ) -> None:
@@ -39,6 +39,7 @@ class TransformersWrapper(Policy):
         self.model = model
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
+        self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         self.autocast = autocast
         self._stop_ids = torch.tensor(sorted(stop_ids(model, tokenizer)), device=model.device)
 
@@ -104,9 +105,7 @@ class TransformersWrapper(Policy):
         ]
 
 
-def draw(
-    logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row and its log-prob under the distribution it was drawn from.
 
     `logits` (B, V) float32, `uniforms` (B,) in [0, 1): the inverse of the cumulative distribution at

@@ -38,7 +38,7 @@ class _Engine(Protocol):
     def close(self) -> None: ...
 
 
-class vLLMWrapper(Policy):  # noqa: N801  the seed documents' name
+class vLLMWrapper(Policy):
     """A policy sampled by vLLM.
 
     `folder` is a local HF folder; `max_model_len` the longest prompt plus completion. Log-probs are
@@ -119,12 +119,16 @@ class vLLMWrapper(Policy):  # noqa: N801  the seed documents' name
             outputs = engine.generate([request.prompt_ids for request in requests], params)
         except Exception as error:
             self._discard(f"sampling failed: {_first_line(error)}")
-            raise PolicyError(f"vLLM failed while sampling {len(requests)} completions: {_first_line(error)}") from error
+            raise PolicyError(
+                f"vLLM failed while sampling {len(requests)} completions: {_first_line(error)}"
+            ) from error
         completions = []
         for output in outputs:
             sample = output.outputs[0]
             if sample.finish_reason not in ("stop", "length"):
-                raise PolicyError(f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length")
+                raise PolicyError(
+                    f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length"
+                )
             ids = list(sample.token_ids)
             log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -141,7 +145,9 @@ class vLLMWrapper(Policy):  # noqa: N801  the seed documents' name
         named = dict(weights)
         missing = sorted(self._checkpoint_names() - named.keys())
         if missing:
-            raise PolicyError(f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed")
+            raise PolicyError(
+                f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
+            )
         try:
             engine.load_weights(named.items())
         except Exception as error:
@@ -188,7 +194,7 @@ class vLLMWrapper(Policy):  # noqa: N801  the seed documents' name
         else:
             # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
             arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(4096, self.max_model_len)
+            arguments["max_num_batched_tokens"] = max(4096, self.max_model_len or 0)
         return arguments
 
 

@@ -69,6 +69,6 @@ class GSM8KSettings(EnvSettings):
     path: str = "openai/gsm8k"
     shuffle: bool = True
     seed: int = 0  # of the order in which problems are drawn
-    max_prompt_tokens: int = 384
+    max_prompt_tokens: int = 2048
     max_completion_tokens: int = 256
     eval_limit: int = 64

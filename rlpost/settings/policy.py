@@ -21,7 +21,7 @@ class Engine(Enum):
 class PolicySettings:
     """What every policy has."""
 
-    max_num_seqs: int = 64  # completions under way at once
+    max_num_seqs: int = 128  # completions under way at once
 
     def __post_init__(self) -> None:
         at_least("policy.max_num_seqs", self.max_num_seqs, 1)

@@ -19,6 +19,7 @@ import torch
 from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.batching import Row, rows_of
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
+from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.objectives.grpo import token_metrics
 from rlpost.rollouts import write_rollouts
@@ -30,6 +31,8 @@ from rlpost.train.metrics import batch_metrics, peak_memory_gb
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import restore_state, trainer_state
 from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
+
+MUST_STAY = ("seed", "prompts_per_step", "group_size")  # settings a resumed run cannot change
 
 log = logging.getLogger("rlpost")
 
@@ -56,7 +59,7 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
         try:
             run.catch_signals()
             announce(settings, parts, run)
-            progress = resume(parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
+            progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
             after = learn(settings, parts, run, progress)
         finally:
             screen.end()
@@ -110,7 +113,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
             "memory/peak_gb": peak_memory_gb(parts.device),
         }
         progress.step = step
-        if evaluation_due(settings, step) and not run.stopping:
+        if evaluation_due(settings, step):
             after = evaluate_held_out(settings, parts, run, f"after step {step}")
             metrics |= after.metrics()
         run.record(step, metrics, batch)
@@ -149,9 +152,15 @@ def begin(settings: GRPOSettings, parts: GRPOParts, run: Run) -> Progress:
     return progress
 
 
-def resume(parts: GRPOParts, run: Run, checkpoint: Path) -> Progress:
-    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
+def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path) -> Progress:
+    """Take up the state of `checkpoint`, whose weights the parts were assembled with.
+
+    Raises ConfigError for settings that would read the saved data position as another one.
+    """
     tensors, state = load_checkpoint(checkpoint)
+    for key, saved in state["must_stay"].items():
+        if getattr(settings, key) != saved:
+            raise ConfigError(f"--resume: the run began with {key}={saved}, not {getattr(settings, key)}; keep it")
     restore_state(parts, tensors, state)
     progress = Progress(**state["progress"])
     run.forget_after(progress.step)
@@ -167,7 +176,8 @@ def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress)
         parts.tokenizer.save_pretrained(folder)
 
     tensors, state = trainer_state(parts)
-    whole: dict[str, Any] = {**state, "progress": asdict(progress)}
+    must_stay = {key: getattr(settings, key) for key in MUST_STAY}
+    whole: dict[str, Any] = {**state, "progress": asdict(progress), "must_stay": must_stay}
     path = save_checkpoint(
         run.folder / "checkpoints",
         progress.step,
@@ -189,9 +199,7 @@ def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: 
     """Greedy accuracy on held-out prompts, shown on the screen."""
     num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
     run.screen.note(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-    result = evaluate(
-        parts.eval_env, parts.policy, num_prompts=num_prompts, sampling=SamplingSettings(temperature=0.0)
-    )
+    result = evaluate(parts.eval_env, parts.policy, num_prompts=num_prompts, sampling=SamplingSettings(temperature=0.0))
     for line in result.lines():
         run.screen.line("  " + line)
     return result

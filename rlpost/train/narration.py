@@ -15,7 +15,7 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     size = sum(p.numel() for p in parts.model.parameters())
     source = getattr(settings.env, "path", None)
     lines = [
-        f"model   {settings.model.path}: {describe(parts.model_folder)}, {size / 1e6:.3g}M parameters on {parts.device}",
+        f"model   {settings.model.path}: {describe(parts.model_folder)}, {size / 1e6:.3g}M parameters, {parts.device}",
         f"data    {type(settings.env).__name__.removesuffix('Settings')}" + (f" from {source}" if source else ""),
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {settings.steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} completions = "

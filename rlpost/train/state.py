@@ -11,12 +11,16 @@ from rlpost.errors import CheckpointError
 
 
 def trainer_state(parts: GRPOParts) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Optimizer moments by parameter name and the RNG; data cursor, conversations under way, version."""
+    """Optimizer moments by parameter name and the RNG; data cursor, conversations under way, buffered groups, version."""
     tensors = {"rng": torch.get_rng_state()}
     for name, parameter in parts.model.named_parameters():
         for key, value in parts.optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
-    return tensors, {"collector": parts.collector.state_dict(), "policy_version": parts.policy.version}
+    return tensors, {
+        "collector": parts.collector.state_dict(),
+        "buffer": parts.buffer.state_dict(),
+        "policy_version": parts.policy.version,
+    }
 
 
 def restore_state(parts: GRPOParts, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -36,5 +40,6 @@ def restore_state(parts: GRPOParts, tensors: dict[str, torch.Tensor], state: dic
         parts.optimizer.state[parameter][moment] = value.to(device)
     torch.set_rng_state(tensors["rng"])
     parts.collector.load_state_dict(state["collector"])
+    parts.buffer.load_state_dict(state["buffer"])
     assert parts.collector.weight_updater is not None
     parts.collector.weight_updater.restore_version(state["policy_version"])

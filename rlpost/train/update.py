@@ -78,7 +78,9 @@ def update(
     """
     normaliser = parts.objective.normaliser(minibatch)
     needed = [row for row in minibatch if parts.objective.needs(row)]
-    set_learning_rate(parts.optimizer, learning_rate(number, settings.steps * updates_per_step(settings), settings.optim))
+    set_learning_rate(
+        parts.optimizer, learning_rate(number, settings.steps * updates_per_step(settings), settings.optim)
+    )
     if not needed:
         return Update([], 0.0)
     outputs = accumulate_gradient(settings, parts, microbatches, needed, normaliser)

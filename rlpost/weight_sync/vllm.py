@@ -10,7 +10,7 @@ from rlpost.policies.vllm import vLLMWrapper
 from rlpost.weight_sync.base import WeightUpdater
 
 
-class vLLMUpdater(WeightUpdater):  # noqa: N801  the seed documents' name
+class vLLMUpdater(WeightUpdater):
     """Reloads every weight through vLLM's public `reload_weights` and resets the prefix cache."""
 
     def _send(self, policy: Policy, weights: dict[str, torch.Tensor]) -> None:

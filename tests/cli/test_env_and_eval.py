@@ -72,7 +72,8 @@ def test_a_failed_proof_is_exit_3(noted: types.SimpleNamespace, capsys: pytest.C
 
 def test_a_split_can_be_named() -> None:
     settings, splits = env_to_test("gsm8k", ["env.split=train", "env.limit=5"])
-    assert isinstance(settings, GSM8KSettings) and settings.limit == 5
+    assert isinstance(settings, GSM8KSettings)
+    assert settings.limit == 5
     assert splits == ("train",)
 
 

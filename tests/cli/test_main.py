@@ -207,7 +207,9 @@ def test_cfg_and_config_show_print_the_same_yaml(
 def test_config_list_names_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "list"]) == 0
     everything = capsys.readouterr().out
-    assert "model=\n" in everything and "  qwen " in everything and "  gsm8k-smollm2-cpu " in everything
+    assert "model=\n" in everything
+    assert "  qwen " in everything
+    assert "  gsm8k-smollm2-cpu " in everything
     assert run(["config", "list", "recipes"]) == 0
     assert capsys.readouterr().out.startswith("recipe=\n  arithmetic-smollm2-cpu  SmolLM2-135M learns")
 

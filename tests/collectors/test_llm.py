@@ -79,7 +79,6 @@ def test_a_turn_is_a_snapshot_that_later_turns_leave_alone() -> None:
     ]
 
 
-@pytest.mark.xfail(reason="Policy._request leaves the environment's new messages out", strict=True)
 def test_the_policy_reads_what_the_environment_said_and_it_is_masked() -> None:
     batch = next_of(make(talk(), dialog_turns_per_batch=6, flatten_data=True))
     ids = batch["tokens", "full"].unbind()[4]

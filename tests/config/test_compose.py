@@ -66,8 +66,10 @@ def test_evaluation_is_greedy_on_held_out_prompts() -> None:
 def test_overrides_reach_the_settings() -> None:
     words = ["env=gsm8k", "policy=vllm", "policy.dtype=float32", "optim.lr=1e-6", "env.limit=5", "minibatch_size=16"]
     settings = compose(TRAIN_GRPO, words).settings
-    assert isinstance(settings.env, GSM8KSettings) and settings.env.limit == 5
-    assert isinstance(settings.policy, VLLMSettings) and settings.policy.dtype is DType.float32
+    assert isinstance(settings.env, GSM8KSettings)
+    assert settings.env.limit == 5
+    assert isinstance(settings.policy, VLLMSettings)
+    assert settings.policy.dtype is DType.float32
     assert (settings.optim.lr, settings.minibatch_size) == (1e-6, 16)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -36,6 +38,20 @@ def test_an_incomplete_group_waits_for_its_rest() -> None:
     assert out is not None
     assert out["advantage"].tolist() == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
     assert transform.num_incomplete == 0
+
+
+def test_what_waits_survives_a_checkpoint() -> None:
+    transform, resumed = MCAdvantage(2), MCAdvantage(2)
+    assert transform(batch_from_conversations([finished(4, 0, 0.1)])) is None
+    resumed.load_state_dict(json.loads(json.dumps(transform.state_dict())))
+    rest = batch_from_conversations([finished(4, 1, 0.7)])
+    expected, out = transform(rest), resumed(rest)
+    assert expected is not None
+    assert out is not None
+    assert torch.equal(out["advantage"], expected["advantage"])
+    assert torch.equal(out["next", "reward"], expected["next", "reward"])
+    assert out["query"] == expected["query"]
+    assert torch.equal(out["log_probs", "full"].values(), expected["log_probs", "full"].values())
 
 
 def test_shuffled_rewards_keep_their_values_and_change_their_owners() -> None:

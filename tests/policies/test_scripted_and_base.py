@@ -40,8 +40,11 @@ def test_a_reply_that_is_too_long_is_cut_and_says_so(tiny_tokenizer: Any) -> Non
 
 def test_a_prompt_longer_than_allowed_is_named(tiny_tokenizer: Any) -> None:
     policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
-    with pytest.raises(DataError, match=r"draw 7 has \d+ tokens, more than env.max_prompt_tokens=10"):
+    with pytest.raises(DataError, match=r"draw 7 .* has \d+ tokens, more than env.max_prompt_tokens=10"):
         policy.reply([asked("a long question", group=7, max_prompt_tokens=10)])
+    policy.max_model_len = 50
+    with pytest.raises(DataError, match=r"with env.max_completion_tokens=20 that is more than the 50 the model takes"):
+        policy.reply([asked("a long question", group=7)])
 
 
 def test_the_version_is_stamped_when_a_reply_is_sampled(tiny_tokenizer: Any) -> None:

@@ -35,7 +35,9 @@ def requests(max_tokens: int = 12) -> list[Request]:
     return [Request(ids, max_tokens, seed=100 + i) for i, ids in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("sampling", [SamplingSettings(), SamplingSettings(temperature=0.6), SamplingSettings(top_p=0.8)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingSettings(), SamplingSettings(temperature=0.6), SamplingSettings(top_p=0.8)]
+)
 def test_log_probs_are_those_of_the_distribution_that_was_sampled(
     model: PreTrainedModel, tokenizer: Any, sampling: SamplingSettings
 ) -> None:

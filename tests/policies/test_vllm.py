@@ -81,7 +81,9 @@ def gap(policy: vLLMWrapper, model: PreTrainedModel, temperature: float) -> floa
 
 
 @pytest.fixture(scope="module", params=[("tied", Engine.in_process), ("untied", Engine.own_process)], ids=str)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, vLLMWrapper]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, vLLMWrapper]]:
     kind, engine = request.param
     folder = build_qwen2(tmp_path_factory.mktemp(kind) / "qwen2", tied=kind == "tied")
     policy = started(folder, engine)

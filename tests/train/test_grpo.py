@@ -79,8 +79,9 @@ def test_the_reward_rises_and_with_shuffled_rewards_it_does_not(tmp_path: Path) 
     assert run(tmp_path / "control", *words, "advantage.shuffle_rewards=true") == 0
     learning = [line["reward/mean"] for line in metrics(tmp_path / "learning")]
     control = [line["reward/mean"] for line in metrics(tmp_path / "control")]
-    assert sum(learning[-5:]) / 5 > sum(learning[:3]) / 3 + 0.2
-    assert sum(control[-5:]) / 5 < sum(control[:3]) / 3 + 0.1
+    risen, drifted = (sum(r[-5:]) / 5 - sum(r[:3]) / 3 for r in (learning, control))
+    assert risen > 0.2
+    assert drifted < risen / 2
 
 
 def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
@@ -90,7 +91,9 @@ def test_every_number_of_a_step_is_recorded_and_true(tmp_path: Path) -> None:
     assert start["eval/prompts"] == 8
     assert (first["policy/version"], second["policy/version"]) == (0, 1)
     assert (first["policy/lag_max"], second["policy/lag_max"]) == (0, 0)
-    assert second["eval/accuracy_lenient_low"] <= second["eval/accuracy_lenient"] <= second["eval/accuracy_lenient_high"]
+    assert (
+        second["eval/accuracy_lenient_low"] <= second["eval/accuracy_lenient"] <= second["eval/accuracy_lenient_high"]
+    )
     rows = pq.read_table(tmp_path / "r/rollouts/step-000001.parquet").to_pylist()
     assert len(rows) == 8
     assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 8)
@@ -184,7 +187,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
     assert caught.value.exit_code == 4
     folder = tmp_path / "r/diverged-step-000001"
     assert len(pq.read_table(folder / "rollouts.parquet")) == 8
-    assert "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
+    assert (
+        "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
+    )
     AutoModelForCausalLM.from_pretrained(folder / "model")
 
 

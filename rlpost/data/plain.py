@@ -1,0 +1,54 @@
+"""Batches as JSON-compatible values and back, exactly: how a checkpoint keeps a buffer's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+from rlpost.data.batch import ragged, strings
+from rlpost.data.history import History
+
+_KIND, _VALUES, _DTYPE = "kind", "values", "dtype"
+
+
+def to_plain(batch: TensorDictBase) -> dict[str, Any]:
+    """Nested dicts and lists that hold everything of `batch`; floats keep every bit."""
+    return {
+        _KIND: "batch",
+        "size": batch.batch_size[0],
+        _VALUES: {key: _plain_value(value) for key, value in batch.items()},
+    }
+
+
+def from_plain(plain: dict[str, Any]) -> TensorDict:
+    """The batch that `to_plain` was given."""
+    values = {key: _value(value) for key, value in plain[_VALUES].items()}
+    return TensorDict(values, batch_size=[plain["size"]])
+
+
+def _plain_value(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        kind = "ragged" if value.is_nested else "tensor"
+        values = [row.tolist() for row in value.unbind()] if value.is_nested else value.tolist()
+        return {_KIND: kind, _DTYPE: str(value.dtype).removeprefix("torch."), _VALUES: values}
+    if isinstance(value, History):
+        return {_KIND: "history", _VALUES: value.to_chats()}
+    if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
+        return to_plain(value)
+    return {_KIND: "strings", _VALUES: list(value.tolist())}
+
+
+def _value(plain: dict[str, Any]) -> Any:
+    kind, values = plain[_KIND], plain[_VALUES]
+    if kind == "batch":
+        return from_plain(plain)
+    if kind == "history":
+        return History.from_chats(values)
+    if kind == "strings":
+        return strings(values)
+    dtype = getattr(torch, plain[_DTYPE])
+    if kind == "ragged":
+        return ragged([torch.tensor(row, dtype=dtype) for row in values])
+    return torch.tensor(values, dtype=dtype)
