@@ -47,7 +47,7 @@ class Schedule(Enum):
 class OptimSettings:
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 1e-5
+    lr: float = 1.5e-5
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999

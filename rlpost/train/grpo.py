@@ -21,13 +21,14 @@ from rlpost.batching import Row, rows_of
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
 from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
+from rlpost.memory import keep_freed_memory, peak_memory_gb
 from rlpost.objectives.grpo import token_metrics
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
 from rlpost.tracking import Screen, output_into
-from rlpost.train.metrics import batch_metrics, peak_memory_gb
+from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import restore_state, trainer_state
 from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
@@ -50,6 +51,7 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
     """Run or resume the training that `settings` describes; returns the process's exit code."""
     screen = Screen()
     with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen) as run:
+        keep_freed_memory()
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 import torch
 from tensordict import TensorDictBase
 
@@ -37,10 +35,3 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
             "policy/lag_max": lag.max().item(),
         }
     return metrics
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """The most memory held so far: on the GPU where one trains, else by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
