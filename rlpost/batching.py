@@ -19,6 +19,8 @@ from tensordict import TensorDictBase
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlpost.errors import ConfigError
+
 ATTENTION_NAME = "rlpost_shared_prompt"
 SHORT = 512  # tokens up to which a CPU attends faster without the flash kernel
 
@@ -188,12 +190,14 @@ def shared_prompt_attention(
     """Attention over a packed row, in the form transformers' attention interface calls.
 
     Each group's prompt keys and values are computed once, with gradient, and expanded over its
-    completions. Returns (1, N, H, D). Raises NotImplementedError for attention features that would
-    change the result and that this function does not have.
+    completions. Returns (1, N, H, D). Raises ConfigError for attention features that would change
+    the result and that this function does not have.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if other.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} uses {name}, which packed training does not support")
+            raise ConfigError(
+                f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
+            )
     repeat = query.shape[1] // key.shape[1]
     sizes = [size for group in prompt_groups for size in (group.prompt_length, sum(group.lengths))]
     # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
@@ -204,13 +208,15 @@ def shared_prompt_attention(
     for index, group in enumerate(prompt_groups):
         at_prompt, at_completions = 2 * index, 2 * index + 1
         causal = _prompt_mask(group.prompt_length, sliding_window, query.device)
-        prompt = [states[at_prompt].transpose(0, 1)[None] for states in (queries, keys, values)]  # (1, H, P, D)
-        attended = _attend(*prompt, causal, dropout, scaling)
+        q_prompt, k_prompt, v_prompt = (  # (1, H, P, D) each
+            states[at_prompt].transpose(0, 1)[None] for states in (queries, keys, values)
+        )
+        attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
         outputs.append(attended[0].transpose(0, 1))
         block = [group.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
         size = len(group.lengths)
-        key_block = torch.cat([prompt[1].expand(size, -1, -1, -1), block[1]], 2)
-        value_block = torch.cat([prompt[2].expand(size, -1, -1, -1), block[2]], 2)
+        key_block = torch.cat([k_prompt.expand(size, -1, -1, -1), block[1]], 2)
+        value_block = torch.cat([v_prompt.expand(size, -1, -1, -1), block[2]], 2)
         # pads follow their row's tokens, so a causal mask alone hides them
         mask = _causal_mask(max(group.lengths), group.prompt_length, sliding_window, query.device)
         attended = _attend(block[0], key_block, value_block, mask, dropout, scaling)

@@ -76,7 +76,7 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
         raise ConfigError(
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True, attn_implementation="sdpa"
     )
     return model.to(pick_device(settings.device)).eval()

@@ -11,7 +11,7 @@ from rlpost.errors import CheckpointError
 
 
 def trainer_state(parts: GRPOParts) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Optimizer moments by parameter name and the RNG; data cursor, conversations under way, buffered groups, version."""
+    """Optimizer moments by name and the RNG; data cursor, conversations under way, buffer, version."""
     tensors = {"rng": torch.get_rng_state()}
     for name, parameter in parts.model.named_parameters():
         for key, value in parts.optimizer.state.get(parameter, {}).items():
