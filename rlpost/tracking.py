@@ -101,7 +101,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str) ->
         _optional("gap {:.3f}", metrics.get("sampler/logprob_gap")),
         _optional("grad {:.2f}", metrics.get("grad_norm")),
         f"{metrics['tokens/generated'] / max(metrics['time/rollout'], 1e-9):.0f} tok/s",
-        f"rollout {metrics['time/rollout']:.1f}s train {metrics['time/train']:.1f}s sync {metrics['time/sync']:.1f}s",
+        f"rollout {metrics['time/rollout']:.1f}s train {metrics['time/train']:.1f}s",
         f"left {left}",
     ]
     return "  ".join(part for part in parts if part)

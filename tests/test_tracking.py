@@ -58,7 +58,7 @@ def colours(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_one_line_of_these_figures() -> None:
     assert step_line(7, 60, FIGURES, "3:05") == (
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  gap 0.012  grad 1.24  186 tok/s  "
-        "rollout 4.0s train 6.2s sync 0.6s  left 3:05"
+        "rollout 4.0s train 6.2s  left 3:05"
     )
 
 
@@ -67,7 +67,7 @@ def test_figures_that_are_missing_or_no_number_are_left_out() -> None:
     del figures["grad_norm"]
     figures["tokens/generated"] = 0.0
     assert step_line(1, 5, figures, "0:00") == (
-        "step 1/5  reward 0.54  tokens 12  0 tok/s  rollout 0.0s train 6.2s sync 0.6s  left 0:00"
+        "step 1/5  reward 0.54  tokens 12  0 tok/s  rollout 0.0s train 6.2s  left 0:00"
     )
 
 
