@@ -71,7 +71,8 @@ def test_a_conversation_goes_on_in_the_next_batch_unless_reset() -> None:
 
 def test_a_turn_is_a_snapshot_that_later_turns_leave_alone() -> None:
     batch = next_of(make(talk(), dialog_turns_per_batch=6, flatten_data=True))
-    assert [len(row) for row in batch["tokens", "response"].unbind()] == [2, 2, 4, 2, 4, 6]  # "a" and end of turn
+    assert [len(row) for row in batch["tokens", "response"].unbind()] == [2, 2, 30, 2, 30, 58]
+    # "a" and end of turn, then 26 ids in which the user says "more 1" and the assistant is called upon
     assert batch["history"].to_chats()[3] == [
         {"role": "user", "content": "q1"},
         {"role": "assistant", "content": "b"},

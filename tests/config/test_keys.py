@@ -40,7 +40,7 @@ def test_a_chosen_class_adds_its_keys() -> None:
     plain = {key.name for key in keys_of(GRPOSettings)}
     chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
     assert set(chosen) - plain == {"env.path", "env.shuffle", "env.seed"}
-    assert chosen["env.max_prompt_tokens"].default == 384
+    assert chosen["env.max_prompt_tokens"].default == 2048
 
 
 def test_groups_are_the_fields_without_a_value() -> None:
