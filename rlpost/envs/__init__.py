@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlpost.envs.arithmetic import ArithmeticEnv as ArithmeticEnv
@@ -15,23 +16,16 @@ if TYPE_CHECKING:
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
 
-_HOME = {
-    "ArithmeticEnv": "rlpost.envs.arithmetic",
-    "ChatEnv": "rlpost.envs.chat",
-    "DatasetChatEnv": "rlpost.envs.chat",
-    "EnvBase": "rlpost.envs.base",
-    "GSM8KEnv": "rlpost.envs.gsm8k",
-    "GSM8KPrepareQuestion": "rlpost.envs.gsm8k",
-    "GSM8KRewardParser": "rlpost.envs.gsm8k",
-    "make_gsm8k_env": "rlpost.envs.gsm8k",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ArithmeticEnv": "arithmetic",
+        "ChatEnv": "chat",
+        "DatasetChatEnv": "chat",
+        "EnvBase": "base",
+        "GSM8KEnv": "gsm8k",
+        "GSM8KPrepareQuestion": "gsm8k",
+        "GSM8KRewardParser": "gsm8k",
+        "make_gsm8k_env": "gsm8k",
+    },
+)

@@ -1,27 +1,25 @@
 """What samples: one engine a file, one interface."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlpost.policies.base import Policy, Request
-    from rlpost.policies.scripted import ScriptedPolicy
-    from rlpost.policies.transformers import TransformersWrapper
-    from rlpost.policies.vllm import vLLMWrapper
+    from rlpost.policies.base import Policy as Policy
+    from rlpost.policies.base import Request as Request
+    from rlpost.policies.scripted import ScriptedPolicy as ScriptedPolicy
+    from rlpost.policies.transformers import TransformersWrapper as TransformersWrapper
+    from rlpost.policies.vllm import vLLMWrapper as vLLMWrapper
 
-__all__ = ["Policy", "Request", "ScriptedPolicy", "TransformersWrapper", "vLLMWrapper"]
-
-_MODULES = {
-    "Policy": "base",
-    "Request": "base",
-    "ScriptedPolicy": "scripted",
-    "TransformersWrapper": "transformers",
-    "vLLMWrapper": "vllm",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Policy": "base",
+        "Request": "base",
+        "ScriptedPolicy": "scripted",
+        "TransformersWrapper": "transformers",
+        "vLLMWrapper": "vllm",
+    },
+)
