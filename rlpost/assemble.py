@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rlpost.optim import build_optimizer
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.policies.vllm import vLLMWrapper
+from rlpost.policies.vllm import vllm_is_installed, vLLMWrapper
 from rlpost.settings import (
     AutoPolicySettings,
     EnvSettings,
@@ -159,9 +158,7 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     """`auto` resolved: vLLM where it is installed, else transformers."""
     if not isinstance(settings, AutoPolicySettings):
         return settings
-    spec = importlib.util.find_spec("vllm")
-    has_vllm = spec is not None and spec.origin is not None
-    return (VLLMSettings if has_vllm else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
+    return (VLLMSettings if vllm_is_installed() else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
 def build_updater(policy: Policy) -> WeightUpdater:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "rlpost"
 GROUND = ["errors", "lazy", "text"]  # below everything: they import nothing of rlpost
 LAYERS = [
     ["settings", "sandbox", *GROUND],
-    ["rewards", "data", "logprobs", "batching", "optim", "memory", "config"],
+    ["rewards", "data", "logprobs", "batching", "optim", "memory", "precision", "config"],
     ["policies", "envs", "objectives", "models", "distributed"],
     ["weight_sync", "checkpoint", "tracking", "rollouts"],
     ["collectors", "run", "agreement", "guards", "cluster"],

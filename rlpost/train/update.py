@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,8 @@ from rlpost.errors import DivergedError
 from rlpost.logprobs import token_log_probs
 from rlpost.objectives.grpo import GRPOLossOutput
 from rlpost.optim import learning_rate, set_learning_rate
-from rlpost.settings import Autocast, GRPOSettings
+from rlpost.precision import autocast
+from rlpost.settings import GRPOSettings
 
 
 @dataclass
@@ -106,7 +106,7 @@ def accumulate_gradient(
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
             for microbatch in pack(rows, microbatches.tokens, parts.device):
-                with autocast(settings, parts.device):
+                with autocast(settings.model.autocast, parts.device):
                     output = parts.objective(parts.model, microbatch, normaliser)
                 output.loss.backward()
                 output.loss = output.loss.detach()
@@ -123,7 +123,7 @@ def fill_log_probs(
     for attempt in microbatches.until_they_fit(filled.clear):
         with attempt:
             for microbatch in pack(rows, microbatches.tokens, parts.device):
-                with autocast(settings, parts.device):
+                with autocast(settings.model.autocast, parts.device):
                     log_probs, _ = token_log_probs(model, microbatch, settings.sampling.temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
@@ -143,13 +143,6 @@ def updates_per_step(settings: GRPOSettings) -> int:
     """Optimizer steps that one step's completions are used for."""
     completions = settings.prompts_per_step * settings.group_size
     return settings.passes * (completions // (settings.minibatch_size or completions))
-
-
-def autocast(settings: GRPOSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The trainer's autocast context."""
-    if settings.model.autocast is Autocast.none:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, getattr(torch, settings.model.autocast.value))
 
 
 def diverged(parts: GRPOParts, folder: Path, what: str) -> DivergedError:

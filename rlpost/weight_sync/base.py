@@ -74,16 +74,7 @@ def named_weights(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
     so the head is always among them.
     """
     if isinstance(source, torch.nn.Module):
-        names = set()
-        for name, parameter in source.named_parameters():
-            names.add(name)
-            yield name, parameter.detach()
-        for name, parameter in source.named_parameters(remove_duplicate=False):
-            if name not in names:
-                yield name, parameter.detach()
-        for name, buffer in source.state_dict().items():
-            if name not in names and not name.endswith("lm_head.weight"):
-                yield name, buffer.detach()
+        yield from source.state_dict().items()  # detached, and with a tied head under both its names
     elif isinstance(source, TensorDictBase):
         for key in source.keys(include_nested=True, leaves_only=True):
             yield key if isinstance(key, str) else ".".join(key), source.get(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from rlpost.errors import PolicyError
 from rlpost.logprobs import token_log_probs
 from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
 from rlpost.policies import Request, vLLMWrapper
+from rlpost.policies.vllm import vllm_is_installed
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
 
-spec = importlib.util.find_spec("vllm")
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(spec is None or spec.origin is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(not vllm_is_installed(), reason="vLLM is not installed"),
     pytest.mark.timeout(240),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.objectives.grpo import GRPOLoss
+from rlpost.policies.vllm import vllm_is_installed
 from rlpost.settings.run import RunRequest
 from rlpost.train import grpo
 from rlpost.train import update as update_module
@@ -220,8 +220,7 @@ def test_the_checkpoint_is_a_plain_folder_that_trains_on(tmp_path: Path) -> None
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_the_same_training_runs_on_vllm(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
+    if not vllm_is_installed():
         pytest.skip("vLLM is not installed")
     assert run(tmp_path / "r", "policy=vllm", "policy.dtype=float32", "steps=4") == 0
     lines = metrics(tmp_path / "r")[1:]
