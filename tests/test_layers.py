@@ -18,7 +18,7 @@ LAYERS = [
     ["settings", "sandbox", *GROUND],
     ["rewards", "data", "logprobs", "batching", "optim", "memory", "precision", "config"],
     ["policies", "envs", "objectives", "models", "distributed"],
-    ["weight_sync", "checkpoint", "tracking", "rollouts"],
+    ["weight_sync", "checkpoint", "tracking", "screen", "rollouts"],
     ["collectors", "run", "agreement", "guards", "cluster"],
     ["assemble", "evaluate"],
     ["train"],

@@ -23,7 +23,7 @@ from rlpost.checkpoint import save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.run import Run
 from rlpost.settings.run import RunRequest
-from rlpost.tracking import Screen
+from rlpost.screen import Screen
 
 Batch = Callable[..., TensorDict]
 FIGURES = {
@@ -115,7 +115,7 @@ def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
 
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from rlpost.run import Run; from rlpost.tracking import Screen\n"
+        "import sys; from pathlib import Path; from rlpost.run import Run; from rlpost.screen import Screen\n"
         "from rlpost.settings.run import RunRequest; from rlpost.errors import ConfigError\n"
         "try:\n"
         "    with Run(RunRequest(Path(sys.argv[1]), None, [], [], ''), seed=0, total_steps=1, screen=Screen()):\n"
@@ -260,7 +260,7 @@ import sys, time
 from pathlib import Path
 from rlpost.run import Run
 from rlpost.settings.run import RunRequest
-from rlpost.tracking import Screen
+from rlpost.screen import Screen
 with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()) as run:
     run.catch_signals()
     for step in run.steps(done=0):

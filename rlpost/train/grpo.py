@@ -27,7 +27,7 @@ from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
-from rlpost.tracking import Screen, output_into
+from rlpost.screen import Screen, output_into
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import restore_state, trainer_state

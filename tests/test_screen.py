@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tensordict import TensorDict
 
-from rlpost.tracking import Screen, clock, step_line
+from rlpost.screen import Screen, clock, step_line
 
 Batch = Callable[..., TensorDict]
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\ud800\r0"
@@ -81,7 +81,7 @@ def test_time_is_told_in_minutes_and_hours(seconds: float, text: str) -> None:
 
 def test_the_time_left_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPatch, batch: Batch) -> None:
     now = [100.0]
-    monkeypatch.setattr("rlpost.tracking.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rlpost.screen.time.monotonic", lambda: now[0])
     screen = file()
     screen.begin(done=0, total=40)
     for step in range(1, 21):
@@ -196,7 +196,7 @@ def test_everything_written_meanwhile_goes_to_the_file(tmp_path: Path) -> None:
     program = (
         "import os, subprocess, sys\n"
         "from pathlib import Path\n"
-        "from rlpost.tracking import output_into\n"
+        "from rlpost.screen import output_into\n"
         "print('first')\n"
         "with output_into(Path(sys.argv[1])):\n"
         "    print('engine')\n"
