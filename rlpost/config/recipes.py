@@ -13,6 +13,7 @@ from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.overrides import Override, as_text, shown
 from rlpost.config.registry import COMMANDS, Command, recipes
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 
 
 def read_recipe(name: str, command: Command[Any]) -> list[Override]:
@@ -35,7 +36,7 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
 
 def _find(name: str) -> Path:
     if "/" in name or name.endswith((".yaml", ".yml")):
-        file = Path(name).expanduser()
+        file = expanded(name)
         if not file.is_file():
             raise ConfigError(f"recipe={shown(name)} does not exist: give the path of a YAML file")
         return file

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import DataError
+from rlpost.home import expanded
 
 Row = dict[str, Any]
 Complaint = tuple[str, str]  # (field, what is wrong with it)
@@ -54,7 +55,7 @@ def load_rows(
 
 def _open(path: str, split: str, config: str | None) -> tuple[str, Iterator[tuple[int, Any]]]:
     """What to call the source in messages, and its rows, numbered."""
-    local = Path(path).expanduser()
+    local = expanded(path)
     if local.is_dir():
         found = _split_file(local, split)
         if found is None:

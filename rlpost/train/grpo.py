@@ -25,9 +25,9 @@ from rlpost.memory import keep_freed_memory, peak_memory_gb
 from rlpost.objectives.grpo import token_metrics
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
+from rlpost.screen import Screen, output_into
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
-from rlpost.screen import Screen, output_into
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import restore_state, trainer_state

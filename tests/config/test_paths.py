@@ -91,3 +91,13 @@ def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) 
 def test_the_cache_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "rlpost"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    with pytest.raises(DataError, match=r"~/\.cache lies in the home folder, and there is none: set HOME"):
+        cache_folder()
+    with pytest.raises(DataError, match=r"~/model lies in the home folder"):
+        resolve_model_path("~/model")
