@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, cast
@@ -31,7 +32,8 @@ class Composed(Generic[S]):
 
     `choices` maps each group to its option, `keys` are all that can be set under these choices,
     `overrides` are the recipe's and the user's words (they compose to the same settings again,
-    which the resolved `yaml` alone does not: it forgets which classes were chosen).
+    which the resolved `yaml` alone does not: it forgets which classes were chosen). `given` are the
+    same with where each stands.
     """
 
     command: Command[S]
@@ -39,6 +41,7 @@ class Composed(Generic[S]):
     choices: dict[str, str]
     keys: list[Key]
     overrides: list[str]
+    given: list[Override]
     yaml: str
 
 
@@ -64,7 +67,7 @@ def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
             texts.append(f"{override.key}={as_text(value)}")
     settings = _to_settings(command, config)
     _check_paths(settings)
-    return Composed(command, settings, choices, list(keys.values()), texts, OmegaConf.to_yaml(config))
+    return Composed(command, settings, choices, list(keys.values()), texts, overrides, OmegaConf.to_yaml(config))
 
 
 def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
@@ -95,13 +98,9 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
-    _store_schemas()
-    folders = [str(folder) for folder in search_folders("conf")]
-    others = ",".join(f'"file://{_escaped(folder)}"' for folder in folders[1:])
-    words = [f"hydra.searchpath=[{others}]", *(f"{group}={option}" for group, option in chosen.items())]
     try:
-        with initialize_config_dir(config_dir=folders[0], version_base="1.3"):
-            config = hydra_compose(f"{command.name}_root", words, return_hydra_config=True)
+        with files_of_conf(command, chosen) as (root, words):
+            config = hydra_compose(root, words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
@@ -114,6 +113,17 @@ def _compose_files(
                 f"conf/{group}/{choices[group]}.yaml names no schema: begin it with defaults: [{schemas}, _self_]"
             )
     return config, choices
+
+
+@contextmanager
+def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Hydra, ready to read the files of conf/: the name of the root and the words for `chosen`."""
+    _store_schemas()
+    folders = [str(folder) for folder in search_folders("conf")]
+    others = ",".join(f'"file://{_escaped(folder)}"' for folder in folders[1:])
+    with initialize_config_dir(config_dir=folders[0], version_base="1.3"):
+        choices = [f"{group}={option}" for group, option in chosen.items()]
+        yield f"{command.name}_root", [f"hydra.searchpath=[{others}]", *choices]
 
 
 def _store_schemas() -> None:

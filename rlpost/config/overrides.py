@@ -26,7 +26,7 @@ class Override:
 
     key: str
     text: str
-    source: str = ""  # the recipe's file; empty for the command line
+    source: str = ""  # the recipe's file and line; empty for the command line
 
     def __str__(self) -> str:
         return f"{self.key}={shown(self.text)}"

@@ -21,7 +21,7 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
 
     Raises ConfigError for an unknown recipe, one of another command, and a file that is not flat.
     """
-    file = _find(name)
+    file = find_recipe(name)
     content = _load(file)
     if next(iter(content), None) != "command":
         raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {command.verb}")
@@ -31,10 +31,12 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
         raise ConfigError(f"{file}: command: {verb} is unknown{hint}")
     if verb != command.verb:
         raise ConfigError(f"recipe={name} is a recipe for rlpost {verb}, not for rlpost {command.verb}")
-    return [_override(key, value, file) for key, value in content.items()]
+    lines = _line_numbers(file)
+    return [_override(key, value, f"{file}, line {lines[key]}") for key, value in content.items()]
 
 
-def _find(name: str) -> Path:
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by name or by path. Raises ConfigError where there is none."""
     if "/" in name or name.endswith((".yaml", ".yml")):
         file = expanded(name)
         if not file.is_file():
@@ -61,10 +63,17 @@ def _load(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def _override(key: str, value: Any, file: Path) -> Override:
+def _line_numbers(file: Path) -> dict[str, int]:
+    """Key -> the line it stands on, of a file that `_load` has read."""
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    return {str(key.value): key.start_mark.line + 1 for key, _ in pairs}
+
+
+def _override(key: str, value: Any, where: str) -> Override:
     if isinstance(value, dict):
         inner = next(iter(value), "...")
-        raise ConfigError(f"{file}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")
+        raise ConfigError(f"{where}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")
     if key == "recipe":
-        raise ConfigError(f"{file}: a recipe cannot name another; write out what it says")
-    return Override(key, as_text(value), str(file))
+        raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
+    return Override(key, as_text(value), where)

@@ -239,7 +239,7 @@ def test_a_users_broken_file_is_a_configuration_error(
         ("command: eval\n", "is a recipe for rlpost eval, not for rlpost train grpo"),
         ("command: train grpo\noptim:\n  lr: 1\n", "write optim.lr: in place of the nested optim:"),
         ("command: train grpo\nstepz: 3\n", "did you mean steps?"),
-        ("command: train grpo\nsteps: many\n", "x.yaml: steps=many is of the wrong type"),
+        ("command: train grpo\nsteps: many\n", "x.yaml, line 2: steps=many is of the wrong type"),
         ("command: train grpo\nmodel.path: ${oc.env:HOME}\n", "is refused"),
         ("command: train grpo\nrecipe: other\n", "a recipe cannot name another"),
         ("command: train grpo\nsteps: 1\nsteps: 2\n", "line 3"),
