@@ -8,10 +8,10 @@ from rlpost.errors import DataError
 
 
 def expanded(path: str | Path) -> Path:
-    """`path` with a leading `~` written out. Raises DataError where this user has no home folder."""
+    """`path` with a leading `~` written out. Raises DataError where that home folder is not known."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise DataError(
-            f"{path} lies in the home folder, and there is none: set HOME (or XDG_CACHE_HOME, where it is the cache)"
+            f"{path} begins with a home folder that is not known here: set HOME (for the cache, XDG_CACHE_HOME will do)"
         ) from error

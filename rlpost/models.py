@@ -72,7 +72,7 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
 
     Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
     """
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):  # a hub's may have none; a local folder's are looked for earlier
         raise ConfigError(
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )

@@ -11,6 +11,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -36,7 +37,8 @@ def resolve_model_path(path: str) -> str:
     """The HF folder that `model.path` means, or `path` itself where it names a model that is not local.
 
     A run folder stands for its latest checkpoint, a checkpoint for its model folder. Touches the
-    disk, never the network. Raises ConfigError for a missing folder and for one without a model.
+    disk, never the network. Raises ConfigError for a missing folder and for one without a model
+    in safetensors.
     """
     if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
         if path not in NAMED_MODELS:
@@ -45,7 +47,12 @@ def resolve_model_path(path: str) -> str:
         return path
     folder = expanded(path)
     if folder.is_dir():
-        return str(_model_folder(folder, path))
+        found = _model_folder(folder, path)
+        if not any(found.glob("*.safetensors")):
+            pickled = next(iter([*found.glob("*.bin"), *found.glob("*.pt*")]), None)
+            held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
+            raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
+        return str(found)
     if folder.exists():
         raise ConfigError(f"model.path={path} is a file: give the folder that holds it")
     if looks_local(path):
@@ -58,7 +65,7 @@ def resolve_model_path(path: str) -> str:
 def check_data_path(path: str) -> None:
     """Raise DataError where `env.path` is a local path and nothing is there; a hub id passes."""
     file = expanded(path)
-    if not file.exists() and looks_local(path):
+    if not file.exists() and (looks_local(path) or file.suffix in DATA_FILES):
         raise DataError(f"env.path={path} does not exist{_nearby(file)}")
 
 

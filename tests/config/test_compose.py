@@ -132,6 +132,7 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     model = tmp_path / "runs" / "a" / "checkpoints" / "latest" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
     monkeypatch.chdir(tmp_path)
     assert compose(EVAL, ["model=runs/a"]).settings.model.path == "runs/a"
     assert "did you mean model=runs/a?" in refusal(["model=a"], EVAL)

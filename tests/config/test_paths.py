@@ -13,6 +13,7 @@ from rlpost.errors import ConfigError, DataError
 def make_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
     return folder
 
 
@@ -59,6 +60,14 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         resolve_model_path(str(tmp_path))
 
 
+@pytest.mark.parametrize(("name", "held"), [("pytorch_model.bin", "a pickle"), ("notes.txt", "no weights")])
+def test_a_model_without_safetensors_is_refused(name: str, held: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match=f"{held}.*safetensors files only"):
+        resolve_model_path(str(folder))
+
+
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match="without a finished checkpoint"):
@@ -86,6 +95,8 @@ def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) 
     check_data_path(str(tmp_path))
     with pytest.raises(DataError, match=r"env\.path=\./no-data does not exist"):
         check_data_path("./no-data")
+    with pytest.raises(DataError, match=r"env\.path=nope\.jsonl does not exist"):
+        check_data_path("nope.jsonl")
 
 
 def test_the_cache_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +108,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
-    with pytest.raises(DataError, match=r"~/\.cache lies in the home folder, and there is none: set HOME"):
+    with pytest.raises(DataError, match=r"~/\.cache begins with a home folder that is not known here: set HOME"):
         cache_folder()
-    with pytest.raises(DataError, match=r"~/model lies in the home folder"):
+    with pytest.raises(DataError, match=r"~/model begins with"):
         resolve_model_path("~/model")
