@@ -74,15 +74,16 @@ def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
     """The recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
-    users = [_model_path(o) for o in given if o.key != "recipe"]
-    overrides = merge([_model_path(o) for o in from_recipe], users)
+    users = [model_path(o) for o in given if o.key != "recipe"]
+    overrides = merge([model_path(o) for o in from_recipe], users)
     for override in overrides:
         if reason := names_code(override):
             raise _at(override, reason)
     return overrides
 
 
-def _model_path(override: Override) -> Override:
+def model_path(override: Override) -> Override:
+    """`model=runs/x` as `model.path=runs/x`; any other override as it is."""
     if override.key == "model" and ("/" in override.text or override.text.startswith((".", "~"))):
         return Override("model.path", override.text, override.source)
     return override

@@ -1,0 +1,67 @@
+"""Who set a value: the layers of every key, and the last of them is what composing gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.overrides import as_text, parse_value
+from rlpost.config.provenance import COMMAND_LINE, Layer, provenance, value_of
+from rlpost.config.registry import COMMANDS, SCHEMAS, TRAIN_GRPO, Command, options, recipes
+
+CHOICES = [(command, [f"{g}={o}"]) for command in COMMANDS for g in SCHEMAS for o in options(g)]
+LINES: list[tuple[Command, list[str]]] = [
+    *((command, words) for command, words in CHOICES if words[0].partition("=")[0] in command.settings.__annotations__),
+    *((TRAIN_GRPO, [f"recipe={name}"]) for name in recipes()),
+    (TRAIN_GRPO, ["recipe=gsm8k-qwen0.5b-gpu", "env=arithmetic", "steps=7", "optim.lr=2e-5", "model=me/mine"]),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), LINES, ids=[f"{c.name}-{'-'.join(w)}" for c, w in LINES])
+def test_the_layer_that_wins_is_what_composing_gives(command: Command, words: list[str]) -> None:
+    told = provenance(command, words)
+    assert set(told.keys) == {key.name for key in told.composed.keys}
+    for key in told.composed.keys:
+        value = value_of(told.composed.settings, key.name)
+        assert as_text(parse_value(key, told.winner(key.name).text)) == as_text(value), key.name
+    for group, option in told.composed.choices.items():
+        assert told.winner(group).text == option
+
+
+def test_every_layer_stands_in_order(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("command: train grpo\nenv: gsm8k\nenv.limit: 5\nenv.eval_limit: 9\noptim.lr: 1e-6\n")
+    told = provenance(TRAIN_GRPO, [f"recipe={recipe}", "env=arithmetic", "optim.lr=2e-6", "env.eval_limit=3"])
+    assert told.keys["optim.lr"] == [
+        Layer("1.5e-05", "OptimSettings in rlpost/settings/learning.py"),
+        Layer("1e-06", f"{recipe}, line 5"),
+        Layer("2e-6", COMMAND_LINE),
+    ]
+    assert told.keys["env.limit"][-1] == Layer("5", f"{recipe}, line 3", effective=False)
+    assert told.winner("env.limit").text == "null"
+    assert told.groups["env"] == [
+        Layer("arithmetic", "conf/grpo.yaml, line 5"),
+        Layer("gsm8k", f"{recipe}, line 2"),
+        Layer("arithmetic", COMMAND_LINE),
+    ]
+
+
+def test_files_of_conf_and_the_commands_own_values_are_layers() -> None:
+    command = next(c for c in COMMANDS if c.name == "eval")
+    told = provenance(command, ["env=gsm8k"])
+    assert told.keys["env.split"] == [
+        Layer("train", "EnvSettings in rlpost/settings/env.py"),
+        Layer("test", "conf/eval.yaml, line 9"),
+    ]
+    assert [layer.text for layer in told.keys["sampling.temperature"]] == ["1.0", "0.0"]
+    assert told.keys["model.path"][-1].where == "conf/model/smollm2.yaml, line 5"
+    assert told.keys["env.max_prompt_tokens"] == [Layer("2048", "GSM8KSettings in rlpost/settings/env.py")]
+
+
+def test_a_users_own_file_of_conf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "optim").mkdir(parents=True)
+    (tmp_path / "conf" / "optim" / "mine.yaml").write_text("defaults: [adamw_schema, _self_]\nlr: 3e-6\n")
+    told = provenance(TRAIN_GRPO, ["optim=mine"])
+    assert told.winner("optim.lr") == Layer("3e-06", "conf/optim/mine.yaml, line 2")
