@@ -79,7 +79,7 @@ def home_of(settings: object, name: str) -> type:
     """The settings class whose field the dotted key is, the base that declares it where it is inherited unchanged."""
     owner = type(value_of(settings, name.rpartition(".")[0])) if "." in name else type(settings)
     field = name.rpartition(".")[2]
-    return next(cls for cls in owner.__mro__ if field in cls.__dict__.get("__annotations__", {}))
+    return next(cls for cls in owner.__mro__ if field in inspect.get_annotations(cls))
 
 
 def _class_defaults(composed: Composed[Any], keys: Mapping[str, list[Layer]]) -> None:

