@@ -12,6 +12,7 @@ import platform
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, ver
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts
+from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 
@@ -62,6 +64,7 @@ class Run:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
+        log.info("%s: %s", BEGAN, shlex.join(self.request.command))
         self._log_handler = handler
         return self
 
@@ -71,7 +74,9 @@ class Run:
         for number, previous in self._previous_signals.items():
             signal.signal(number, previous)
         if error is not None:
-            log.error("the run ended with %s: %s", kind.__name__ if kind else "", error)
+            log.error("%s %s: %s", FAILED, kind.__name__ if kind else "", error)
+        else:
+            log.info(STOPPED if self.stopping else FINISHED)
         if self._log_handler is not None:
             log.removeHandler(self._log_handler)
             self._log_handler.close()
@@ -175,10 +180,16 @@ class Run:
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name") from error
+        for last_try in (False, True):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if last_try:
+                    raise ConfigError(
+                        f"{self.folder} is in use by another rlpost process: give another --name"
+                    ) from error
+                time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
 
     def _write_request(self) -> None:
         (self.folder / "config.yaml").write_text(self.request.config_yaml)

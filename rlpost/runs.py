@@ -1,0 +1,289 @@
+"""Run folders read back: what was asked, how far it went and how it ended. Imports nothing heavy.
+
+Everything is read as it lies on disk, and a folder may be written to meanwhile: a file that is
+missing, or a line that is not whole yet, leaves its part of the record empty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.nearest import did_you_mean, nearest
+from rlpost.config.paths import is_run_folder
+from rlpost.errors import ConfigError
+
+RUNS = Path("runs")
+LOG_END = 65536  # bytes of log.txt that are searched for its last word
+
+# what a run says of itself in log.txt
+BEGAN = "the run began"
+FINISHED = "the run finished"
+STOPPED = "the run was stopped by a signal"
+FAILED = "the run ended with"
+_VERDICT = re.compile(rf"^\d{{4}}-\S+ \S+ [A-Z]+ ({BEGAN}|{FINISHED}|{STOPPED}|{FAILED})(.*)$", re.MULTILINE)
+
+
+class RunState(Enum):
+    """How a run stands."""
+
+    running = "running"  # a process holds its lock
+    finished = "finished"
+    stopped = "stopped"  # by Ctrl-C or SIGTERM
+    failed = "failed"  # with an error that it wrote down
+    killed = "killed"  # it ended without a word: killed, or the machine went down
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run folder, read once.
+
+    `metrics` are the lines of metrics.jsonl in their order; `damaged_lines` counts those that could
+    not be read, as a crash or a write under way leaves one. `commands` are the attempts, one a line.
+    """
+
+    folder: Path
+    state: RunState
+    error: str  # what a failed run ended with
+    metrics: list[dict[str, Any]]
+    damaged_lines: int
+    commands: list[str]
+    overrides: list[str]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    updated: float  # seconds since the epoch: when it last wrote anything
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that were asked for."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def steps_done(self) -> int:
+        """The last step that was recorded."""
+        return max((row["step"] for row in self.metrics), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in steps, evaluations left out."""
+        return sum(self.series("time/step"))
+
+    def series(self, key: str) -> list[float]:
+        """The recorded values of `key`, step by step; steps without one are left out."""
+        return [value for row in self.metrics if (value := number(row, key)) is not None]
+
+    def last(self, key: str) -> float | None:
+        """The latest recorded value of `key`."""
+        return next(iter(reversed(self.series(key))), None)
+
+    def evaluation(self, *, before: bool) -> dict[str, Any] | None:
+        """The metrics of the evaluation before the first step, or of the latest one after it."""
+        rows = [row for row in self.metrics if (row["step"] == 0) == before and "eval/prompts" in row]
+        return rows[-1] if rows else None
+
+    def choice(self, group: str) -> str | None:
+        """The option that was chosen for `group`, or by default stands for it; None where unknown."""
+        words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
+        return words[-1] if words else self._default_choices().get(group)
+
+    def _default_choices(self) -> dict[str, str]:
+        import yaml
+
+        from rlpost.config.registry import COMMANDS, search_folders
+
+        words = _words(self.commands[-1]) if self.commands else []
+        command = next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
+        if command is None:
+            return {}
+        file = next((f for folder in search_folders("conf") if (f := folder / f"{command.name}.yaml").is_file()), None)
+        defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []) if file else []
+        return {str(k): str(v) for entry in defaults if isinstance(entry, dict) for k, v in entry.items()}
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of a run folder."""
+    metrics, damaged = read_metrics(folder / "metrics.jsonl")
+    config = _mapping_of_yaml(folder / "config.yaml")
+    total = config.get("steps")
+    done = max((row["step"] for row in metrics), default=0)
+    state, error = _state(folder, finished=isinstance(total, int) and done >= total)
+    return RunRecord(
+        folder=folder,
+        state=state,
+        error=error,
+        metrics=metrics,
+        damaged_lines=damaged,
+        commands=_text(folder / "command.txt").splitlines(),
+        overrides=_text(folder / "overrides.txt").splitlines(),
+        config=config,
+        environment=_mapping_of_json(folder / "environment.json"),
+        updated=_last_write(folder),
+    )
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of metrics.jsonl that are whole, and how many lines are not."""
+    lines = [line for line in _text(file).splitlines() if line.strip()]
+    rows = [row for line in lines if (row := metrics_row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def metrics_row(line: str) -> dict[str, Any] | None:
+    """One line of metrics.jsonl; None for one that is not whole."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def number(row: dict[str, Any], key: str) -> float | None:
+    """A figure of a metrics row; None where there is none, or it was not finite."""
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the lock of this run."""
+    try:
+        with (folder / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or not ours to read: nobody can be seen to hold it
+        return False
+    return False
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders in `folder`, those one level further down (a sweep's) included, the newest first.
+
+    A run folder itself is the only one. Raises ConfigError where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder{_near(folder)}")
+    if is_run_folder(folder):
+        return [folder]
+    return sorted(_runs_below(folder), key=_last_write, reverse=True)
+
+
+def find_run(name: str | None) -> Path:
+    """The run folder that a name or a path means; None means the newest in runs/.
+
+    Raises ConfigError, with the nearest name, where there is none.
+    """
+    if name is None:
+        found = find_runs(RUNS) if RUNS.is_dir() else []
+        if not found:
+            raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
+        return found[0]
+    path = Path(name).expanduser()
+    inside = RUNS / path
+    for candidate in (path, inside) if _is_path(name) else (inside, path):
+        if is_run_folder(candidate):
+            return candidate
+    if path.is_dir():
+        raise ConfigError(f"{name} is no run folder: it holds neither command.txt nor metrics.jsonl")
+    if _is_path(name):
+        raise ConfigError(f"{name} does not exist{_near(path)}")
+    names = [str(run.relative_to(RUNS)) for run in _runs_below(RUNS)]
+    raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or name.startswith((".", "~"))
+
+
+def _near(missing: Path) -> str:
+    """A hint at a folder of a similar name beside the missing one."""
+    above = missing.parent
+    names = [path.name for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
+    near = nearest(missing.name, names)
+    return did_you_mean(str(above / near) if near else None, "see rlpost runs list")
+
+
+def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
+    if levels == 0 or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            if is_run_folder(path):
+                yield path
+            else:
+                yield from _runs_below(path, levels - 1)
+
+
+def _last_write(run: Path) -> float:
+    return max(_modified(run / name) for name in ("command.txt", "metrics.jsonl", "log.txt"))
+
+
+def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
+    """How the run stands, and the error that it ended with; `finished`: every step is recorded."""
+    if is_running(folder):
+        return RunState.running, ""
+    verdicts = _VERDICT.findall(_end_of(folder / "log.txt"))
+    word, rest = verdicts[-1] if verdicts else ("", "")
+    if word == FAILED:
+        interrupted = rest.strip().startswith("KeyboardInterrupt")
+        return (RunState.stopped, "") if interrupted else (RunState.failed, rest.strip())
+    if word == STOPPED:
+        return RunState.stopped, ""
+    if word == FINISHED or (not word and finished):  # not word: the log is gone
+        return RunState.finished, ""
+    return RunState.killed, ""
+
+
+def _end_of(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - LOG_END))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mapping_of_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_text(file) or "{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _mapping_of_yaml(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(_text(file))
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a line that was cut short
+        return command.split()
