@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TextIO
+from typing import Any
 
 from rlpost.text import printable
 
-RED, RESET = "\x1b[31m", "\x1b[0m"
+RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 def print_error(message: str) -> None:
     """`error: message` on stderr, the first word red where a person is looking."""
-    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    label = f"{RED}error:{RESET}" if coloured else "error:"
-    print(f"{label} {printable(message)}", file=sys.stderr)
+    print(f"{painted('error:', RED, sys.stderr)} {printable(message)}", file=sys.stderr)
+
+
+def takes_colour(stream: TextIO) -> bool:
+    """Whether a person is looking at `stream` on a terminal that has colours, and wants them."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, style: str, stream: TextIO) -> str:
+    """`text` in a style (RED, DIM, ...) where `stream` takes it, else as it is."""
+    return f"{style}{text}{RESET}" if text and takes_colour(stream) else text
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
@@ -56,3 +68,16 @@ def stdout_on_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def fitted(line: str) -> str:
+    """`line`, cut to the width of the screen where a person reads it; whole in a pipe or file."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def print_json(value: Any) -> None:
+    """A result for a program to read. All but ASCII is escaped, so no text can reach the terminal as more."""
+    print(json.dumps(value, indent=2))
