@@ -1,0 +1,122 @@
+"""Text fitted to a terminal's columns: tables, cut cells, wrapped paragraphs, small curves."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from rlpost.text import printable
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NARROWEST = 5  # columns that a cell is cut down to at most
+
+
+def width_of(text: str) -> int:
+    """Columns that `text` takes; a Chinese character takes two."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def output_width(piped: int) -> int:
+    """Columns of the terminal that stdout is, or `piped` where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
+
+
+def one_line(text: str, width: int) -> str:
+    """Anybody's text as one line of at most `width` columns; `… +N` stands for N characters cut off."""
+    line = " ".join(printable(text).split())
+    if width_of(line) <= width:
+        return line
+    kept = _head(line, width)
+    while kept:
+        shown = f"{kept}… +{len(line) - len(kept)}"
+        if width_of(shown) <= width:
+            return shown
+        kept = kept[:-1]
+    return _head(line, width)
+
+
+def paragraph(text: str, width: int, most_lines: int | None = None) -> list[str]:
+    """Anybody's text wrapped at `width` columns; beyond `most_lines` a last line counts what was cut."""
+    rows = [row for line in printable(text).expandtabs(4).split("\n") for row in _wrapped(line, width)]
+    if most_lines is None or len(rows) <= most_lines:
+        return rows
+    cut = sum(len(row) for row in rows[most_lines:])
+    return [*rows[:most_lines], f"… {cut:,} more characters"]
+
+
+def fitted_table(
+    rows: Sequence[Sequence[str]], width: int | None, *, right: Collection[int] = (), cuttable: Sequence[int] = ()
+) -> list[str]:
+    """Rows of equal length as aligned lines of at most `width` columns.
+
+    Columns of `right` are right-aligned. Where the table is too wide the gaps are narrowed first,
+    then the columns of `cuttable` are cut, in this order.
+    """
+    widths = [max(width_of(cell) for cell in column) for column in zip(*rows, strict=True)]
+    gap = 2
+    if width is not None:
+        if sum(widths) + gap * (len(widths) - 1) > width:
+            gap = 1
+        for column in cuttable:
+            excess = sum(widths) + gap * (len(widths) - 1) - width
+            widths[column] -= min(max(0, excess), max(0, widths[column] - NARROWEST))
+    return [
+        (" " * gap)
+        .join(_padded(cell, w, i in right) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in rows
+    ]
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """The course of `values` as at most `width` blocks, from the least value to the greatest."""
+    points = [sum(part) / len(part) for part in _parts([v for v in values if math.isfinite(v)], width)]
+    low, high = min(points, default=0.0), max(points, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((point - low) * scale)] for point in points)
+
+
+def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
+    """`values` in at most `count` neighbouring parts, none empty."""
+    count = min(count, len(values))
+    edges = [i * len(values) // count for i in range(count + 1)] if count else []
+    return [values[a:b] for a, b in pairwise(edges)]
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    if width_of(cell) > width:
+        cell = f"{_head(cell, width - 1)}…"
+    padding = " " * (width - width_of(cell))
+    return padding + cell if right else cell + padding
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """One line broken between words, and inside a word that is wider than a row."""
+    rows, row = [], ""
+    for word in re.findall(r"\s*\S+|\s+", line):
+        if row and width_of(row + word) > width:
+            rows.append(row)
+            word = word.lstrip()
+            row = ""
+        row += word
+        while width_of(row) > width:
+            head = _head(row, width)
+            rows.append(head)
+            row = row[len(head) :]
+    return [*rows, row]
+
+
+def _head(text: str, width: int) -> str:
+    """As much of the beginning of `text` as `width` columns take, and one character at least."""
+    used = 0
+    for i, character in enumerate(text):
+        used += width_of(character)
+        if used > width:
+            return text[: max(i, 1)]
+    return text
