@@ -9,8 +9,7 @@ import select
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
-from typing import Any
+from typing import Any, TextIO
 
 from rlpost.text import printable
 

@@ -25,6 +25,7 @@ def test_columns_are_aligned() -> None:
 
 def test_the_label_is_red_only_where_someone_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     for no_color, stream, expected in [
         ("", Terminal(), "\x1b[31merror:\x1b[0m x\n"),
         ("1", Terminal(), "error: x\n"),
