@@ -1,3 +1,17 @@
 """rlpost: post-train language models with GRPO and SFT from the command line."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpost.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlpost.settings.registered import register_env as register_env
+    from rlpost.settings.registered import register_reward as register_reward
+
 __version__ = "0.1.0"
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"register_env": "settings.registered", "register_reward": "settings.registered"}
+)

@@ -17,13 +17,15 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.config.explain import unknown_key, unknown_option
-from rlpost.config.keys import Key, groups_of, keys_of
+from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
-from rlpost.config.paths import check_data_path, resolve_model_path
+from rlpost.config.paths import check_data_path, check_reward, resolve_model_path
+from rlpost.config.plugins import load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, search_folders
 from rlpost.errors import ConfigError
-from rlpost.settings import EvalSettings, GRPOSettings
+from rlpost.settings import DatasetSettings, EvalSettings, GRPOSettings
+from rlpost.settings.registered import ENVS
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,45 @@ class Composed(Generic[S]):
     yaml: str
 
 
+@dataclass(frozen=True)
+class Merged(Generic[S]):
+    """What conf/, the recipe and the words come to, each value of its key's type; whether it can work is not asked.
+
+    `config` is typed by the settings classes; a value that nobody gave is missing in it.
+    """
+
+    command: Command[S]
+    config: DictConfig
+    choices: dict[str, str]
+    keys: list[Key]
+    overrides: list[str]
+    given: list[Override]
+
+
 def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
     """The settings of `command` under the words `key=value` of a command line.
 
     Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
     conf/ and combination that cannot work, and DataError for a local `env.path` that is missing.
     """
+    merged = merge_all(command, words)
+    settings = _to_settings(command, merged.config)
+    if settings.plugin != _plugins(merged.given):
+        raise ConfigError(
+            "plugin stands in conf/, which is read after plugins: give plugin=FILE, or put it in a recipe"
+        )
+    _check_paths(settings)
+    yaml_text = OmegaConf.to_yaml(merged.config)
+    return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
+
+
+def merge_all(command: Command[S], words: Sequence[str] = ()) -> Merged[S]:
+    """The values under `words` before the settings classes check them.
+
+    Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
+    """
     overrides = _expand(command, parse_words(words))
+    load_plugins(_plugins(overrides))
     groups = groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
     for override in chosen:
@@ -65,9 +99,7 @@ def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
         else:
             value = _set(config, keys, override, command, choices)
             texts.append(f"{override.key}={as_text(value)}")
-    settings = _to_settings(command, config)
-    _check_paths(settings)
-    return Composed(command, settings, choices, list(keys.values()), texts, overrides, OmegaConf.to_yaml(config))
+    return Merged(command, config, choices, list(keys.values()), texts, overrides)
 
 
 def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
@@ -80,6 +112,10 @@ def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
         if reason := names_code(override):
             raise _at(override, reason)
     return overrides
+
+
+def _plugins(overrides: Sequence[Override]) -> list[str]:
+    return [path for override in overrides if override.key == "plugin" for path in plugin_paths(override)]
 
 
 def model_path(override: Override) -> Override:
@@ -140,6 +176,8 @@ def _store_schemas() -> None:
     for group, schemas in SCHEMAS.items():
         for name, settings in schemas.items():
             store.store(group=group, name=name, node=settings)
+    for name, env in ENVS.items():
+        store.store(group="env", name=name, node=env.settings)
 
 
 def _keys(command: Command[Any], config: DictConfig, groups: Sequence[str]) -> dict[str, Key]:
@@ -173,7 +211,11 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
         settings = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        raise ConfigError(f"{key} has no value: give {key}=...") from None
+        group, _, field = key.rpartition(".")
+        meaning = docs_of(cast(type, OmegaConf.get_type(config, group) if group else command.settings)).get(field)
+        raise ConfigError(
+            f"{key} has no value: give {key}=..." + (f"; it takes {meaning}" if meaning else "")
+        ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     assert isinstance(settings, command.settings)
@@ -185,8 +227,14 @@ def _check_paths(settings: GRPOSettings | EvalSettings) -> None:
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     resolve_model_path(path)
-    if isinstance(data := getattr(settings.env, "path", None), str):
-        check_data_path(data)
+    for key in ("path", "test_path"):
+        if isinstance(data := getattr(settings.env, key, None), str):
+            check_data_path(data, f"env.{key}")
+    if isinstance(settings.env, DatasetSettings):
+        for reward in settings.env.reward:
+            check_reward(reward, "env.reward")
+        if settings.env.accuracy is not None:
+            check_reward(settings.env.accuracy, "env.accuracy")
 
 
 def _at(override: Override, message: str) -> ConfigError:

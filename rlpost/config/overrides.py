@@ -154,13 +154,19 @@ def _parse_with_hydra(key: Key, text: str) -> Any:
 
 
 def _list_of(key: Key, text: str) -> list[Any]:
-    """A list, as JSON (which has escapes) or else as Hydra writes it (which needs no quotes)."""
+    """A list, as JSON (which has escapes) or else as Hydra writes it (which needs no quotes).
+
+    Without brackets it is a list of one: text is taken as it stands, but for commas, which would be several.
+    """
+    if not text.lstrip().startswith("["):
+        plain = key.element is str and ("," not in text or _unquoted(text) != text)
+        return [_unquoted(text) if plain else _checked(key, _parse_with_hydra(key, text), text)]
     try:
         value = json.loads(text)
     except ValueError:
         value = _parse_with_hydra(key, text)
     if not isinstance(value, list):
-        raise ConfigError(f"{key.name}={shown(text)}: it takes {_wanted(key)}; write {key.name}=[{shown(text)}]")
+        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}")
     return [_checked(key, element, as_text(element)) for element in value]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
+from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
+from rlpost.user_file import check_defines, check_file, functions_of
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -62,11 +64,31 @@ def resolve_model_path(path: str) -> str:
     return path
 
 
-def check_data_path(path: str) -> None:
-    """Raise DataError where `env.path` is a local path and nothing is there; a hub id passes."""
+def check_data_path(path: str, key: str = "env.path") -> None:
+    """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
     file = expanded(path)
     if not file.exists() and (looks_local(path) or file.suffix in DATA_FILES):
-        raise DataError(f"env.path={path} does not exist{_nearby(file)}")
+        raise DataError(f"{key}={path} does not exist{_nearby(file)}")
+
+
+def check_reward(reward: str, key: str) -> None:
+    """Raise ConfigError unless `reward` is a reward's name or FILE.py:FUNCTION, a function the file defines.
+
+    The file is parsed, not run.
+    """
+    known = [*BUILT_IN_REWARDS, *REWARDS]
+    if reward in known:
+        return
+    path, _, function = reward.rpartition(":")
+    if path:
+        check_defines(path, function, f"{key}={reward}")
+    elif reward.endswith(".py"):
+        functions = functions_of(check_file(reward, f"{key}={reward}"))
+        meant = f"{reward}:{functions[0] if functions else 'FUNCTION'}"
+        raise ConfigError(f"{key}={reward} names a file but no function in it; write {key}={meant}")
+    else:
+        hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
+        raise ConfigError(f"{key}={reward} is no reward{hint}")
 
 
 def looks_local(path: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,6 +14,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings import (
     ArithmeticSettings,
     AutoPolicySettings,
+    DatasetSettings,
     EvalSettings,
     GRPOSettings,
     GSM8KSettings,
@@ -22,6 +25,7 @@ from rlpost.settings import (
     TransformersSettings,
     VLLMSettings,
 )
+from rlpost.settings.registered import ENVS
 
 S = TypeVar("S", GRPOSettings, EvalSettings)
 
@@ -43,7 +47,11 @@ COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, EVAL)
 # its `defaults:` list and adds values only, so a YAML file never names code to run.
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"model_schema": ModelSettings},
-    "env": {"arithmetic_schema": ArithmeticSettings, "gsm8k_schema": GSM8KSettings},
+    "env": {
+        "arithmetic_schema": ArithmeticSettings,
+        "dataset_schema": DatasetSettings,
+        "gsm8k_schema": GSM8KSettings,
+    },
     "policy": {
         "auto_schema": AutoPolicySettings,
         "vllm_schema": VLLMSettings,
@@ -71,13 +79,26 @@ def search_folders(name: str) -> list[Path]:
 
 
 def options(group: str) -> dict[str, Path]:
-    """Option -> file, for one group, the user's own included."""
-    return _yaml_files([folder / group for folder in search_folders("conf")])
+    """Option -> file, for one group, the user's own and those of plugins included."""
+    files = _yaml_files([folder / group for folder in search_folders("conf")])
+    if group == "env":
+        files = {name: _source(env.settings) for name, env in ENVS.items()} | files
+    return dict(sorted(files.items()))
 
 
 def recipes() -> dict[str, Path]:
     """Recipe name -> file, the user's own included."""
     return _yaml_files(search_folders("recipes"))
+
+
+def describe(group: str, option: str) -> str:
+    """What an option is: the first line of its file, or of the docstring of a plugin's settings."""
+    file = options(group)[option]
+    if file.suffix == ".yaml":
+        return description(file)
+    settings = ENVS[option].settings
+    doc = inspect.getdoc(settings) or ""
+    return "" if doc.startswith(f"{settings.__name__}(") else doc.partition("\n")[0]  # a dataclass writes its own
 
 
 def description(file: Path) -> str:
@@ -109,3 +130,8 @@ def _yaml_files(folders: list[Path]) -> dict[str, Path]:
     """Name -> file; a name in an earlier folder hides the same name in a later one."""
     found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.yaml")}
     return dict(sorted(found.items()))
+
+
+def _source(settings: type) -> Path:
+    """The file that a class stands in."""
+    return Path(getattr(sys.modules[settings.__module__], "__file__", None) or settings.__module__)

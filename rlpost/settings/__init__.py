@@ -5,6 +5,7 @@ from rlpost.settings.commands import EvalDuringTrainingSettings as EvalDuringTra
 from rlpost.settings.commands import EvalSettings as EvalSettings
 from rlpost.settings.commands import GRPOSettings as GRPOSettings
 from rlpost.settings.env import ArithmeticSettings as ArithmeticSettings
+from rlpost.settings.env import DatasetSettings as DatasetSettings
 from rlpost.settings.env import EnvSettings as EnvSettings
 from rlpost.settings.env import GSM8KSettings as GSM8KSettings
 from rlpost.settings.env import Operation as Operation

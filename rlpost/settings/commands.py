@@ -50,6 +50,7 @@ class GRPOSettings:
     optim: OptimSettings = MISSING  # what turns gradients into an update
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)
+    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
 
     steps: int = 60  # each: sample, reward, update, push the weights
     seed: int = 0  # of prompts, sampling and all else that is drawn
@@ -97,6 +98,7 @@ class EvalSettings:
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.0))
+    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
     seed: int = 0  # of prompts and sampling
 
     def __post_init__(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from string import Formatter
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import at_least
+from rlpost.settings.checks import MISSING, at_least, between
 
 
 class Operation(Enum):
@@ -21,7 +22,7 @@ class Operation(Enum):
 class EnvSettings:
     """What every environment has; each environment's own class adds to it.
 
-    `prompt_template` is a Python format string over the task's fields, `{question}` among them.
+    `prompt_template` is a Python format string over the task's fields, such as `{question}`.
     """
 
     split: str = "train"  # train or test
@@ -39,10 +40,8 @@ class EnvSettings:
         at_least("env.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("env.max_completion_tokens", self.max_completion_tokens, 1)
         at_least("env.eval_limit", self.eval_limit, 1)
-        if self.prompt_template is not None and "{question}" not in self.prompt_template:
-            raise ConfigError(
-                f"env.prompt_template={self.prompt_template!r} has no {{question}}: every prompt would be the same"
-            )
+        if self.prompt_template is not None:
+            _check_template(self.prompt_template)
 
 
 @dataclass
@@ -67,8 +66,61 @@ class GSM8KSettings(EnvSettings):
     """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
 
     path: str = "openai/gsm8k"  # folder, file or hub id
+    held_out: float = 0.1  # share of the questions kept for test where no file of its own holds that split
     shuffle: bool = True  # false: rows in the order of the file
     seed: int = 0  # of the order in which problems are drawn
     max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
     max_completion_tokens: int = 256  # a longer completion is cut
     eval_limit: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("env.held_out", self.held_out, 0.0, 1.0)
+
+
+@dataclass
+class DatasetSettings(EnvSettings):
+    """Rows of your own, scored by rewards of your own."""
+
+    path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
+    reward: list[str] = MISSING  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
+    reward_weights: list[float] | None = None  # one a reward; None: 1 each
+    prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
+    answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
+    accuracy: str | None = None  # a reward of 0 and 1 that measures accuracy; None: exact or number, if used
+    test_path: str | None = None  # where the split test is; None: in path, or held out
+    held_out: float = 0.1  # share of the prompts kept for test where no file of its own holds that split
+    config: str | None = None  # configuration of a hub dataset
+    shuffle: bool = True  # false: rows in the order of the file
+    seed: int = 0  # of the order in which rows are drawn
+    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 256  # a longer completion is cut
+    eval_limit: int = 200  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("env.held_out", self.held_out, 0.0, 1.0)
+        if not self.reward:
+            raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
+            raise ConfigError(
+                f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "
+                "needs one"
+            )
+        if self.test_path is not None and self.test_path == self.path:
+            raise ConfigError(
+                f"env.test_path={self.test_path} is env.path too: leave it out, and a share of the rows is held out"
+            )
+
+
+def _check_template(template: str) -> None:
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"env.prompt_template={template!r} does not fit: {error}; write {{{{ and }}}} for braces"
+        ) from None
+    if not fields:
+        raise ConfigError(
+            f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
+        )

@@ -26,6 +26,7 @@ from rlpost.settings import (
     VLLMSettings,
 )
 
+NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
 EVERY_OPTION = [(group, option) for group in SCHEMAS for option in options(group)]
 
 
@@ -75,7 +76,7 @@ def test_overrides_reach_the_settings() -> None:
 
 @pytest.mark.parametrize(("group", "option"), EVERY_OPTION)
 def test_every_option_composes_and_describes_itself(group: str, option: str) -> None:
-    composed = compose(TRAIN_GRPO, [f"{group}={option}"])
+    composed = compose(TRAIN_GRPO, [f"{group}={option}", *NEEDED.get(option, [])])
     assert composed.choices[group] == option
     assert type(getattr(composed.settings, group)) in SCHEMAS[group].values()
     assert options(group)[option].read_text().startswith("# ")
@@ -145,14 +146,14 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         ("optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
         ("learning_rate=1", "learning_rate is no setting of rlpost train grpo; did you mean optim.lr?"),
         ("modle=qwen", "modle is no setting of rlpost train grpo; did you mean model?"),
-        ("env.path=x", "env.path is no setting of env=arithmetic: it belongs to env=gsm8k"),
+        ("env.path=x", "env.path is no setting of env=arithmetic: it belongs to env=dataset and env=gsm8k"),
         ("sampling=1", "sampling is a group of settings: set sampling.temperature, sampling.top_p"),
         ("bananas=1", "bananas is no setting of rlpost train grpo; see rlpost config show train grpo"),
         ("hydra.run.dir=x", "hydra.run.dir is no setting of rlpost train grpo; see rlpost config show train grpo"),
         ("model=qwne", "model=qwne is unknown; did you mean qwen?"),
         ("env=[gsm8k]", "env=[gsm8k] is unknown; it takes one option, not a list"),
         ("policy=", "policy= is unknown; it is one of auto, scripted, transformers, vllm"),
-        ("env=gsm8k_schema", "env=gsm8k_schema is unknown; it is one of arithmetic, gsm8k"),
+        ("env=gsm8k_schema", "env=gsm8k_schema is unknown; it is one of arithmetic, dataset, gsm8k"),
         ("model.path=qwen", "model.path=qwen is neither a folder nor a hub id; did you mean model=qwen?"),
         ("recipe=gsm8k-smollm-cpu", "recipe=gsm8k-smollm-cpu is unknown; did you mean gsm8k-smollm2-cpu?"),
         ("recipe=./none.yaml", "recipe=./none.yaml does not exist: give the path of a YAML file"),

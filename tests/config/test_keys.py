@@ -39,7 +39,7 @@ def test_types_are_said_in_words() -> None:
 def test_a_chosen_class_adds_its_keys() -> None:
     plain = {key.name for key in keys_of(GRPOSettings)}
     chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
-    assert set(chosen) - plain == {"env.path", "env.shuffle", "env.seed"}
+    assert set(chosen) - plain == {"env.path", "env.held_out", "env.shuffle", "env.seed"}
     assert chosen["env.max_prompt_tokens"].default == 2048
 
 
@@ -49,6 +49,6 @@ def test_groups_are_the_fields_without_a_value() -> None:
 
 
 def test_all_keys_name_the_options_a_key_belongs_to() -> None:
-    assert all_keys(TRAIN_GRPO)["env.path"] == ["env=gsm8k"]
+    assert all_keys(TRAIN_GRPO)["env.path"] == ["env=dataset", "env=gsm8k"]
     assert all_keys(TRAIN_GRPO)["steps"] == []
     assert "optim.lr" not in all_keys(EVAL)

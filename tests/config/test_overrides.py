@@ -39,7 +39,11 @@ TEXTS = Key("policy.replies", list[str], False, [])
         (TEXT, '"null"', "null"),
         (CHOICE, "cosine", Schedule.cosine),
         (CHOICES, "[add,multiply]", [Operation.add, Operation.multiply]),
+        (CHOICES, "add", [Operation.add]),
         (TEXTS, "[one two,three]", ["one two", "three"]),
+        (TEXTS, "./my reward (1).py:score", ["./my reward (1).py:score"]),  # one text is taken as it stands
+        (TEXTS, "1e-6", ["1e-6"]),
+        (TEXTS, '"a, b"', ["a, b"]),
         (TEXTS, '["a, b","c\\nd"]', ["a, b", "c\nd"]),
     ],
 )
@@ -88,9 +92,11 @@ def test_a_value_survives_being_written_on_one_line(key: Key, value: Any) -> Non
         (FLAG, "yes", "it takes true or false"),
         (CHOICE, "linaer", r"one of constant, linear, cosine; did you mean linear\?"),
         (CHOICE, "1", "is unknown"),
-        (CHOICES, "add", r"write env.operations=\[add\]"),
         (CHOICES, "add,multiply", r"write env.operations=\[add,multiply\]"),
         (CHOICES, "[add,multply]", r"did you mean multiply\?"),
+        (CHOICES, "ad", r"did you mean add\?"),
+        (CHOICES, "[add", "cannot be read"),
+        (TEXTS, "a.py:f,b.py:g", r"is several values; write policy.replies=\[a.py:f,b.py:g\]"),
         (PATH, "null", "takes text"),
     ],
 )

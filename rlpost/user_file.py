@@ -1,0 +1,116 @@
+"""A Python file of the user's own: looked into without running it, and imported with errors that name its line."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from rlpost.errors import ConfigError
+from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def check_file(path: str, asked: str) -> ast.Module:
+    """The file at `path`, parsed; `asked` (`plugin=./my_env.py`) begins every message.
+
+    Raises ConfigError where it is missing, no .py file, unreadable or no Python.
+    """
+    file = expanded(path)
+    if file.suffix != ".py":
+        raise ConfigError(f"{asked}: {path or 'nothing'} is no .py file")
+    if not file.is_file():
+        raise ConfigError(f"{asked}: there is no file {path}{did_you_mean(_neighbour(file))}")
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise ConfigError(f"{asked}: {path} cannot be read: {error.strerror}; check its permissions") from error
+    except SyntaxError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # null bytes, or brackets nested without end
+        raise ConfigError(f"{path} is no Python: {error}") from error
+
+
+def check_defines(path: str, name: str, asked: str) -> None:
+    """Raise ConfigError unless the file at `path` defines `name`; nothing of it is run."""
+    tree = check_file(path, asked)
+    names = list(_names_bound(tree))
+    if name in names or "*" in names:
+        return
+    functions = functions_of(tree)
+    otherwise = f"it defines {', '.join(functions)}" if functions else "it defines no function"
+    near = nearest(name, functions) if name else None
+    raise ConfigError(f"{asked}: {path} defines no function {name or '(none is named)'}{did_you_mean(near, otherwise)}")
+
+
+def functions_of(tree: ast.Module) -> list[str]:
+    """The public functions at the top of a parsed file."""
+    functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [name for name in functions if not name.startswith("_")]
+
+
+def import_file(path: str) -> ModuleType:
+    """The module of the file at `path`, run once a process; files beside it can be imported from it.
+
+    Raises ConfigError, naming the line of the file, where running it fails.
+    """
+    file = expanded(path).resolve()
+    name = f"rlpost_user_file:{file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end, so that no file of the user's hides a library
+    try:
+        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
+        raise ConfigError(f"{where_in(file, error, path)}: importing it failed: {named(error)}") from error
+    return module
+
+
+def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:
+    """`FILE, line N`: the innermost line of `file` that `error` came through, or the file alone if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
+    return f"{shown}, line {line}" if line is not None else str(shown)
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'x'`: an exception on one line; one of rlpost's own without its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _names_bound(tree: ast.Module) -> Iterator[str]:
+    """Every name that the top level of a file binds; `*` for `from x import *`."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _neighbour(missing: Path) -> str | None:
+    """The Python file beside `missing` whose name is nearest."""
+    try:
+        names = sorted(file.name for file in missing.parent.glob("*.py"))
+    except OSError:  # the folder cannot be listed, so there is nothing to suggest
+        return None
+    near = nearest(missing.name, names)
+    return str(missing.parent / near) if near else None
