@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
-from tensordict import TensorDictBase
 
 from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 SAMPLE_EVERY = 10  # steps
 RECENT = 8  # steps that the time left is estimated from
