@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import io
+import json
 import textwrap
 import tokenize
 import types
@@ -19,6 +20,7 @@ from typing import Any
 from rlpost.settings.checks import MISSING
 
 NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+NULL = "null"
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,21 @@ def docs_of(settings: type) -> dict[str, str]:
         if dataclasses.is_dataclass(cls):
             docs.update(_comments_of(cls))
     return docs
+
+
+def as_text(value: Any) -> str:
+    """The text, always on one line, that `parse_value` reads as `value`."""
+    if value is None:
+        return NULL
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return "[" + ",".join(json.dumps(v) if isinstance(v, str) else as_text(v) for v in value) + "]"
+    text = str(value)
+    plain = text == text.strip() and text.isprintable() and text != NULL and text[:1] not in ("'", '"')
+    return text if plain or not isinstance(value, str) else json.dumps(text)
 
 
 def _comments_of(cls: type) -> dict[str, str]:

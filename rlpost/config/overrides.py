@@ -6,18 +6,16 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlpost.config.keys import Key
+from rlpost.config.keys import NULL, Key
+from rlpost.config.keys import as_text as as_text
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import SCHEMAS, options, recipes
 from rlpost.errors import ConfigError
-
-NULL = "null"
 
 
 @dataclass(frozen=True)
@@ -82,21 +80,6 @@ def parse_value(key: Key, text: str) -> Any:
     if key.is_list:
         return _list_of(key, text)
     return _checked(key, _parse_with_hydra(key, text), text)
-
-
-def as_text(value: Any) -> str:
-    """The text, always on one line, that `parse_value` reads as `value`."""
-    if value is None:
-        return NULL
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return "[" + ",".join(json.dumps(v) if isinstance(v, str) else as_text(v) for v in value) + "]"
-    text = str(value)
-    plain = text == text.strip() and text.isprintable() and text != NULL and text[:1] not in ("'", '"')
-    return text if plain or not isinstance(value, str) else json.dumps(text)
 
 
 def shown(text: str, longest: int = 60) -> str:
