@@ -1,14 +1,21 @@
-"""Every completion of a step as one Parquet file."""
+"""Every completion of a step as one Parquet file: written, read back and exported."""
 
 from __future__ import annotations
 
+import csv
+import json
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tensordict import TensorDictBase
+
+from rlpost.errors import DataError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
@@ -88,3 +95,112 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
 
 def _values(column: Any) -> list[Any]:
     return column.tolist() if hasattr(column, "tolist") else list(column)
+
+
+TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
+ROWS_AT_ONCE = 256  # of an export held in memory
+
+
+def rollout_steps(run: Path) -> list[int]:
+    """The steps whose completions a run folder holds, in order."""
+    names = [path.stem.removeprefix("step-") for path in (run / "rollouts").glob("step-*.parquet")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    """The completions of one step, under the names of `SCHEMA`; `reward_parts` as a dict.
+
+    Raises DataError for a file that is damaged or not rlpost's.
+    """
+    return list(_rows(run, [step], SCHEMA.names))
+
+
+def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
+    """The completions of `steps` as one JSON object each; without `tokens` the lists of ids are left out."""
+    for row in _rows(run, steps, _columns(tokens)):
+        yield json.dumps(row, ensure_ascii=ascii_only)
+
+
+def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool) -> int:
+    """Write the completions of `steps` to one .jsonl, .csv or .parquet file; returns how many they are.
+
+    Read and written piece by piece; the file appears only when complete. Raises DataError when
+    something cannot be read, or the disk does not take it.
+    """
+    making = file.with_name(f".{file.name}.incomplete")
+    try:
+        count = EXPORTS[file.suffix](run, steps, making, tokens)
+        os.replace(making, file)
+    except OSError as error:
+        raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+    finally:
+        making.unlink(missing_ok=True)
+    return count
+
+
+def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
+    count = 0
+    with file.open("w", encoding="utf-8") as stream:
+        for line in json_lines(run, steps, tokens=tokens):
+            stream.write(line + "\n")
+            count += 1
+    return count
+
+
+def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
+    """A column `reward/PART` for each part of the reward; lists as JSON."""
+    parts = sorted({name for row in _rows(run, steps, ["reward_parts"]) for name in row["reward_parts"]})
+    columns = [name for name in _columns(tokens) if name != "reward_parts"]
+    count = 0
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
+        for row in _rows(run, steps, _columns(tokens)):
+            values = [json.dumps(row[name]) if name in TOKEN_COLUMNS else row[name] for name in columns]
+            writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
+            count += 1
+    return count
+
+
+def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
+    names = _columns(tokens)
+    schema = pa.schema([SCHEMA.field(name) for name in names])
+    count = 0
+    with pq.ParquetWriter(file, schema) as writer:
+        for batch in _batches(run, steps, names):
+            writer.write_batch(batch)
+            count += batch.num_rows
+    return count
+
+
+EXPORTS: dict[str, Callable[[Path, Sequence[int], Path, bool], int]] = {
+    ".jsonl": _export_json_lines,
+    ".csv": _export_csv,
+    ".parquet": _export_parquet,
+}
+
+
+def _columns(tokens: bool) -> list[str]:
+    return [name for name in SCHEMA.names if tokens or name not in TOKEN_COLUMNS]
+
+
+def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for batch in _batches(run, steps, columns):
+        for row in batch.to_pylist():
+            if "reward_parts" in row:
+                row["reward_parts"] = dict(row["reward_parts"] or [])
+            yield row
+
+
+def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    for step in steps:
+        file = run / "rollouts" / f"step-{step:06d}.parquet"
+        try:
+            with pq.ParquetFile(file) as parquet:
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
+                    yield batch.select(list(columns)).cast(schema)
+        except (OSError, pa.ArrowException, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{file} cannot be read: {reason}; leave the step out with --step") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -143,6 +144,32 @@ def metrics_row(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class MetricsFile:
+    """metrics.jsonl as it grows; resuming a run replaces it, and what was read before is not read again."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._inode = 0
+        self._offset = 0
+        self._read: set[int] = set()  # hashes of the lines that were given out
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """The rows that became whole since the last call."""
+        try:
+            with self.file.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset = status.st_ino, 0
+                stream.seek(self._offset)
+                whole = stream.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + 1 if whole else 0
+        fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
+        self._read.update(map(hash, fresh))
+        return [row for line in fresh if (row := metrics_row(line.decode(errors="replace"))) is not None]
 
 
 def number(row: dict[str, Any], key: str) -> float | None:

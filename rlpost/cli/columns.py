@@ -41,13 +41,18 @@ def one_line(text: str, width: int) -> str:
     return _head(line, width)
 
 
-def paragraph(text: str, width: int, most_lines: int | None = None) -> list[str]:
-    """Anybody's text wrapped at `width` columns; beyond `most_lines` a last line counts what was cut."""
+def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end: bool = False) -> list[str]:
+    """Anybody's text wrapped at `width` columns.
+
+    Of more than `most_lines` the first are kept, or the last if `keep_end`, beside a line that
+    counts what was cut.
+    """
     rows = [row for line in printable(text).expandtabs(4).split("\n") for row in _wrapped(line, width)]
     if most_lines is None or len(rows) <= most_lines:
         return rows
-    cut = sum(len(row) for row in rows[most_lines:])
-    return [*rows[:most_lines], f"… {cut:,} more characters"]
+    kept, cut = (rows[-most_lines:], rows[:-most_lines]) if keep_end else (rows[:most_lines], rows[most_lines:])
+    remark = f"… {sum(map(len, cut)):,} more characters"
+    return [remark, *kept] if keep_end else [*kept, remark]
 
 
 def fitted_table(

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlpost import __version__
-from rlpost.cli import config, env, info, train
+from rlpost.cli import completion, config, env, info, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
 from rlpost.cli.usage import Verbs, explain_usage
@@ -24,7 +24,6 @@ OUTPUT_CLOSED = 141
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -34,6 +33,8 @@ app.add_typer(train.app, name="train")
 app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.")(eval_verb.evaluate)
 app.add_typer(config.app, name="config")
 app.add_typer(env.app, name="env")
+app.add_typer(runs.app, name="runs")
+app.add_typer(rollouts.app, name="rollouts")
 app.command("info")(info.info)
 
 
@@ -81,6 +82,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """The `rlpost` program."""
+    if completion.asked():
+        completion.answer(typer.main.get_command(app))
     _quiet_libraries()
     sys.exit(run(sys.argv[1:]))
 

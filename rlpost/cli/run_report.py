@@ -1,0 +1,259 @@
+"""What `rlpost runs list` and `rlpost runs show` print."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpost.cli.columns import curve, fitted_table, output_width, paragraph
+from rlpost.cli.run_folder import slug
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
+from rlpost.config.paths import is_checkpoint_folder
+from rlpost.runs import RunRecord, RunState, number
+from rlpost.text import printable
+
+HEADER = ("run", "state", "steps", "reward", "accuracy", "age", "model", "env")
+RIGHT = range(2, 6)  # the columns of figures
+CUTTABLE = (7, 6, 0)
+STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
+LABEL = 12  # columns of the labels in `show`
+CURVE = 40  # blocks of a curve at most
+COURSES = (("reward", "reward/mean", 1.0, ""), ("accuracy", "accuracy/lenient", 100.0, "%"))
+UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
+    """The table of runs in `folder`, and what is wrong with any."""
+    rows = [HEADER, *(_row(record, folder) for record in records)]
+    width = output_width(0) or None  # a pipe takes them whole
+    heading, *lines = fitted_table(rows, width, right=RIGHT, cuttable=CUTTABLE)
+    shown = [painted(heading, DIM, sys.stdout)]
+    for record, line in zip(records, lines, strict=True):
+        state = record.state.value
+        shown.append(line.replace(f" {state} ", f" {painted(state, STYLES.get(record.state, ''), sys.stdout)} ", 1))
+    return shown
+
+
+def summary(record: RunRecord) -> dict[str, Any]:
+    """A run as one entry of `rlpost runs list --json`."""
+    return {
+        "name": record.folder.name,
+        "folder": str(record.folder),
+        "state": record.state.value,
+        "error": record.error or None,
+        "steps_done": record.steps_done,
+        "steps": record.total_steps,
+        "reward": record.last("reward/mean"),
+        "accuracy_before": _measured(record, before=True),
+        "accuracy_after": _measured(record, before=False),
+        "model": model_name(record),
+        "env": record.choice("env"),
+        "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def details(record: RunRecord) -> dict[str, Any]:
+    """A run as `rlpost runs show --json` prints it."""
+    return {
+        **summary(record),
+        "commands": record.commands,
+        "overrides": record.overrides,
+        "config": record.config,
+        "environment": record.environment,
+        "seconds": record.seconds,
+        "damaged_lines": record.damaged_lines,
+        "checkpoints": [str(path) for path in _checkpoints(record.folder)],
+        "bytes": bytes_of(record.folder),
+        "metrics": record.metrics,
+    }
+
+
+def show_lines(record: RunRecord) -> list[str]:
+    """Everything there is to say about one run, each part under its label."""
+    width = output_width(100)
+    state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
+    name = painted(printable(record.folder.name), BOLD, sys.stdout)
+    lines = [f"{name}  {state}, step {_steps(record)}, {age(record.updated)} ago", ""]
+    for label, text in [*_asked(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
+        wrapped = paragraph(text, max(20, width - LABEL))
+        lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
+    return lines
+
+
+def model_name(record: RunRecord) -> str | None:
+    """The option that was chosen, or the end of a path that replaced it."""
+    if any(word.startswith("model.path=") for word in record.overrides):
+        path = record.config.get("model", {}).get("path")
+        return slug(path) if isinstance(path, str) else None
+    return record.choice("model")
+
+
+def age(since: float) -> str:
+    """How long ago, in the largest unit that fits: 45s, 12m, 3h, 5d."""
+    seconds = max(0.0, time.time() - since)
+    unit, size = next(((u, s) for u, s in UNITS if seconds >= s), UNITS[-1])
+    return f"{int(seconds // size)}{unit}"
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below `folder`; links count as links."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(where) / name).lstat().st_size
+            except FileNotFoundError:  # a run under way has just removed it
+                continue
+    return total
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1.6 GB."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} GB"
+
+
+def _row(record: RunRecord, folder: Path) -> tuple[str, ...]:
+    reward = record.last("reward/mean")
+    inside = record.folder.relative_to(folder) if record.folder != folder else Path(folder.name)
+    return (
+        printable(str(inside)),
+        record.state.value,
+        _steps(record),
+        "-" if reward is None else f"{reward:.2f}",
+        _accuracy(record),
+        age(record.updated),
+        printable(model_name(record) or "-"),
+        printable(record.choice("env") or "-"),
+    )
+
+
+def _steps(record: RunRecord) -> str:
+    return f"{record.steps_done}/{'?' if record.total_steps is None else record.total_steps}"
+
+
+def _accuracy(record: RunRecord) -> str:
+    """`12→58%`: held-out, lenient, before and after."""
+    found = (_measured(record, before=before) for before in (True, False))
+    before, after = ("-" if m is None else f"{100 * m['value']:.0f}" for m in found)
+    return "-" if before == after == "-" else f"{before}→{after}%"
+
+
+def _measured(record: RunRecord, *, before: bool, measure: str = "lenient") -> dict[str, float] | None:
+    """An evaluation's accuracy with its interval."""
+    evaluation = record.evaluation(before=before) or {}
+    key = f"eval/accuracy_{measure}"
+    found = {name: number(evaluation, key + end) for name, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
+    values = {name: value for name, value in found.items() if value is not None}
+    return values if len(values) == len(found) else None
+
+
+def _asked(record: RunRecord) -> list[tuple[str, str]]:
+    model = record.config.get("model") or {}
+    command = record.commands[-1] if record.commands else "command.txt is missing"
+    asked = [("command", command)]
+    if len(record.commands) > 1:
+        asked.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
+    asked += [
+        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
+        ("env", record.choice("env") or "unknown"),
+    ]
+    if not set(record.overrides) <= set(command.split()):  # a recipe's
+        asked.append(("settings", " ".join(record.overrides)))
+    if not record.config:
+        return [*asked, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
+    return [*asked, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
+
+
+def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    if not environment:
+        return [("versions", "environment.json is missing or cannot be read")]
+    packages = {"rlpost": environment.get("rlpost"), "python": environment.get("python")}
+    packages |= environment.get("packages") or {}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    device = environment.get("cuda") or "no GPU"
+    return [("versions", versions), ("machine", f"{environment.get('cpu_count', '?')} cores, {device}")]
+
+
+def _results(record: RunRecord) -> list[tuple[str, str]]:
+    steps = len(record.series("time/step"))
+    each = f", {record.seconds / steps:.1f} s each" if steps else ""
+    results = [("progress", f"{_steps(record)} steps, {record.seconds:.0f} s in them{each}")]
+    generated = sum(record.series("tokens/generated"))
+    if generated:
+        results.append(("", f"{generated:,.0f} tokens generated"))
+    results += [(name, line) for name, line in (_course(record, *c) for c in COURSES) if line]
+    return results + _held_out(record) + _troubles(record)
+
+
+def _held_out(record: RunRecord) -> list[tuple[str, str]]:
+    """Accuracy before and after training, each measure on a line."""
+    lines = []
+    for measure in ("lenient", "strict"):
+        before, after = (_interval(record, measure, before=b) for b in (True, False))
+        if before or after:
+            lines.append(f"{measure:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
+    evaluations = [e for before in (True, False) if (e := record.evaluation(before=before))]
+    if lines and evaluations:
+        lines.append(f"greedy, on {evaluations[-1]['eval/prompts']:.0f} prompts, 95% intervals")
+    return [("" if i else "held-out", line) for i, line in enumerate(lines)]
+
+
+def _course(record: RunRecord, name: str, key: str, scale: float, unit: str) -> tuple[str, str]:
+    """First and last value of a metric, and the curve between them."""
+    values = [scale * value for value in record.series(key) if math.isfinite(value)]
+    if not values:
+        return name, ""
+    digits = 0 if unit else 2
+    ends = f"{values[0]:.{digits}f}{unit} -> {values[-1]:.{digits}f}{unit}"
+    return name, f"{ends:<16} {curve(values, CURVE)}"
+
+
+def _interval(record: RunRecord, measure: str, *, before: bool) -> str:
+    found = _measured(record, before=before, measure=measure)
+    return f"{found['value']:6.1%} [{found['low']:.1%}, {found['high']:.1%}]" if found else ""
+
+
+def _troubles(record: RunRecord) -> list[tuple[str, str]]:
+    folder = record.folder
+    troubles = []
+    if not record.metrics:
+        troubles.append(("", "no step is recorded yet"))
+    if record.damaged_lines:
+        lines = "1 line of metrics.jsonl is" if record.damaged_lines == 1 else f"{record.damaged_lines} lines are"
+        troubles.append(("damaged", f"{lines} not whole, and left out here"))
+    if record.state is RunState.failed:
+        troubles.append(("error", record.error))
+    if record.state is RunState.killed:
+        troubles.append(("error", "it ended without a word: killed, or the machine went down; see log.txt"))
+    if record.state in (RunState.failed, RunState.killed, RunState.stopped):
+        troubles.append(("go on", f"the same command with --resume auto --out {folder}"))
+    return troubles
+
+
+def _disk(record: RunRecord) -> list[tuple[str, str]]:
+    folder = record.folder
+    kept = _checkpoints(folder)
+    names = ", ".join(path.name for path in kept) if kept else "none"
+    rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
+    parts = [("checkpoints", names), ("rollouts", f"{len(rollouts)} steps" if rollouts else "none")]
+    used = {name: bytes_of(folder / name) for name in ("checkpoints", "rollouts")}
+    of_which = ", ".join(f"{name} {size(count)}" for name, count in used.items() if count)
+    parts.append(("size", size(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
+    if rollouts:
+        parts.append(("look closer", f"rlpost rollouts show {folder}"))
+    return parts
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "checkpoints").glob("step-*") if is_checkpoint_folder(path))

@@ -1,0 +1,79 @@
+"""`rlpost runs`: the runs on this machine, how they went, and how the one under way is going."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlpost.cli.usage import Verbs
+
+LIST_EXAMPLES = """\b
+Examples:
+  rlpost runs list
+  rlpost runs list experiments --json
+"""
+SHOW_EXAMPLES = """\b
+Examples:
+  rlpost runs show                   the newest
+  rlpost runs show my-run
+  rlpost runs show runs/my-run --json
+"""
+TAIL_EXAMPLES = """\b
+Examples:
+  rlpost runs tail -f                the newest, until it ends
+  rlpost runs tail my-run --lines 50
+"""
+RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
+
+Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)]
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show and follow runs.")
+
+
+@app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder they lie in.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
+    from rlpost.cli.run_report import list_lines, summary
+    from rlpost.runs import RUNS, find_runs, read_run
+
+    found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
+    records = [read_run(run) for run in found]
+    if as_json:
+        print(json.dumps([summary(record) for record in records], indent=2))
+    elif records:
+        print("\n".join(list_lines(records, folder)))
+    else:
+        print(f"no runs in {folder}/ yet: rlpost train grpo begins one", file=sys.stderr)
+
+
+@app.command("show", epilog=SHOW_EXAMPLES, short_help="Show what a run was asked and how it went.")
+def show(
+    run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False
+) -> None:
+    """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run."""
+    from rlpost.cli.run_report import details, show_lines
+    from rlpost.runs import find_run, read_run
+
+    record = read_run(find_run(run))
+    print(json.dumps(details(record), indent=2) if as_json else "\n".join(show_lines(record)))
+
+
+@app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
+def tail(
+    run: Run = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends; Ctrl-C leaves.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", metavar="N", min=0, help="Steps to begin with.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
+) -> None:
+    """Print the last steps of a run as training prints them; the run itself is not touched."""
+    from rlpost.cli.run_tail import print_tail
+    from rlpost.runs import find_run
+
+    print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
