@@ -57,6 +57,8 @@ def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
     hint = did_you_mean(nearest(override.text, known), f"it is one of {', '.join(known)}")
     if override.key == "model" and (Path("runs") / override.text).is_dir() and override.text:
         hint = f"; did you mean model=runs/{override.text}?"
-    if override.text.startswith("[") or "," in override.text:
+    if override.text.startswith("["):
         hint = "; it takes one option, not a list"
+    elif "," in override.text:
+        hint = "; it takes one option: add -m to run the command once for each of several"
     return f"{override.key}={shown(override.text)} is unknown{hint}"

@@ -131,7 +131,8 @@ def _parse_with_hydra(key: Key, text: str) -> Any:
     except HydraException:
         raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
     if parsed.is_sweep_override():
-        advice = f"write {key.name}=[{shown(text)}]" if key.is_list else "run the command once for each"
+        one_list = key.is_list and not text.lstrip().startswith("[")
+        advice = f"write {key.name}=[{shown(text)}]" if one_list else "add -m to run the command once for each"
         raise ConfigError(f"{key.name}={shown(text)} is several values; {advice}")
     return parsed.value()
 
