@@ -48,7 +48,7 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     counts what was cut.
     """
     rows = [row for line in printable(text).expandtabs(4).split("\n") for row in _wrapped(line, width)]
-    if most_lines is None or len(rows) <= most_lines:
+    if most_lines is None or len(rows) <= most_lines + 1:  # the line that counts would take as much room
         return rows
     kept, cut = (rows[-most_lines:], rows[:-most_lines]) if keep_end else (rows[:most_lines], rows[most_lines:])
     remark = f"… {sum(map(len, cut)):,} more characters"

@@ -146,7 +146,7 @@ def _completion(row: Row, title: str, *, full: bool) -> list[str]:
     width = output_width(PIPED_WIDTH)
     heading = f"{title}: " if title else ""
     heading = painted(f"{heading}group {row['group']}, sample {row['sample']}", BOLD, sys.stdout)
-    lines = [heading, *(f"  {line}" for line in paragraph(_earned(row), width - 2))]
+    lines = [heading, *(f"  {line}" for text in _facts(row) for line in paragraph(text, width - 2))]
     most = (None, None) if full else (PROMPT_LINES, COMPLETION_LINES)
     parts = [
         ("prompt", paragraph(row["prompt"].rstrip("\n"), width - 4, most[0], keep_end=True)),  # the question is there
@@ -158,20 +158,20 @@ def _completion(row: Row, title: str, *, full: bool) -> list[str]:
     return lines
 
 
-def _earned(row: Row) -> str:
-    """Reward and its parts, measures, advantage, length, how it ended, versions: one line."""
+def _facts(row: Row) -> tuple[str, str]:
+    """What it earned; how long it is, how it ended, and under which weights it was sampled."""
     parts = ", ".join(f"{name} {value:.3g}" for name, value in row["reward_parts"].items())
     reward = "reward failed" if row["reward"] is None else f"reward {row['reward']:.3g}"
-    facts = [reward + (f" ({parts})" if parts else "")]
+    earned = [reward + (f" ({parts})" if parts else "")]
     for name in ("strict", "lenient"):
         if row[f"accuracy_{name}"] is not None:
-            facts.append(f"{name} {row[f'accuracy_{name}']:.3g}")
+            earned.append(f"{name} {row[f'accuracy_{name}']:.3g}")
     if row["advantage"] is not None:
-        facts.append(f"advantage {row['advantage']:+.2f}")
+        earned.append(f"advantage {row['advantage']:+.2f}")
     low, high = row["policy_version_min"], row["policy_version_max"]
-    ended = "cut" if row["finish_reason"] == "length" else row["finish_reason"]
-    versions = low if low == high else f"{low} to {high}"
-    return "  ".join([*facts, f"{length(row)} tokens, {ended}", f"policy version {versions}"])
+    versions = f"policy version {low}" if low == high else f"policy versions {low} to {high}"
+    ended = "cut at its limit" if row["finish_reason"] == "length" else row["finish_reason"]
+    return "  ".join(earned), f"{length(row)} tokens, {ended}, {versions}"
 
 
 def _merit(row: Row) -> tuple[float, float]:

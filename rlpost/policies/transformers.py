@@ -6,8 +6,9 @@ alone, and log-probs and masks are those of exactly the sampled ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -16,6 +17,15 @@ from rlpost.data.conversation import Completion
 from rlpost.policies.base import Policy, Request
 from rlpost.precision import autocast
 from rlpost.settings import Autocast, SamplingSettings
+
+
+class Draw(NamedTuple):
+    """One sampled token: of which request, its log-prob as it was sampled, and whether it ends the completion."""
+
+    request: int
+    token: int
+    log_prob: float
+    stop: bool
 
 
 class TransformersWrapper(Policy):
@@ -46,23 +56,33 @@ class TransformersWrapper(Policy):
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
         completions: list[Completion] = []
-        for start in range(0, len(requests), self.max_num_seqs):
-            # one autocast context for all of it, so that each weight is cast once
-            with torch.no_grad(), autocast(self.autocast, self.model.device):
+        with self.inference():  # one for all of it, so that each weight is cast once
+            for start in range(0, len(requests), self.max_num_seqs):
                 completions += self._generate_together(requests[start : start + self.max_num_seqs], sampling)
         return completions
 
-    def _generate_together(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """The model without gradients, in the format it computes in: `draws` is to be consumed inside."""
+        with torch.no_grad(), autocast(self.autocast, self.model.device):
+            yield
+
+    def draws(
+        self, requests: Sequence[Request], sampling: SamplingSettings, cache: DynamicCache | None = None
+    ) -> Iterator[list[Draw]]:
+        """Sample token by token: in each step one `Draw` for every completion that is under way.
+
+        `cache` may hold the keys and values of the first ids of a single request's prompt, at most
+        all but one of them; afterwards it holds those of the prompt and of what was drawn, the last
+        token excepted.
+        """
         device = self.model.device
         limits = torch.tensor([request.max_tokens for request in requests], device=device)
         uniforms = _uniforms(requests).to(device)  # (B, T)
-        ids: list[list[int]] = [[] for _ in requests]
-        log_probs: list[list[float]] = [[] for _ in requests]
-        stopped = [False] * len(requests)
-
         alive = torch.arange(len(requests), device=device)  # which request each row of the batch is
+        cache = DynamicCache() if cache is None else cache
         tokens, attention_mask = _left_padded([request.prompt_ids for request in requests], device)
-        cache = DynamicCache()
+        tokens = tokens[:, cache.get_seq_length() :]
         for step in range(int(limits.max())):
             positions = (attention_mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
             logits = self.model(
@@ -73,22 +93,28 @@ class TransformersWrapper(Policy):
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-            chosen, chosen_log_probs = draw(logits.float(), sampling, uniforms[alive, step])
+            chosen, log_probs = draw(logits.float(), sampling, uniforms[alive, step])
             stop = torch.isin(chosen, self._stop_ids)
-            for row, token, log_prob, ended in zip(
-                alive.tolist(), chosen.tolist(), chosen_log_probs.tolist(), stop.tolist(), strict=True
-            ):
-                ids[row].append(token)
-                log_probs[row].append(log_prob)
-                stopped[row] = ended
+            drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
+            yield [Draw(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
             if not going.any():
-                break
+                return
             if not going.all():
                 cache.batch_select_indices(going.nonzero().squeeze(-1))
                 alive, attention_mask, chosen = alive[going], attention_mask[going], chosen[going]
             tokens = chosen[:, None]
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(alive), 1)], -1)
+
+    def _generate_together(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        ids: list[list[int]] = [[] for _ in requests]
+        log_probs: list[list[float]] = [[] for _ in requests]
+        stopped = [False] * len(requests)
+        for drawn in self.draws(requests, sampling):
+            for row, token, log_prob, stop in drawn:
+                ids[row].append(token)
+                log_probs[row].append(log_prob)
+                stopped[row] = stop
         return [
             Completion(
                 token_ids=ids[row],
