@@ -12,6 +12,7 @@ from rlpost.errors import ConfigError
 from rlpost.home import expanded
 
 RUNS = Path("runs")
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
 RESUME_WORDS = ("auto", "latest")
 NAMELESS = re.compile(r"model|checkpoints|latest|step-\d+")  # folders inside a run that do not tell runs apart
 
@@ -22,11 +23,9 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     Nothing is created. Raises ConfigError for a name that is taken or cannot be one, and for a
     `--resume` that finds nothing.
     """
-    if out is not None and name is not None:
-        raise ConfigError("--out and --name both say where the run goes: give one of them")
-    asked = expanded(out) if out is not None else _named(name) if name is not None else None
-    if asked is not None and asked.exists() and not asked.is_dir():
-        raise ConfigError(f"{asked} is a file: a run needs a folder")
+    asked = _asked(out, name)
+    if asked is not None and (asked / SWEEP_FILE).is_file():
+        raise ConfigError(f"{asked} holds a sweep: add -m to go on with it, or give another --name")
     if resume is None:
         return _new(asked, stem)
     if resume in RESUME_WORDS:
@@ -34,10 +33,34 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     return _resumed_from(asked, resume)
 
 
+def choose_sweep_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
+    """The folder of a sweep, in which each job gets one; see `choose_folder`. A sweep knows `--resume auto` alone."""
+    asked = _asked(out, name)
+    if resume not in (None, "auto"):
+        raise ConfigError(f"--resume {resume} is for one run: a sweep goes on with --resume auto")
+    if asked is not None and is_run_folder(asked):
+        raise ConfigError(f"{asked} holds a single run, no sweep: give another --name")
+    if resume is None and asked is not None and (asked / SWEEP_FILE).is_file():
+        raise ConfigError(f"{asked} already holds a sweep: add --resume auto to go on with it, or give another --name")
+    if asked is not None:
+        return asked
+    return (_last_numbered(stem) if resume else None) or _first_free(stem)
+
+
 def slug(path: str) -> str:
     """A short folder name for a model path: `Qwen/Qwen2.5-0.5B` -> `qwen2.5-0.5b`."""
     parts = [part for part in Path(path).parts if not NAMELESS.fullmatch(part)]
     return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"
+
+
+def _asked(out: Path | None, name: str | None) -> Path | None:
+    """The folder that `--out` or `--name` gives, None where neither does."""
+    if out is not None and name is not None:
+        raise ConfigError("--out and --name both say where the run goes: give one of them")
+    asked = expanded(out) if out is not None else _named(name) if name is not None else None
+    if asked is not None and asked.exists() and not asked.is_dir():
+        raise ConfigError(f"{asked} is a file: a run needs a folder")
+    return asked
 
 
 def _named(name: str) -> Path:

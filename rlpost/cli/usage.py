@@ -16,6 +16,8 @@ OVERRIDES_HELP = (
     "Settings: a key (steps=20), an option of a group (env=gsm8k; see rlpost config list), or recipe=NAME. "
     "rlpost config show prints every key."
 )
+MULTIRUN_HELP = "Run once for each combination of several values: optim.lr=1e-5,3e-5 seed=0,1."
+JSON_HELP = "Print the result as JSON on stdout, everything else on stderr."
 
 
 class Verbs(TyperGroup):

@@ -1,0 +1,93 @@
+"""What `--json` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.cli.terminal import print_json, stdout_on_stderr
+from rlpost.errors import ConfigError, RlpostError
+from rlpost.runs import read_run
+from rlpost.settings.run import RunRequest
+
+if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
+    from rlpost.settings import GRPOSettings
+
+
+def settings_dict(settings: Any) -> dict[str, Any]:
+    """The whole configuration in plain values, nested as in config.yaml."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
+        return value.name if isinstance(value, Enum) else value
+
+    return plain(dataclasses.asdict(settings))
+
+
+def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
+    """What would run, for `--dry-run --json`."""
+    return {
+        "command": composed.command.verb,
+        "folder": str(folder),
+        "resume": resume,
+        "choices": composed.choices,
+        "overrides": composed.overrides,
+        "settings": settings_dict(composed.settings),
+    }
+
+
+def train_and_print_json(settings: GRPOSettings, request: RunRequest) -> int:
+    """Train with everything on stderr and the result on stdout; returns the exit code.
+
+    An error other than one of the configuration is told in the result too, before it is raised.
+    """
+    started, error, exit_code = time.monotonic(), None, 0
+    with stdout_on_stderr():
+        from rlpost.train.grpo import train
+
+        try:
+            exit_code = train(settings, request)
+        except ConfigError:
+            raise
+        except RlpostError as raised:
+            error, exit_code = raised, raised.exit_code
+    seconds = time.monotonic() - started
+    print_json(run_result(request.folder, exit_code, seconds, str(error) if error is not None else None))
+    if error is not None:
+        raise error
+    return exit_code
+
+
+def run_result(folder: Path, exit_code: int, seconds: float, error: str | None = None) -> dict[str, Any]:
+    """How a run ended, from its metrics.jsonl, under the names used there.
+
+    `metrics` are those of the last step, `evaluation_before` and `evaluation_after` the held-out
+    figures before the first step and of the latest evaluation; each is None where there is none.
+    `seconds` is the time of this attempt, set-up included.
+    """
+    record = read_run(folder)
+    steps = [row for row in record.metrics if row["step"] > 0]
+    return {
+        "folder": str(folder),
+        "exit_code": exit_code,
+        "error": error,
+        "steps": record.steps_done,
+        "seconds": round(seconds, 1),
+        "metrics": _part(steps[-1], evaluation=False) if steps else None,
+        "evaluation_before": _part(record.evaluation(before=True), evaluation=True),
+        "evaluation_after": _part(record.evaluation(before=False), evaluation=True),
+    }
+
+
+def _part(row: dict[str, Any] | None, *, evaluation: bool) -> dict[str, Any] | None:
+    """The evaluation's figures of a metrics row, or all the others."""
+    if row is None:
+        return None
+    return {key: value for key, value in row.items() if key != "step" and key.startswith("eval/") == evaluation}

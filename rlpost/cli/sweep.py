@@ -1,0 +1,183 @@
+"""`-m`: every job's configuration is checked, then each runs in a process of its own, one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.cli.run_folder import SWEEP_FILE, choose_sweep_folder
+from rlpost.cli.terminal import print_json
+from rlpost.config.registry import Command
+from rlpost.errors import CheckpointError, RlpostError
+from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
+    from rlpost.config.sweep import Job
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The flags beside `-m`; `out` and `name` say where the sweep goes, each job gets a folder in it."""
+
+    out: Path | None = None
+    name: str | None = None
+    resume: str | None = None
+    dry_run: bool = False
+    cfg: bool = False
+    as_json: bool = False
+
+
+@dataclass
+class Outcome:
+    """How a job stands; `exit_code` is None until it has ended, `result` what its `--json` printed."""
+
+    exit_code: int | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    result: dict[str, Any] | None = None
+
+
+@dataclass
+class SweepJob:
+    """One job: what differs, its checked configuration, its folder and how it stands."""
+
+    job: Job
+    composed: Composed[Any]
+    folder: Path
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps to train; None for an evaluation."""
+        return getattr(self.composed.settings, "steps", None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.job.name,
+            "folder": str(self.folder),
+            "differs": self.job.differs,
+            "overrides": self.composed.overrides,
+            **asdict(self.outcome),
+        }
+
+
+@dataclass
+class Sweep:
+    """A sweep and its record, which is rewritten after every job; `named`: the user said where it goes."""
+
+    command: Command[Any]
+    typed: list[str]
+    folder: Path
+    jobs: list[SweepJob]
+    named: bool
+    exit_code: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "command": self.command.verb,
+            "typed": self.typed,
+            "folder": str(self.folder),
+            "exit_code": self.exit_code,
+            "jobs": [job.as_dict() for job in self.jobs],
+        }
+
+    def save(self) -> None:
+        """Write sweep.json whole or not at all. Raises CheckpointError where the disk does not take it."""
+        file = self.folder / SWEEP_FILE
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            making = file.with_suffix(".incomplete")
+            making.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+            os.replace(making, file)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; give another --out") from error
+
+
+def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> int:
+    """Run `command` once for each combination of the values in `words`; returns the exit code of the worst job.
+
+    Nothing is begun before every configuration is checked: one that cannot work raises ConfigError
+    or DataError and names its job.
+    """
+    planned = plan(command, words, typed, options)
+    if options.cfg:
+        _print_configurations(planned, options)
+        return 0
+    if options.dry_run:
+        _print_plan(planned, options)
+        return 0
+    from rlpost.cli.sweep_run import run_jobs
+
+    planned.exit_code = run_jobs(planned, options)
+    planned.save()
+    if options.as_json:
+        print_json(planned.as_dict())
+    return planned.exit_code
+
+
+def plan(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> Sweep:
+    """The sweep with every job composed, and with what its folder says of jobs that are done already."""
+    from rlpost.config.compose import compose
+    from rlpost.config.sweep import expand
+
+    jobs = expand(words)
+    composed = []
+    for number, job in enumerate(jobs, start=1):
+        try:
+            composed.append(compose(command, job.words))
+        except RlpostError as error:
+            where = f"job {number} of {len(jobs)} ({job.title})"
+            raise type(error)(f"{where}: {error}; no job was begun") from error
+    folder = choose_sweep_folder(options.out, options.name, options.resume, f"sweep-{command.name}")
+    done = _recorded(folder) if options.resume is not None else {}
+    planned = []
+    for job, its in zip(jobs, composed, strict=True):
+        known = done.get(job.name)
+        finished = known is not None and known["exit_code"] == 0 and known["overrides"] == its.overrides
+        outcome = Outcome(0, known["seconds"], None, known["result"]) if known and finished else Outcome()
+        planned.append(SweepJob(job, its, folder / job.name, outcome))
+    return Sweep(command, typed, folder, planned, named=options.out is not None or options.name is not None)
+
+
+def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name -> what sweep.json says of the job; nothing where no sweep has been here."""
+    file = folder / SWEEP_FILE
+    if not file.is_file():
+        return {}
+    try:
+        jobs = json.loads(file.read_text())["jobs"]
+        return {job["name"]: {key: job[key] for key in ("overrides", "exit_code", "seconds", "result")} for job in jobs}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): remove it to run every job") from error
+
+
+def _print_configurations(planned: Sweep, options: SweepOptions) -> None:
+    from rlpost.cli.results import settings_dict
+
+    if options.as_json:
+        print_json({job.job.name: settings_dict(job.composed.settings) for job in planned.jobs})
+        return
+    for number, job in enumerate(planned.jobs, start=1):
+        print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.job.title)}")
+        print(job.composed.yaml, end="")
+
+
+def _print_plan(planned: Sweep, options: SweepOptions) -> None:
+    if options.as_json:
+        print_json(planned.as_dict())
+        return
+    from rlpost.cli.columns import fitted_table, output_width
+
+    rows = [
+        (str(number), "done" if job.outcome.exit_code == 0 else "", job.job.name, printable(job.job.title))
+        for number, job in enumerate(planned.jobs, start=1)
+    ]
+    print(f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}")
+    print("\n".join(fitted_table(rows, output_width(200), right=[0], cuttable=[2, 3])))

@@ -1,0 +1,179 @@
+"""What a sweep shows: a line a job, the one under way live, and a table at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rlpost.cli.columns import fitted_table, one_line
+from rlpost.errors import ConfigError
+from rlpost.runs import metrics_row
+from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.cli.sweep import Sweep, SweepJob
+
+ROW_END = 16384  # bytes of metrics.jsonl that hold its last row
+LONGEST_CELL = 32
+STOPPED = (129, 130, 143)
+
+
+class SweepScreen:
+    """Lines on `stream`; on a terminal the last of them is written over while a job runs."""
+
+    def __init__(self, sweep: Sweep, stream: TextIO) -> None:
+        self.sweep = sweep
+        self.stream = stream
+        self._said_stopping = False
+        self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def begin(self) -> None:
+        """What is about to run."""
+        count = len(self.sweep.jobs)
+        self._line(f"{count} jobs of rlpost {self.sweep.command.verb}, one after the other; each has its log.txt in")
+        self._line(f"{self.sweep.folder}/")
+
+    def begun(self, number: int, job: SweepJob) -> None:
+        """A job that begins, where there is no live line to show it."""
+        if not self.live:
+            self._line(self._row(number, job, "begun", "", 0.0))
+
+    def show(self, number: int, job: SweepJob, seconds: float, *, stopping: bool) -> None:
+        """The job under way, on a terminal, and once that it has been asked to stop."""
+        if stopping and not self._said_stopping:
+            self._said_stopping = True
+            self._clear()
+            self._line("stopping: the job under way saves first; Ctrl-C again leaves at once")
+        if not self.live:
+            return
+        from rich.cells import set_cell_size
+
+        state, figure = _under_way(job)
+        line = self._row(number, job, "stopping" if stopping else state, figure, seconds)
+        width = shutil.get_terminal_size().columns
+        self.stream.write(f"\r\x1b[2K{set_cell_size(printable(line), width - 1).rstrip()}")
+        self.stream.flush()
+
+    def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
+        """A job that has ended, now or (`known`) in an earlier attempt."""
+        outcome = job.outcome
+        code = outcome.exit_code
+        state = (
+            "done before" if known else "done" if code == 0 else "stopped" if code in STOPPED else f"failed ({code})"
+        )
+        self._clear()
+        self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))
+        if outcome.error is not None:
+            self._line(f"      {outcome.error}")
+            self._line(f"      see {job.folder}/log.txt")
+
+    def end(self) -> None:
+        """The table, and how to go on where something is left to do."""
+        jobs = self.sweep.jobs
+        self._line("")
+        width = shutil.get_terminal_size().columns if self.stream.isatty() else None
+        swept = list(jobs[0].job.differs)
+        for line in fitted_table(summary(self.sweep), width, cuttable=range(len(swept))):
+            self._line(line)
+        self._line("")
+        left = sum(job.outcome.exit_code != 0 for job in jobs)
+        if any(job.outcome.exit_code == ConfigError.exit_code for job in jobs):
+            self._line("stopped: a configuration that cannot work would fail the other jobs too")
+        if left:
+            where = "" if self.sweep.named else f" --out {self.sweep.folder}"
+            self._line(f"{left} of {len(jobs)} jobs are not done; to go on: the same command with --resume auto{where}")
+        self._line(f"results  {self.sweep.folder}/sweep.json")
+
+    def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
+        from rlpost.screen.lines import clock
+
+        total = len(self.sweep.jobs)
+        index = f"{number:>{len(str(total))}}/{total}"
+        return f"{index}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}"
+
+    def _clear(self) -> None:
+        if self.live:
+            self.stream.write("\r\x1b[2K")
+
+    def _line(self, text: str) -> None:
+        print(printable(text), file=self.stream, flush=True)
+
+
+def summary(sweep: Sweep) -> list[list[str]]:
+    """A header, and a row a job: what differs, what came of it, seconds and exit code."""
+    swept = list(sweep.jobs[0].job.differs)
+    trained = sweep.jobs[0].steps is not None
+    figures = ["reward", "accuracy before", "accuracy after"] if trained else ["reward", "accuracy"]
+    rows = [[*swept, *figures, "seconds", "exit"]]
+    for job in sweep.jobs:
+        outcome = job.outcome
+        values = [one_line(text, LONGEST_CELL) for text in job.job.differs.values()]
+        code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
+        rows.append([*values, *_results(outcome.result, trained), f"{outcome.seconds:.1f}", code])
+    return rows
+
+
+def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
+    """The cells of the last step's reward and the held-out accuracies, or of an evaluation's."""
+    if result is None:
+        return ["-"] * (3 if trained else 2)
+    if not trained:
+        accuracy = result["accuracy_lenient"]
+        return [
+            f"{result['reward_mean']:.3f}",
+            "-" if accuracy is None else _share(accuracy["value"], accuracy["low"], accuracy["high"]),
+        ]
+    metrics = result["metrics"] or {}
+    reward = metrics.get("reward/mean")
+    return ["-" if reward is None else f"{reward:.2f}", *map(_accuracy, _evaluations(result))]
+
+
+def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    return result["evaluation_before"] or {}, result["evaluation_after"] or {}
+
+
+def _accuracy(evaluation: Mapping[str, Any]) -> str:
+    values = [evaluation.get(f"eval/accuracy_lenient{end}") for end in ("", "_low", "_high")]
+    known = [value for value in values if value is not None]
+    return _share(*known) if len(known) == 3 else "-"
+
+
+def _share(value: float, low: float, high: float) -> str:
+    return f"{value:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def _under_way(job: SweepJob) -> tuple[str, str]:
+    """How far the job is: `step 12/60` and its figure."""
+    if job.steps is None:
+        return "evaluating", ""
+    row = _last_row(job)
+    if row is None:
+        return "starting", ""
+    return f"step {row['step']}/{job.steps}", _figure(row)
+
+
+def _metrics(job: SweepJob) -> Mapping[str, Any]:
+    """The last figures of a job that has ended."""
+    result = job.outcome.result
+    if result is None:
+        return {}
+    return {"reward/mean": result["reward_mean"]} if job.steps is None else result["metrics"] or {}
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+    reward = row.get("reward/mean")
+    return "" if reward is None else f"reward {reward:.2f}"
+
+
+def _last_row(job: SweepJob) -> dict[str, Any] | None:
+    """The last whole row of the job's metrics.jsonl, which it may be writing to."""
+    file = job.folder / "metrics.jsonl"
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - ROW_END))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:  # it has not begun to write
+        return None
+    return next((row for line in reversed(lines) if (row := metrics_row(line)) is not None), None)
