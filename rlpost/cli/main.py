@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rlpost import __version__
+from rlpost.cli import chat as chat_verb
 from rlpost.cli import completion, config, env, info, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(train.app, name="train")
 app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.")(eval_verb.evaluate)
+app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.")(chat_verb.chat)
 app.add_typer(config.app, name="config")
 app.add_typer(env.app, name="env")
 app.add_typer(runs.app, name="runs")

@@ -1,0 +1,183 @@
+"""A conversation with a model: replies sampled as in training and given out piece by piece."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import DynamicCache
+
+from rlpost.data.conversation import Message
+from rlpost.errors import DataError
+from rlpost.models import load_model, load_tokenizer, locate_model
+from rlpost.policies import Request, TransformersWrapper
+from rlpost.policies.base import request_seed
+from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings
+
+REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4  # bytes of one character in UTF-8
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said to one message.
+
+    `finish_reason` is "stop" (the model ended its turn), "length" (cut at `max_tokens`), "context"
+    (cut where the model's context ends) or "interrupted". `seconds` includes reading the message.
+    """
+
+    text: str
+    tokens: int
+    seconds: float
+    finish_reason: str
+
+
+class Chat:
+    """The messages so far, and the model that answers them.
+
+    Each turn the chat template renders all messages, as a deployment would; the keys and values of
+    what the model has read before are kept. The same messages under the same seed get the same
+    replies.
+    """
+
+    def __init__(
+        self,
+        policy: TransformersWrapper,
+        *,
+        sampling: SamplingSettings,
+        max_tokens: int,
+        system: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.system = system
+        self.seed = seed
+        self.messages: list[Message] = []
+        self._resets = 0
+        self._forget_cache()
+
+    def reset(self) -> None:
+        """Begin anew, under the system prompt that `system` says."""
+        self.messages = []
+        self._resets += 1
+
+    def reply(self, text: str, show: Callable[[str], None]) -> Reply:
+        """Answer `text`, giving each piece of the reply to `show` as soon as its characters are whole.
+
+        Ctrl-C ends the reply; what was said until then stays part of the conversation. Raises
+        DataError, leaving the conversation as it was, for a message that the context has no room
+        for or the chat template refuses.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self._render(asked)
+        room = self._room(prompt_ids, first=not self.messages)
+        ids: list[int] = []
+        started = time.perf_counter()
+        finish_reason = "interrupted"
+        stream = TextStream(self.policy.tokenizer)
+        try:
+            with self.policy.inference():
+                finish_reason = self._sample(prompt_ids, min(self.max_tokens, room), ids, stream, show)
+        except KeyboardInterrupt:
+            self._forget_cache()  # it may have been left between two layers
+        if finish_reason == "length" and room < self.max_tokens:
+            finish_reason = "context"
+        show(stream.rest())
+        reply = Reply(stream.text, len(ids), time.perf_counter() - started, finish_reason)
+        if ids:
+            self.messages = [*asked, {"role": "assistant", "content": reply.text}]
+        return reply
+
+    def _sample(
+        self, prompt_ids: list[int], max_tokens: int, ids: list[int], stream: TextStream, show: Callable[[str], None]
+    ) -> str:
+        """Append what is drawn to `ids`; returns "stop" or "length"."""
+        seed = request_seed(self.seed, self._resets, 0, len(self.messages))
+        self._keep_common(prompt_ids)
+        request = Request(prompt_ids, max_tokens, seed)
+        for [drawn] in self.policy.draws([request], self.sampling, self._cache):
+            ids.append(drawn.token)
+            self._cached_ids = [*prompt_ids, *ids[:-1]]
+            show(stream.add(drawn.token))
+            if drawn.stop:
+                return "stop"
+        return "length"
+
+    def _render(self, messages: list[Message]) -> list[int]:
+        tokenizer = self.policy.tokenizer
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        try:
+            text = tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise DataError(f"the model's chat template refuses this conversation: {error}") from error
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _room(self, prompt_ids: list[int], *, first: bool) -> int:
+        """Tokens that a reply can have; raises DataError where there is none."""
+        longest = self.policy.max_model_len
+        if longest is None:
+            return self.max_tokens
+        if len(prompt_ids) >= longest:
+            subject, advice = ("the message", "shorten it") if first else ("the conversation", "/reset begins anew")
+            raise DataError(f"{subject} has {len(prompt_ids)} tokens, the model takes {longest}: {advice}")
+        return longest - len(prompt_ids)
+
+    def _keep_common(self, prompt_ids: list[int]) -> None:
+        """Crop the cache to what it and the prompt begin with, the prompt's last token excepted."""
+        common = 0
+        for cached, wanted in zip(self._cached_ids, prompt_ids[:-1], strict=False):
+            if cached != wanted:
+                break
+            common += 1
+        if common == 0:
+            self._forget_cache()
+        elif surplus := self._cache.get_seq_length() - common:
+            self._cache.crop(-surplus)
+        self._cached_ids = self._cached_ids[:common]
+
+    def _forget_cache(self) -> None:
+        self._cache = DynamicCache()
+        self._cached_ids: list[int] = []
+
+
+class TextStream:
+    """Token ids to text, piece by piece; a character split over tokens waits until it is whole."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._given = 0  # characters of `text` that were given out
+
+    def add(self, token: int) -> str:
+        """The text that one more token makes whole."""
+        self._ids.append(token)
+        # tidying spaces up would change what was given out before
+        self.text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = self.text.rstrip(REPLACEMENT)
+        # bytes that do not become a character within its longest form never will
+        waiting = min(len(self.text) - len(whole), LONGEST_CHARACTER - 1)
+        return self._give(len(self.text) - waiting)
+
+    def rest(self) -> str:
+        """What still waited: nothing more is to come."""
+        return self._give(len(self.text))
+
+    def _give(self, until: int) -> str:
+        piece = self.text[self._given : until]
+        self._given = max(self._given, until)
+        return piece
+
+
+def load_policy(settings: ModelSettings) -> tuple[TransformersWrapper, Path]:
+    """A policy to talk to, and the folder of its model: held in bfloat16, which a conversation does with."""
+    folder = locate_model(settings.path, settings.revision)
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, replace(settings, dtype=DType.bfloat16))
+    return TransformersWrapper(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

@@ -1,0 +1,109 @@
+"""`rlpost chat`: which model is meant, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlpost.errors import ConfigError, DataError
+from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.settings import ModelSettings
+
+EXAMPLES = """\b
+Examples:
+  rlpost chat smollm2
+  rlpost chat my-run --system "Answer with a number." --temperature 0
+  echo "What is 2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
+"""
+
+
+def chat(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A run, checkpoint, HF folder, hub id, or an option of model (smollm2)."),
+    ],
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens.")] = 0.9,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest reply.")] = 512,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same words get the same replies.")] = 0,
+    lines: Annotated[bool, typer.Option("--lines", help="Each line of a pipe is a message of its own.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each reply to a pipe as a JSON object.")] = False,
+) -> None:
+    """Talk to a model. From a pipe: its text is the message, and only the reply goes to stdout.
+
+    /help lists what can be typed. Ctrl-C stops a reply, and leaves at the prompt; Ctrl-D leaves.
+    """
+    from rlpost.settings import SamplingSettings
+
+    settings = model_settings(path)
+    sampling = SamplingSettings(temperature, top_p)
+    piped = not sys.stdin.isatty()
+    if (as_json or lines) and not piped:
+        raise ConfigError(
+            "--json and --lines are for what comes through a pipe: echo '2 + 2' | rlpost chat PATH --json"
+        )
+    messages = piped_messages(lines=lines) if piped else []
+    print(f"loading {printable(what_is_loaded(path, settings))} ...", file=sys.stderr, flush=True)
+    from rlpost.cli.talk import answer, load, talk
+
+    session = load(settings, sampling, system=system, max_tokens=max_tokens, seed=seed)
+    if piped:
+        answer(session, messages, as_json=as_json)
+    else:
+        talk(session)
+
+
+def model_settings(path: str) -> ModelSettings:
+    """The model that an option of `model`, a run's name or anything `model.path` takes means.
+
+    Raises ConfigError, with the nearest name, where it is none of them.
+    """
+    from rlpost.config.compose import compose
+    from rlpost.config.nearest import did_you_mean, nearest
+    from rlpost.config.paths import is_run_folder, resolve_model_path
+    from rlpost.config.registry import EVAL, options
+    from rlpost.runs import RUNS, find_runs
+    from rlpost.settings import ModelSettings
+
+    known = options("model")
+    if path in known and not Path(path).is_dir():
+        return compose(EVAL, [f"model={path}"]).settings.model
+    run = RUNS / path
+    if not Path(path).is_absolute() and is_run_folder(run):
+        path = str(run)
+    elif "/" not in path and ":" not in path and not path.startswith((".", "~")) and not Path(path).exists():
+        runs = [str(found.relative_to(RUNS)) for found in find_runs(RUNS)] if RUNS.is_dir() else []
+        hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
+        raise ConfigError(f"{path} is no model, run or folder{hint}")
+    try:
+        return ModelSettings(path=resolve_model_path(path))
+    except ConfigError as error:  # it speaks of a setting, where the path was all that was typed
+        raise ConfigError(str(error).removeprefix("model.path=")) from None
+
+
+def what_is_loaded(path: str, settings: ModelSettings) -> str:
+    """What was asked for and, where this is something else, what it stands for."""
+    folder = Path(settings.path)
+    if not folder.is_dir():
+        found = settings.path if settings.path == path else f"{path} ({settings.path})"
+        return found if ":" in settings.path else f"{found}, from the hub unless it is cached"
+    checkpoint = folder.resolve().parent
+    return f"{path} ({checkpoint.name})" if checkpoint.parent.name == "checkpoints" else str(path)
+
+
+def piped_messages(*, lines: bool) -> list[str]:
+    """What came through the pipe: one message, or one a line. Raises DataError for no text."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin is no text: byte {error.start} is not UTF-8") from None
+    messages = [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]
+    if not any(message.strip() for message in messages):
+        raise DataError("stdin is empty: echo 'a question' | rlpost chat PATH, or start it in a terminal to talk")
+    return messages
