@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import json
+import re
 import textwrap
 import tokenize
 import types
@@ -80,7 +81,7 @@ def groups_of(settings: type) -> list[str]:
 
 @cache
 def docs_of(settings: type) -> dict[str, str]:
-    """Field name -> the comment beside it, of a settings class and its bases."""
+    """Field name -> the comment beside it, of a settings class and its bases; None is written null, as users do."""
     docs: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
         if dataclasses.is_dataclass(cls):
@@ -97,6 +98,8 @@ def as_text(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list):
+        if len(value) == 1 and isinstance(value[0], str) and "," not in value[0] and not value[0].startswith("["):
+            return as_text(value[0])  # which needs no quotes in a shell
         return "[" + ",".join(json.dumps(v) if isinstance(v, str) else as_text(v) for v in value) + "]"
     text = str(value)
     plain = text == text.strip() and text.isprintable() and text != NULL and text[:1] not in ("'", '"')
@@ -109,7 +112,9 @@ def _comments_of(cls: type) -> dict[str, str]:
     except OSError:  # an installation without source files: the keys are still listed, without comments
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {
+        t.start[0]: re.sub(r"\bNone\b", NULL, t.string.lstrip("# ")) for t in tokens if t.type == tokenize.COMMENT
+    }
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     return {
         node.target.id: comments[node.lineno]

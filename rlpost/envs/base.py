@@ -27,7 +27,8 @@ class EnvBase(ABC):
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
 
-    max_reward: float = 1.0  # what a perfect reply earns
+    max_reward: float | None = 1.0  # what a perfect reply earns; None: not known
+    has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
 
     def __init__(
         self,

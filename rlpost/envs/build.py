@@ -7,9 +7,11 @@ from typing import Any
 
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
 from rlpost.errors import ConfigError
-from rlpost.settings import ArithmeticSettings, EnvSettings, GSM8KSettings
+from rlpost.settings import ArithmeticSettings, DatasetSettings, EnvSettings, GSM8KSettings
+from rlpost.settings.registered import ENVS
 
 
 def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:
@@ -18,13 +20,13 @@ def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed:
     `seed`, the run's, and `settings.seed` choose the order of the prompts together. Nothing is read
     until the environment is started. Raises ConfigError for settings no environment belongs to.
     """
-    build = BUILDERS.get(type(settings))
+    builders = BUILDERS | {env.settings: env.build for env in ENVS.values()}
+    build = builders.get(type(settings))
     if build is None:
-        raise ConfigError(
-            f"no environment belongs to {type(settings).__name__}: add its builder to rlpost.envs.build.BUILDERS"
-        )
-    return build(
+        raise ConfigError(f"no environment belongs to {type(settings).__name__}: register it with rlpost.register_env")
+    env = build(
         settings,
+        system_prompt=settings.system_prompt,
         split=settings.split,
         limit=settings.limit,
         prompt_template=settings.prompt_template,
@@ -35,23 +37,32 @@ def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed:
         group_repeats=True,
         seed=seed,
     )
+    if not isinstance(env, DatasetChatEnv):
+        raise ConfigError(
+            f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
+        )
+    return env
 
 
 def _arithmetic(settings: ArithmeticSettings, *, seed: int, **common: Any) -> ArithmeticEnv:
     return ArithmeticEnv(
         operations=[operation.value for operation in settings.operations],
         digits=settings.digits,
-        system_prompt=settings.system_prompt,
         seed=order_seed(seed, settings.seed),
         **common,
     )
 
 
-def _gsm8k(settings: GSM8KSettings, *, seed: int, **common: Any) -> GSM8KEnv:
+def _dataset(settings: DatasetSettings, *, seed: int, **common: Any) -> DatasetEnv:
+    return DatasetEnv(settings, seed=order_seed(seed, settings.seed), **common)
+
+
+def _gsm8k(settings: GSM8KSettings, *, seed: int, system_prompt: str | None, **common: Any) -> GSM8KEnv:
     return GSM8KEnv(
         settings.path,
         shuffle=settings.shuffle,
-        system_prompt=SYSTEM_PROMPT if settings.system_prompt is None else settings.system_prompt,
+        held_out=settings.held_out,
+        system_prompt=SYSTEM_PROMPT if system_prompt is None else system_prompt,
         seed=order_seed(seed, settings.seed),
         **common,
     )
@@ -64,5 +75,6 @@ def order_seed(run_seed: int, env_seed: int) -> int:
 
 BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     ArithmeticSettings: _arithmetic,
+    DatasetSettings: _dataset,
     GSM8KSettings: _gsm8k,
 }

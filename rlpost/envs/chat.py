@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import load_rows
+from rlpost.data.datasets import HELD_OUT, load_rows
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows
 from rlpost.envs.scoring import record_score
@@ -106,10 +106,7 @@ class ChatEnv(EnvBase):
         return conversations
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
-        messages: list[Message] = []
-        if self.system_prompt is not None:
-            messages.append({"role": self.system_role, "content": self.system_prompt})
-        messages.append({"role": self.user_role, "content": self.user_message(task)})
+        messages = self.opening_messages(task)
         return Conversation(
             task=task,
             messages=messages,
@@ -117,6 +114,13 @@ class ChatEnv(EnvBase):
             sample=sample,
             max_completion_tokens=self.max_completion_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+    def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
+        """How a conversation about `task` begins: the system's message if there is one, and the user's."""
+        user = {"role": self.user_role, "content": self.user_message(task)}
+        return (
+            [user] if self.system_prompt is None else [{"role": self.system_role, "content": self.system_prompt}, user]
         )
 
     def user_message(self, task: Mapping[str, Any]) -> str:
@@ -143,8 +147,12 @@ class ChatEnv(EnvBase):
         for conversation in conversations:
             if not conversation.done:
                 self._answer(conversation)
-            if conversation.done:
-                record_score(conversation, self.score)
+        self.score_finished([conversation for conversation in conversations if conversation.done])
+
+    def score_finished(self, conversations: Sequence[Conversation]) -> None:
+        """Score conversations that are over, in place: one by one, unless an environment scores them together."""
+        for conversation in conversations:
+            record_score(conversation, self.score)
 
     def _answer(self, conversation: Conversation) -> None:
         """End the conversation, or let the environment speak."""
@@ -186,7 +194,8 @@ class DatasetChatEnv(ChatEnv):
     `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
     `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
     The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
-    fetched from the dataset at a time. Other arguments are `ChatEnv`'s.
+    fetched from the dataset at a time. `held_out` is the share of the prompts that `load_rows` keeps
+    for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
     def __init__(
@@ -195,6 +204,7 @@ class DatasetChatEnv(ChatEnv):
         *,
         split: str = "train",
         limit: int | None = None,
+        held_out: float = HELD_OUT,
         shuffle: bool = True,
         num_envs: int = 1,
         repeats: int = 1,
@@ -214,6 +224,7 @@ class DatasetChatEnv(ChatEnv):
         self.dataset = dataset
         self.split = split
         self.limit = limit
+        self.held_out = held_out
         self.shuffle = shuffle
         self.repeats = repeats
         self.seed = seed
@@ -227,7 +238,7 @@ class DatasetChatEnv(ChatEnv):
         """
         if self._rows is None:
             self._rows = self.open_rows(self.seed)
-            self.user_message(next(self._rows.iter_from(0)))
+            self.opening_messages(next(self._rows.iter_from(0)))
             self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
     def open_rows(self, seed: int) -> Any:
@@ -240,7 +251,7 @@ class DatasetChatEnv(ChatEnv):
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
         if isinstance(self.dataset, str):
-            return load_rows(self.dataset, split, (self.data_key,), self.limit)
+            return load_rows(self.dataset, split, (self.data_key,), self.limit, held_out=self.held_out)
         if self.limit is None:
             return self.dataset
         return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]

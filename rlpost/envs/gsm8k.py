@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.batch import strings
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, load_rows
+from rlpost.data.datasets import HELD_OUT, Complaint, Row, load_rows
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
@@ -123,7 +123,8 @@ class GSM8KEnv(DatasetChatEnv):
     """One turn on each GSM8K question.
 
     `dataset` is the hub's id, a folder with train.jsonl and test.jsonl, one file, or a sequence of
-    rows with `question` and `answer`. A task has the row's fields, `answer` being the final number
+    rows with `question` and `answer`; of a path without a file for test a share `held_out` of the
+    questions is the split test. A task has the row's fields, `answer` being the final number
     and `solution` what the dataset reasons before it. With `compute_reward=False` replies are not
     scored. Other arguments are `DatasetChatEnv`'s.
     """
@@ -144,7 +145,7 @@ class GSM8KEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        return load_tasks(self.dataset, split, self.limit)
+        return load_tasks(self.dataset, split, self.limit, self.held_out)
 
     def score(self, conversation: Conversation) -> Score | None:
         """Only the reply is read, never the system prompt's example."""
@@ -201,11 +202,14 @@ def make_gsm8k_env(
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
 
 
-def load_tasks(dataset: str | Sequence[Mapping[str, Any]], split: str, limit: int | None = None) -> list[Row]:
+def load_tasks(
+    dataset: str | Sequence[Mapping[str, Any]], split: str, limit: int | None = None, held_out: float = HELD_OUT
+) -> list[Row]:
     """The tasks of one split. Raises DataError naming file or dataset, row and field."""
     if isinstance(dataset, str):
         config = HUB_CONFIG if dataset == HUB_ID else None
-        rows: list[Row] = load_rows(dataset, split, ("question", "answer"), limit, config=config, check=_complaint)
+        required = ("question", "answer")
+        rows: list[Row] = load_rows(dataset, split, required, limit, config=config, check=_complaint, held_out=held_out)
     else:
         rows = [dict(row) for row in dataset][:limit]
         for number, row in enumerate(rows, start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation
@@ -14,11 +15,16 @@ SHOWN = 10  # failures that are printed
 
 @dataclass(slots=True)
 class Proof:
-    """What `prove` found: tasks and replies tried, and one line for each reply scored wrongly."""
+    """What `prove` found: tasks and replies tried, and one line for each reply scored wrongly.
+
+    Where nobody knows what a perfect reply earns, `gold` and `corrupted` are what the replies did.
+    """
 
     checked: int = 0
     replies: int = 0
     failures: list[str] = field(default_factory=list)
+    gold: list[float] = field(default_factory=list)
+    corrupted: list[float] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -33,30 +39,56 @@ class Proof:
         verdict = "all scored rightly" if self.holds else f"{len(self.failures)} scored wrongly"
         if not self.checked:
             verdict = "there is no gold answer to check"
+        if self.gold and self.corrupted:
+            told.append(
+                f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
+            )
         return [f"{self.checked} gold answers and {self.replies - self.checked} corrupted ones: {verdict}", *told]
 
 
 def prove(env: EnvBase) -> Proof:
     """Score the gold reply and the corrupted replies of every task of the environment's split.
 
-    Raises DataError where the environment's data cannot be read.
+    Gold has to earn `max_reward` and both accuracies, corrupted less and neither; where `max_reward`
+    is not known, every reply has to be scored and none to earn more than the gold one. Raises
+    DataError where the environment's data cannot be read.
     """
+    env.start()
     proof = Proof()
     for where, task in env.all_tasks():
-        gold = env.gold_reply(task)
-        corrupted = env.corrupted_replies(task)
         proof.checked += 1
-        proof.replies += 1 + len(corrupted)
+        gold = env.gold_reply(task)
         played = _played(env, task, gold)
-        if not (played.valid and played.reward == env.max_reward and _accuracies(played) == (1.0, 1.0)):
+        best = played.reward if env.max_reward is None else env.max_reward
+        if not _is_gold(env, played):
             proof.failures.append(f"{where}: the gold reply {_short(gold)} got {_marks(played)}")
+        corrupted = env.corrupted_replies(task)
         for reply in corrupted:
-            played = _played(env, task, reply)
-            if not (played.valid and played.reward is not None and played.reward < env.max_reward) or any(
-                _accuracies(played)
-            ):
-                proof.failures.append(f"{where}: the corrupted reply {_short(reply)} got {_marks(played)}")
+            other = _played(env, task, reply)
+            if not _is_corrupted(env, other, best):
+                proof.failures.append(f"{where}: the corrupted reply {_short(reply)} got {_marks(other)}")
+            if env.max_reward is None and other.reward is not None:
+                proof.corrupted.append(other.reward)
+        proof.replies += 1 + len(corrupted)
+        if env.max_reward is None and played.reward is not None:
+            proof.gold.append(played.reward)
     return proof
+
+
+def _is_gold(env: EnvBase, played: Conversation) -> bool:
+    if env.max_reward is None:
+        return played.valid
+    return (
+        played.valid and played.reward == env.max_reward and (not env.has_accuracy or _accuracies(played) == (1.0, 1.0))
+    )
+
+
+def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> bool:
+    if not played.valid or played.reward is None:
+        return False
+    if env.max_reward is None:
+        return best is None or played.reward <= best
+    return played.reward < env.max_reward and not any(_accuracies(played))
 
 
 def _played(env: EnvBase, task: Mapping[str, Any], reply: str) -> Conversation:

@@ -67,6 +67,12 @@ def test_a_value_is_read_as_its_key_wants_it(key: Key, text: str, value: Any) ->
         (CHOICE, Schedule.linear),
         (CHOICES, [Operation.add, Operation.subtract]),
         (TEXTS, ["a, b", 'c "d"', "e\nf"]),
+        (TEXTS, ["a.py:f"]),
+        (TEXTS, ["a, b"]),
+        (TEXTS, ["[a]"]),
+        (TEXTS, [" null\n"]),
+        (TEXTS, ["null"]),
+        (TEXTS, [""]),
     ],
 )
 def test_a_value_survives_being_written_on_one_line(key: Key, value: Any) -> None:

@@ -28,7 +28,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         tmp_path / "a.parquet",
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), files[-1])
-    assert [load_rows(str(path), "train") for path in files] == [ROWS] * 4
+    assert [load_rows(str(path), "train", held_out=0) for path in files] == [ROWS] * 4
 
 
 def test_a_folder_is_read_by_split(tmp_path: Path) -> None:
@@ -40,7 +40,85 @@ def test_a_folder_is_read_by_split(tmp_path: Path) -> None:
 
 def test_byte_order_marks_carriage_returns_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", "\ufeff" + LINES.replace("\n", "\r\n") + "\r\n")
-    assert load_rows(str(path), "train") == ROWS
+    assert load_rows(str(path), "train", held_out=0) == ROWS
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
+
+
+def jsonl(rows: list[dict[str, str]]) -> str:
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+def test_a_file_gives_every_row_to_one_split(tmp_path: Path) -> None:
+    rows = numbered(1000)
+    path = str(written(tmp_path, "a.jsonl", jsonl(rows)))
+    train, test = load_rows(path, "train"), load_rows(path, "test")
+    assert sorted(map(json.dumps, train + test)) == sorted(map(json.dumps, rows))
+    assert 60 <= len(test) <= 140  # 1000 draws at 0.1: 100, and four standard deviations of 9.5
+    assert load_rows(path, "test", limit=5) == test[:5]
+
+
+def test_a_prompt_is_never_on_both_sides(tmp_path: Path) -> None:
+    rows = [{**row, "answer": answer} for row in numbered(50) for answer in ("a", "b", "c")]
+    path = str(written(tmp_path, "a.jsonl", jsonl(rows)))
+    sides = [{row["question"] for row in load_rows(path, split, held_out=0.5)} for split in ("train", "test")]
+    assert sides[0] & sides[1] == set()
+    assert sides[0] | sides[1] == {row["question"] for row in rows}
+
+
+def test_a_prompt_stays_on_its_side_when_rows_are_added_or_moved(tmp_path: Path) -> None:
+    rows = numbered(300)
+    test = load_rows(str(written(tmp_path, "a.jsonl", jsonl(rows))), "test")
+    more = [*reversed(rows), *numbered(400)[300:]]
+    longer = load_rows(str(written(tmp_path, "b.jsonl", jsonl(more))), "test")
+    assert [row for row in reversed(longer) if row in rows] == test
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_two_prompts_are_enough_for_two_sides(share: float, tmp_path: Path) -> None:
+    path = str(written(tmp_path, "a.jsonl", LINES))
+    assert sorted(len(load_rows(path, split, held_out=share)) for split in ("train", "test")) == [1, 1]
+
+
+def test_a_share_of_nothing_or_all_leaves_one_side_empty(tmp_path: Path) -> None:
+    path = str(written(tmp_path, "a.jsonl", LINES))
+    assert load_rows(path, "train", held_out=0) == ROWS
+    assert load_rows(path, "test", held_out=1) == ROWS
+    with pytest.raises(DataError, match=r"env.held_out=0 of its 2 different prompts leaves none for test"):
+        load_rows(path, "test", held_out=0)
+    with pytest.raises(DataError, match="leaves none for train"):
+        load_rows(path, "train", held_out=1)
+
+
+def test_a_folder_without_a_test_file_holds_out_of_its_train_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "train.jsonl", jsonl(numbered(100)))
+    for split in ("train", "test"):
+        assert load_rows(str(tmp_path), split) == load_rows(str(path), split)
+
+
+def test_a_test_path_leaves_all_other_rows_to_train(tmp_path: Path) -> None:
+    path = str(written(tmp_path, "a.jsonl", jsonl(numbered(100))))
+    test_path = str(written(tmp_path, "b.jsonl", LINES))
+    assert load_rows(path, "train", test_path=test_path) == numbered(100)
+    assert load_rows(path, "test", test_path=test_path) == ROWS
+    with pytest.raises(DataError, match=r"env.test_path=.*nothing.jsonl does not exist"):
+        load_rows(path, "test", test_path=str(tmp_path / "nothing.jsonl"))
+
+
+def test_a_dataset_of_the_hub_without_test_holds_out_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"train": numbered(100), "extra": ROWS}
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr("datasets.load_dataset", lambda hub_id, config: splits)
+    test = load_rows("some/rows", "test")
+    assert load_rows("some/rows", "train") == [row for row in numbered(100) if row not in test]
+    splits["test"] = ROWS
+    assert load_rows("some/rows", "test") == ROWS
+    assert load_rows("some/rows", "train") == numbered(100)
+    del splits["train"]
+    with pytest.raises(DataError, match="some/rows on the hub has no split train: it has extra, test"):
+        load_rows("some/rows", "train")
 
 
 def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path) -> None:
@@ -53,6 +131,7 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path) -> No
     ("line", "said"),
     [
         ('{"question": "q"}', "row 3, field 'answer': missing; the row has question"),
+        ('{"question": "q", "anser": "a"}', "missing; did you mean anser? the row has question, anser"),
         ('{"question": 7, "answer": "a"}', "row 3, field 'question': must be text, and is int"),
         ('{"question": " ", "answer": "a"}', "row 3, field 'question': is empty"),
         ("[1]", "row 3, field 'question': the row is no object of named fields but list"),
@@ -99,8 +178,10 @@ def test_a_file_that_is_not_utf8_says_where(tmp_path: Path) -> None:
 
 
 def test_missing_paths_and_splits_say_what_to_give(tmp_path: Path) -> None:
-    written(tmp_path, "train.jsonl", LINES)
-    with pytest.raises(DataError, match=r"has no test.jsonl"):
+    with pytest.raises(DataError, match=r"has no train.jsonl .*: add it, or give env.path=<folder"):
+        load_rows(str(tmp_path), "train")
+    written(tmp_path, "rows.jsonl", LINES)
+    with pytest.raises(DataError, match=r"has no test.jsonl .*: give env.path=.*rows.jsonl"):
         load_rows(str(tmp_path), "test")
     for missing in (str(tmp_path / "nothing"), "./nothing", "data/deep/nothing", "nothing.jsonl"):
         with pytest.raises(DataError, match=r"does not exist: give env.path=<folder with train.jsonl"):

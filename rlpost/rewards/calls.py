@@ -1,0 +1,207 @@
+"""Calling a user's reward functions: what each takes, plain or async, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.text import printable
+from rlpost.user_file import named, where_in
+
+_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function of the signature `f(prompts, completions, completion_ids, log_metric, <columns>, **kwargs)`.
+
+    It is given what it names, or everything if it takes `**kwargs`, and returns a number (a bool,
+    a NumPy or torch scalar) or None for each completion. `reference` is how a message calls it and
+    `file` where it stands, if in a file.
+    """
+
+    name: str
+    reference: str
+    function: Callable[..., Any]
+    file: str | None = None
+
+    def required(self) -> list[str]:
+        """The parameters that have no default. Raises ConfigError where the signature cannot be read."""
+        empty = inspect.Parameter.empty
+        return [
+            p.name for p in self._parameters() if p.default is empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+
+    def invoke(self, offered: Mapping[str, Any]) -> Any:
+        """Call it with what it takes of `offered`."""
+        parameters = self._parameters()
+        first = [offered[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in offered]
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            taken = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+            return self.function(*first, **{name: value for name, value in offered.items() if name not in taken})
+        names = [p.name for p in parameters if p.kind in _KEYWORD and p.name in offered]
+        return self.function(*first, **{name: offered[name] for name in names})
+
+    def failure(self, error: BaseException) -> str:
+        """What to say of an exception it raised: the line of its file too, where it has one."""
+        if self.file is None:
+            return f"{self.reference} failed: {named(error)}"
+        return (
+            f"{self.reference} failed: {where_in(self.file, error, self.reference.rpartition(':')[0])}: {named(error)}"
+        )
+
+    def _parameters(self) -> list[inspect.Parameter]:
+        try:
+            return list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.reference} cannot be called with lists: {error}; write a plain function"
+            ) from error
+
+
+@dataclass
+class Outcome:
+    """What a function said of some rows: one value (None: it does not apply) or one error for each."""
+
+    values: list[float | None]
+    errors: list[str | None]
+    metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
+
+
+@dataclass
+class _Call:
+    """One call of a function on some rows, and what came of it."""
+
+    function: RewardFunction
+    offered: Mapping[str, Any]
+    count: int
+    result: Any = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Call the function; an async one leaves in `result` what is to be awaited, a failing one the exception."""
+        try:
+            self.result = self.function.invoke({**self.offered, "log_metric": self._log_metric})
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a reward raises is told, counted and excluded
+            self.result = error
+
+    async def finish(self) -> None:
+        """Await `result`."""
+        try:
+            self.result = await self.result
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
+            self.result = error
+
+    def outcome(self) -> Outcome:
+        """One entry a row; the same error for each where the call failed.
+
+        Raises RewardError for what is no result, and a deliberate error of rlpost's as it is.
+        """
+        if isinstance(self.result, ConfigError | DataError | RewardError):
+            raise self.result
+        if isinstance(self.result, BaseException):
+            error = self.function.failure(self.result)
+            return Outcome([None] * self.count, [error] * self.count, [{}] * self.count)
+        values = _numbers(self.result, self.count, self.function.reference)
+        means = {name: sum(given) / len(given) for name, given in self.metrics.items()}
+        return Outcome(values, [None] * self.count, [means] * self.count)
+
+    def _log_metric(self, name: str, value: Any) -> None:
+        number = _number(value)
+        if not isinstance(name, str) or number is None:
+            raise TypeError(f"log_metric takes a name and a number, not {name!r} and {value!r:.60}")
+        self.metrics.setdefault(name, []).append(number)
+
+
+def call_all(
+    functions: Sequence[RewardFunction],
+    offer: Callable[[RewardFunction, Sequence[int]], Mapping[str, Any]],
+    count: int,
+) -> list[Outcome]:
+    """What each function says of rows 0 to `count` - 1, all at once; async ones run concurrently.
+
+    `offer(function, rows)` is what it can take. A function that raises is called again row by row,
+    to find the rows at fault. Raises RewardError for a result that is no list of as many numbers;
+    ConfigError and DataError pass through.
+    """
+    whole = _run([_Call(function, offer(function, range(count)), count) for function in functions])
+    outcomes = []
+    for call in whole:
+        if isinstance(call.result, BaseException) and count > 1:
+            single = [
+                c.outcome() for c in _run([_Call(call.function, offer(call.function, [i]), 1) for i in range(count)])
+            ]
+            outcomes.append(
+                Outcome(
+                    [value for o in single for value in o.values],
+                    [error for o in single for error in o.errors],
+                    [metrics for o in single for metrics in o.metrics],
+                )
+            )
+        else:
+            outcomes.append(call.outcome())
+    return outcomes
+
+
+def _run(calls: list[_Call]) -> list[_Call]:
+    """Make the calls: plain functions one after the other, what they leave to be awaited then all together."""
+    for call in calls:
+        call.begin()
+    waiting = [call for call in calls if inspect.isawaitable(call.result)]
+    if waiting:
+        asyncio.run_coroutine_threadsafe(_together(waiting), _loop()).result()
+    return calls
+
+
+async def _together(calls: Sequence[_Call]) -> None:
+    await asyncio.gather(*(call.finish() for call in calls))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for the life of the process, so that clients a user keeps between calls go on working."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rlpost-rewards", daemon=True).start()
+    return loop
+
+
+def _numbers(result: Any, count: int, reference: str) -> list[float | None]:
+    """`result` as floats and Nones. Raises RewardError, naming the function, for anything else."""
+    if hasattr(result, "tolist"):  # a NumPy array or a tensor
+        result = result.tolist()
+    wanted = f"a list of {count} numbers, one a completion"
+    if not isinstance(result, list | tuple):
+        raise RewardError(f"{reference} returned {_kind(result)}: it must return {wanted}")
+    if len(result) != count:
+        raise RewardError(f"{reference} returned {len(result)} values: it must return {wanted}")
+    numbers = [None if value is None else _number(value) for value in result]
+    for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
+        if number is None and value is not None:
+            raise RewardError(
+                f"{reference} returned {_kind(value)} at place {place} of its list: each value must be a number or None"
+            )
+    return numbers
+
+
+def _number(value: Any) -> float | None:
+    """A number, bool, or NumPy or torch scalar as a float; None for anything else."""
+    if not isinstance(value, bool | int | float) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, TypeError, ValueError):  # more than one element
+            return None
+    try:
+        return float(value) if isinstance(value, bool | int | float) else None
+    except OverflowError:
+        return math.inf
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else printable(f"{type(value).__name__} {value!r:.40}")

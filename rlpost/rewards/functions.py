@@ -1,0 +1,215 @@
+"""Reward functions of one's own: found, loaded, and added up into a score for each completion.
+
+A reward function has TRL's signature: `f(prompts, completions, completion_ids, log_metric, <every
+column by name>, **kwargs) -> list of number or None`, plain or async, called once for a batch of
+finished conversations with as much of that as it names. Where the prompts are messages, prompts and
+completions are lists of messages, else texts. TRL's `trainer_state` and `log_extra` are not offered:
+an environment does not know the trainer's step, and rollouts have no columns for texts of a reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.rewards.builtin import BUILT_IN
+from rlpost.rewards.calls import Outcome, RewardFunction, call_all
+from rlpost.rewards.score import Score
+from rlpost.settings import DatasetSettings, EnvSettings
+from rlpost.settings.registered import REWARDS
+from rlpost.user_file import check_defines, import_file
+
+OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
+NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished conversation of one turn, as reward functions see it.
+
+    `prompt` is a text, or messages; the reply is given in the same form. `answer` is what built-in
+    rewards compare with.
+    """
+
+    prompt: str | list[dict[str, str]]
+    reply: str
+    reply_ids: list[int]
+    columns: Mapping[str, Any]
+    answer: str | None
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The reply in the form of the prompt."""
+        return self.reply if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.reply}]
+
+
+def load_reward(reward: str) -> RewardFunction:
+    """The reward that a name or FILE.py:FUNCTION stands for; its file is imported.
+
+    Raises ConfigError where there is none, or where importing fails.
+    """
+    if reward in BUILT_IN:
+        return RewardFunction(reward, reward, BUILT_IN[reward].function)
+    if reward in REWARDS:
+        return RewardFunction(reward, reward, REWARDS[reward])
+    path, _, name = reward.rpartition(":")
+    if not path:
+        known = [*BUILT_IN, *REWARDS]
+        hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
+        raise ConfigError(f"{reward} is no reward{hint}")
+    check_defines(path, name, f"reward {reward}")
+    function = getattr(import_file(path), name, None)
+    if not callable(function):
+        raise ConfigError(f"{reward} is no function but {type(function).__name__}: give the name of a function")
+    return RewardFunction(name, reward, function, str(expanded(path).resolve()))
+
+
+def load_rewards(settings: EnvSettings) -> Rewards | None:
+    """The rewards that the settings of an environment name, their files imported; None if it has its own.
+
+    Raises ConfigError for one that cannot be loaded.
+    """
+    if not isinstance(settings, DatasetSettings):
+        return None
+    functions = [load_reward(reward) for reward in settings.reward]
+    accuracy = settings.accuracy
+    if accuracy is None:
+        accuracy = next((name for name in settings.reward if name in BUILT_IN and BUILT_IN[name].judge), None)
+    return Rewards(
+        _named_apart(functions),
+        settings.reward_weights or [1.0] * len(functions),
+        None if accuracy is None else load_reward(accuracy),
+    )
+
+
+class Rewards:
+    """Reward functions that are added up, each times its weight, and the one that measures accuracy if any.
+
+    The parts of a score are the functions' own values, before their weights, and what they gave
+    `log_metric`, which is in no sum.
+    """
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], weights: Sequence[float], accuracy: RewardFunction | None = None
+    ) -> None:
+        self.functions = functions
+        self.weights = weights
+        self.accuracy = accuracy
+        self.judge = BUILT_IN[accuracy.reference].judge if accuracy and accuracy.reference in BUILT_IN else None
+        self._called = list(functions)
+        if accuracy and not self.judge and accuracy.reference not in [f.reference for f in functions]:
+            self._called.append(accuracy)
+
+    @property
+    def built_in(self) -> list[str]:
+        """The built-in rewards among them, the one for accuracy included."""
+        named = {f.reference for f in (*self.functions, self.accuracy) if f is not None}
+        return [name for name in BUILT_IN if name in named]
+
+    def check_columns(self, columns: Sequence[str], source: str) -> None:
+        """Raise DataError for a function that wants something which is neither offered nor a column of `source`."""
+        for function in self._called:
+            if function.reference in BUILT_IN:
+                continue
+            for name in function.required():
+                if name in NOT_OFFERED:
+                    raise ConfigError(
+                        f"{function.reference} takes {name}, which rlpost does not offer: write {name}=None there"
+                    )
+                if name not in OFFERED and name not in columns:
+                    listed = f"it has {', '.join(columns)}, and {', '.join(OFFERED)} are there always"
+                    near = nearest(name, [*columns, *OFFERED])
+                    hint = f"; did you mean {near}? {listed}" if near else f": {listed}"
+                    raise DataError(f"{function.reference} takes {name}, which is no column of {source}{hint}")
+
+    def score(self, batch: Sequence[Finished]) -> list[Score]:
+        """One score a conversation; what could not be scored is `valid=False` with its error.
+
+        Raises RewardError where a function returns something else than one number or None for each,
+        and where not one of several conversations could be scored.
+        """
+        outcomes = call_all(self._called, lambda function, rows: _offer(function, [batch[i] for i in rows]), len(batch))
+        scores = [self._add_up(outcomes, row) for row in range(len(batch))]
+        errors = [score.error for score in scores if not score.valid]
+        if len(errors) == len(batch) > 1:
+            raise RewardError(f"no reward for any of {len(batch)} completions; the first: {errors[0]}")
+        for score, conversation in zip(scores, batch, strict=True):
+            if self.judge and score.valid:
+                verdict = self.judge(conversation.reply, conversation.answer or "")
+                score.accuracy_strict, score.accuracy_lenient = verdict.accuracy_strict, verdict.accuracy_lenient
+        return scores
+
+    def _add_up(self, outcomes: Sequence[Outcome], row: int) -> Score:
+        """The score of one row from what each function said of it."""
+        parts: dict[str, float] = {}
+        total = 0.0
+        for function, weight, outcome in zip(self.functions, self.weights, outcomes, strict=False):
+            value = outcome.values[row]
+            if error := outcome.errors[row] or _complaint(function, value):
+                return Score(math.nan, valid=False, error=error)
+            if value is not None:
+                parts[function.name] = value
+                total += weight * value
+        if not parts:
+            said = f"{', '.join(f.reference for f in self.functions)} returned None: no reward applies to this row"
+            return Score(math.nan, valid=False, error=said)
+        score = Score(total, parts | self._metrics(outcomes, row))
+        if self.accuracy and not self.judge:
+            place = next(i for i, function in enumerate(self._called) if function.reference == self.accuracy.reference)
+            self._measure(score, self.accuracy, outcomes[place], row)
+        return score
+
+    def _metrics(self, outcomes: Sequence[Outcome], row: int) -> dict[str, float]:
+        """What the functions gave `log_metric`. Raises RewardError for the name of a reward."""
+        metrics = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
+        for function in self.functions:
+            if function.name in metrics:
+                raise RewardError(f"log_metric({function.name!r}, ...) has the name of a reward: choose another")
+        return metrics
+
+    def _measure(self, score: Score, function: RewardFunction, outcome: Outcome, row: int) -> None:
+        """Write the accuracy that `function` gave; raises RewardError for other than 0, 1 and None."""
+        value, error = outcome.values[row], outcome.errors[row]
+        if error:
+            score.valid, score.error = False, error
+        elif value not in (0.0, 1.0, None):
+            raise RewardError(f"env.accuracy={function.reference} returned {value}: it must return 0, 1 or None")
+        else:
+            score.accuracy_strict = score.accuracy_lenient = value
+
+
+def _complaint(function: RewardFunction, value: float | None) -> str | None:
+    if value is None or math.isfinite(value):
+        return None
+    return f"{function.reference} returned {value}, which is no finite number"
+
+
+def _offer(function: RewardFunction, batch: Sequence[Finished]) -> dict[str, Any]:
+    """What `function` can take, one list each; `answer` is for a built-in what it compares with, else a column."""
+    names = dict.fromkeys(name for finished in batch for name in finished.columns)
+    offered: dict[str, Any] = {name: [finished.columns.get(name) for finished in batch] for name in names}
+    if function.reference in BUILT_IN:
+        offered["answer"] = [finished.answer for finished in batch]
+    return offered | {
+        "prompts": [finished.prompt for finished in batch],
+        "completions": [finished.completion for finished in batch],
+        "completion_ids": [finished.reply_ids for finished in batch],
+    }
+
+
+def _named_apart(functions: Sequence[RewardFunction]) -> list[RewardFunction]:
+    """The functions, `_2` and so on after a name that occurred before."""
+    seen: Counter[str] = Counter()
+    apart = []
+    for function in functions:
+        seen[function.name] += 1
+        count = seen[function.name]
+        name = function.name if count == 1 else f"{function.name}_{count}"
+        apart.append(RewardFunction(name, function.reference, function.function, function.file))
+    return apart
