@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlpost.cli.terminal import table
-from rlpost.cli.usage import OVERRIDES_HELP, Verbs
+from rlpost.cli import config_diff, config_explain, config_init
+from rlpost.cli.completion import complete_group, complete_settings_of_verb
+from rlpost.cli.terminal import fitted, print_json, table
+from rlpost.cli.usage import JSON_HELP, Verbs
 from rlpost.config.nearest import did_you_mean, nearest
-from rlpost.config.registry import COMMANDS, SCHEMAS, TRAIN_GRPO, Command, description, options, recipes
+from rlpost.config.registry import SCHEMAS, describe, description, options, recipes
+from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
+from rlpost.text import printable
 
 RECIPES = "recipe"
 
@@ -27,12 +30,24 @@ Examples:
   rlpost config show eval model=qwen
 """
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List options, show a configuration.")
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show, explain and compare settings."
+)
+app.command("explain", epilog=config_explain.EXAMPLES, short_help="Say what a setting is, and who set it.")(
+    config_explain.explain
+)
+app.command("diff", epilog=config_diff.EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")(
+    config_diff.diff
+)
+app.command("init", epilog=config_init.EXAMPLES, short_help="Write a commented recipe to begin with.")(config_init.init)
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List the options of each group, and the recipes.")
 def list_options(
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="Only this group.")] = None,
+    group: Annotated[
+        str | None, typer.Argument(metavar="[GROUP]", help="Only this group.", autocompletion=complete_group)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """List the options of each group (chosen by group=option) and the recipes."""
     groups = [*SCHEMAS, RECIPES]
@@ -40,40 +55,49 @@ def list_options(
     if wanted is not None and wanted not in groups:
         hint = did_you_mean(nearest(wanted, groups), f"the groups are {', '.join(groups)}")
         raise ConfigError(f"{wanted} is no group{hint}")
-    for name in groups if wanted is None else [wanted]:
+    listed = {name: _described(name) for name in (groups if wanted is None else [wanted])}
+    if as_json:
+        print_json(listed)
+        return
+    for name, described in listed.items():
         print(f"{name}=")
-        print("\n".join(table(_rows(recipes() if name == RECIPES else options(name)))))
+        print("\n".join(fitted(printable(line)) for line in table(list(described.items()))))
 
 
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
 def show(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="VERB|KEY=VALUE", help=f"train grpo or eval, then settings. {OVERRIDES_HELP}"),
+        typer.Argument(
+            metavar="[VERB] [KEY=VALUE]...",
+            help="train grpo, where no verb is named, or another; then settings.",
+            autocompletion=complete_settings_of_verb,
+        ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Print the resolved configuration of a verb (train grpo if none is named) as YAML."""
+    """Print the resolved configuration of a verb as YAML."""
     from rlpost.config.compose import compose
 
-    command, overrides = split_verb(words or [])
-    print(compose(command, overrides).yaml, end="")
+    command, overrides = verb_and_rest(words or [])
+    composed = compose(command, overrides)
+    if as_json:
+        import yaml
+
+        print_json(
+            {
+                "verb": command.verb,
+                "choices": composed.choices,
+                "overrides": composed.overrides,
+                "settings": yaml.safe_load(composed.yaml),
+            }
+        )
+    else:
+        print(composed.yaml, end="")
 
 
-def split_verb(words: list[str]) -> tuple[Command, list[str]]:
-    """The configured verb that `words` begin with, whole or by its last word, and the rest.
-
-    Raises ConfigError for an unknown verb.
-    """
-    count = next((i for i, word in enumerate(words) if "=" in word), len(words))
-    verb, rest = " ".join(words[:count]), words[count:]
-    if not verb:
-        return TRAIN_GRPO, rest
-    names = {name: command for command in COMMANDS for name in (command.verb, command.name)}
-    if verb not in names:
-        hint = did_you_mean(nearest(verb, names), f"it is {' or '.join(c.verb for c in COMMANDS)}")
-        raise ConfigError(f"{verb} has no configuration{hint}")
-    return names[verb], rest
-
-
-def _rows(files: dict[str, Path]) -> list[tuple[str, str]]:
-    return [(name, description(file)) for name, file in files.items()]
+def _described(group: str) -> dict[str, str]:
+    """Option or recipe -> its description."""
+    if group == RECIPES:
+        return {name: description(file) for name, file in recipes().items()}
+    return {option: describe(group, option) for option in options(group)}

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from rlpost.config.compose import Composed, compose, files_of_conf, model_path
+from rlpost.config.compose import Merged, files_of_conf, merge_all, model_path
 from rlpost.config.overrides import Override, as_text, parse_words
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import SCHEMAS, Command, S, search_folders
@@ -40,66 +40,70 @@ class Layer:
 class Provenance(Generic[S]):
     """A configuration with, for every key and every group, the layers that speak of it, the last of which counts."""
 
-    composed: Composed[S]
+    merged: Merged[S]
     keys: dict[str, list[Layer]]
     groups: dict[str, list[Layer]]
 
-    def winner(self, name: str) -> Layer:
-        """The layer that sets a key or chooses a group's option."""
+    def winner(self, name: str) -> Layer | None:
+        """The layer that sets a key or chooses a group's option; None for a key that has no value yet."""
         layers = self.keys[name] if name in self.keys else self.groups[name]
-        return [layer for layer in layers if layer.effective][-1]
+        return next((layer for layer in reversed(layers) if layer.effective), None)
 
 
 def provenance(command: Command[S], words: Sequence[str] = ()) -> Provenance[S]:
-    """The configuration that `words` come to and who says what about it.
+    """What `words` come to, and who says what about it; whether it can work is not asked.
 
-    Raises what `compose` raises.
+    Raises what `merge_all` raises.
     """
-    composed = compose(command, words)
-    keys: dict[str, list[Layer]] = {key.name: [] for key in composed.keys}
-    groups: dict[str, list[Layer]] = {group: [] for group in composed.choices}
-    _class_defaults(composed, keys)
-    for name, layer in _conf_layers(command, composed.choices):
+    merged = merge_all(command, words)
+    keys: dict[str, list[Layer]] = {key.name: [] for key in merged.keys}
+    groups: dict[str, list[Layer]] = {group: [] for group in merged.choices}
+    _class_defaults(merged, keys)
+    for name, layer in _conf_layers(command, merged.choices):
         (groups if name in groups else keys).setdefault(name, []).append(layer)
-    spoken_of = {override.key for override in composed.given}
-    for override in _spoken(command, words, composed):
+    spoken_of = {override.key for override in merged.given}
+    for override in _spoken(command, words, merged):
         layer = Layer(override.text, override.source or COMMAND_LINE, override.key in spoken_of)
         (groups if override.key in groups else keys).setdefault(override.key, []).append(layer)
-    return Provenance(composed, {key.name: keys[key.name] for key in composed.keys}, groups)
+    return Provenance(merged, {key.name: keys[key.name] for key in merged.keys}, groups)
 
 
-def value_of(settings: object, name: str) -> Any:
-    """The value of a dotted key."""
-    for part in name.split("."):
-        settings = getattr(settings, part)
-    return settings
+def value_of(merged: Merged[Any], name: str) -> Any:
+    """The value of a dotted key; `MISSING` where nobody gave one."""
+    part, _, field = name.rpartition(".")
+    if OmegaConf.is_missing(OmegaConf.select(merged.config, part) if part else merged.config, field):
+        return MISSING
+    value = OmegaConf.select(merged.config, name)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def home_of(settings: object, name: str) -> type:
-    """The settings class whose field the dotted key is, the base that declares it where it is inherited unchanged."""
-    owner = type(value_of(settings, name.rpartition(".")[0])) if "." in name else type(settings)
+def owner_of(merged: Merged[Any], name: str) -> type:
+    """The settings class that a dotted key is a field of, as it was chosen."""
+    part = name.rpartition(".")[0]
+    return cast(type, OmegaConf.get_type(merged.config, part)) if part else merged.command.settings
+
+
+def home_of(merged: Merged[Any], name: str) -> type:
+    """The class that declares the field: a base of its owner's where it is inherited unchanged."""
     field = name.rpartition(".")[2]
-    return next(cls for cls in owner.__mro__ if field in inspect.get_annotations(cls))
+    return next(cls for cls in owner_of(merged, name).__mro__ if field in inspect.get_annotations(cls))
 
 
-def _class_defaults(composed: Composed[Any], keys: Mapping[str, list[Layer]]) -> None:
+def _class_defaults(merged: Merged[Any], keys: Mapping[str, list[Layer]]) -> None:
     """What the settings classes themselves say; a part that the command's class fills differently counts there."""
-    for key in composed.keys:
-        home = home_of(composed.settings, key.name)
+    parts = _parts(merged.command.settings)
+    for key in merged.keys:
         if key.default != MISSING:
-            keys[key.name].append(Layer(as_text(key.default), _class_name(home)))
-        for part, field in _parts(composed.command.settings):
-            if key.name.startswith(f"{part}.") and (own := getattr(field, key.name.partition(".")[2])) != key.default:
-                keys[key.name].append(Layer(as_text(own), _class_name(composed.command.settings)))
+            keys[key.name].append(Layer(as_text(key.default), _class_name(home_of(merged, key.name))))
+        part, _, field = key.name.partition(".")
+        if part in parts and (own := getattr(parts[part], field)) != key.default:
+            keys[key.name].append(Layer(as_text(own), _class_name(merged.command.settings)))
 
 
-def _parts(settings: type) -> list[tuple[str, Any]]:
+def _parts(settings: type) -> dict[str, Any]:
     """The parts of a command that are no groups, as the command's class fills them."""
-    return [
-        (f.name, value)
-        for f in dataclasses.fields(settings)
-        if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(value := f.default_factory())
-    ]
+    made = {f.name: f.default_factory() for f in dataclasses.fields(settings) if callable(f.default_factory)}
+    return {name: value for name, value in made.items() if dataclasses.is_dataclass(value)}
 
 
 def _class_name(cls: type) -> str:
@@ -181,11 +185,11 @@ def _lines_of(file: Path) -> dict[str, int]:
     return found
 
 
-def _spoken(command: Command[Any], words: Sequence[str], composed: Composed[Any]) -> list[Override]:
+def _spoken(command: Command[Any], words: Sequence[str], merged: Merged[Any]) -> list[Override]:
     """All of the recipe's settings, those without effect too, and then the command line's."""
     recipe = next((o.text for o in parse_words(words) if o.key == "recipe"), None)
     told = read_recipe(recipe, command) if recipe is not None else []
-    return [*map(model_path, told), *(override for override in composed.given if not override.source)]
+    return [*map(model_path, told), *(override for override in merged.given if not override.source)]
 
 
 def shown_path(file: Path) -> str:

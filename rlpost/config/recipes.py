@@ -23,16 +23,18 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
     """
     file = find_recipe(name)
     content = _load(file)
-    if next(iter(content), None) != "command":
-        raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {command.verb}")
-    verb = content.pop("command")
-    if verb not in [c.verb for c in COMMANDS]:
-        hint = did_you_mean(nearest(str(verb), [c.verb for c in COMMANDS]))
-        raise ConfigError(f"{file}: command: {verb} is unknown{hint}")
-    if verb != command.verb:
-        raise ConfigError(f"recipe={name} is a recipe for rlpost {verb}, not for rlpost {command.verb}")
+    meant = _command(content, file, command)
+    if meant is not command:
+        raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
+    del content["command"]
     lines = _line_numbers(file)
     return [_override(key, value, f"{file}, line {lines[key]}") for key, value in content.items()]
+
+
+def command_of(name: str) -> Command[Any]:
+    """The command that a recipe, given by name or by path, is for. Raises ConfigError where it says none."""
+    file = find_recipe(name)
+    return _command(_load(file), file, COMMANDS[0])
 
 
 def find_recipe(name: str) -> Path:
@@ -47,6 +49,16 @@ def find_recipe(name: str) -> Path:
         hint = did_you_mean(nearest(name, known), f"the recipes are {', '.join(known)}")
         raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
     return known[name]
+
+
+def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Command[Any]:
+    if next(iter(content), None) != "command":
+        raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {expected.verb}")
+    verbs = {command.verb: command for command in COMMANDS}
+    verb = str(content["command"])
+    if verb not in verbs:
+        raise ConfigError(f"{file}: command: {verb} is unknown{did_you_mean(nearest(verb, verbs))}")
+    return verbs[verb]
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class LossSettings:
     """The clipped policy-gradient loss of GRPO with an optional KL penalty to the starting model."""
 
     clip_low: float = 0.2  # the ratio to the old policy counts down to 1 - this
-    clip_high: float = 0.2  # and up to 1 + this
+    clip_high: float = 0.2  # the ratio to the old policy counts up to 1 + this
     kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
 
     def __post_init__(self) -> None:

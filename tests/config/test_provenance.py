@@ -9,8 +9,10 @@ import pytest
 from rlpost.config.overrides import as_text, parse_value
 from rlpost.config.provenance import COMMAND_LINE, Layer, provenance, value_of
 from rlpost.config.registry import COMMANDS, SCHEMAS, TRAIN_GRPO, Command, options, recipes
+from rlpost.settings.checks import MISSING
 
-CHOICES = [(command, [f"{g}={o}"]) for command in COMMANDS for g in SCHEMAS for o in options(g)]
+NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
+CHOICES = [(command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in SCHEMAS for o in options(g)]
 LINES: list[tuple[Command, list[str]]] = [
     *((command, words) for command, words in CHOICES if words[0].partition("=")[0] in command.settings.__annotations__),
     *((TRAIN_GRPO, [f"recipe={name}"]) for name in recipes()),
@@ -21,12 +23,14 @@ LINES: list[tuple[Command, list[str]]] = [
 @pytest.mark.parametrize(("command", "words"), LINES, ids=[f"{c.name}-{'-'.join(w)}" for c, w in LINES])
 def test_the_layer_that_wins_is_what_composing_gives(command: Command, words: list[str]) -> None:
     told = provenance(command, words)
-    assert set(told.keys) == {key.name for key in told.composed.keys}
-    for key in told.composed.keys:
-        value = value_of(told.composed.settings, key.name)
-        assert as_text(parse_value(key, told.winner(key.name).text)) == as_text(value), key.name
-    for group, option in told.composed.choices.items():
-        assert told.winner(group).text == option
+    assert set(told.keys) == {key.name for key in told.merged.keys}
+    for key in told.merged.keys:
+        value, winner = value_of(told.merged, key.name), told.winner(key.name)
+        if winner is None:
+            assert value == MISSING
+        else:
+            assert as_text(parse_value(key, winner.text)) == as_text(value), key.name
+    assert {group: layers[-1].text for group, layers in told.groups.items()} == told.merged.choices
 
 
 def test_every_layer_stands_in_order(tmp_path: Path) -> None:
@@ -39,7 +43,7 @@ def test_every_layer_stands_in_order(tmp_path: Path) -> None:
         Layer("2e-6", COMMAND_LINE),
     ]
     assert told.keys["env.limit"][-1] == Layer("5", f"{recipe}, line 3", effective=False)
-    assert told.winner("env.limit").text == "null"
+    assert told.winner("env.limit") == Layer("null", "EnvSettings in rlpost/settings/env.py")
     assert told.groups["env"] == [
         Layer("arithmetic", "conf/grpo.yaml, line 5"),
         Layer("gsm8k", f"{recipe}, line 2"),

@@ -1,0 +1,248 @@
+"""What a half-typed setting can become: keys, options, values. Without Hydra, since a person waits for each answer.
+
+The files of conf/ are read as plain YAML here. Where one cannot be read it is passed over: the
+command itself will say what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of
+from rlpost.config.paths import is_run_folder
+from rlpost.config.registry import SCHEMAS, Command, describe, description, options, recipes, search_folders
+from rlpost.errors import RlpostError
+from rlpost.settings.checks import MISSING
+from rlpost.settings.registered import BUILT_IN_REWARDS
+from rlpost.user_file import check_file, functions_of
+
+RUNS = Path("runs")
+PYTHON, YAML = (".py",), (".yaml", ".yml")
+PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the endings of those files; none: all
+    "plugin": PYTHON,
+    "recipe": YAML,
+    "model.path": (),
+    "env.path": (),
+    "env.test_path": (),
+    "env.reward": PYTHON,
+    "env.accuracy": PYTHON,
+}
+REWARDS = ("env.reward", "env.accuracy")
+SOME_VALUES = {"env.split": ("train", "test"), "model.device": ("auto", "cpu", "cuda")}
+MOST_FILES = 200  # of one folder
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A word that the typed one can become, and a few words about it."""
+
+    text: str
+    about: str = ""
+
+
+def setting_candidates(
+    command: Command[Any], given: Sequence[str], typed: str, *, files: bool = True
+) -> list[Candidate]:
+    """The settings of `command` that begin with `typed`, after the words `given` on the same line.
+
+    `files` False leaves out files, for a shell that completes those itself.
+    """
+    line = _Line(command, dict(word.split("=", 1) for word in given if "=" in word), files)
+    name, equals, value = typed.partition("=")
+    if equals:
+        return line.values(name, value)
+    fitting = [c for c in line.names if c.text.startswith(typed)]
+    if len(fitting) == 1:
+        # a word that is alone is taken as finished and a space put after it; its values keep the cursor at the =
+        return [*fitting, *line.values(fitting[0].text[:-1], "")]
+    return fitting
+
+
+def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
+    """The keys, groups and parts of `command` that begin with `typed`, under any option."""
+    groups = groups_of(command.settings)
+    docs = docs_of(command.settings)
+    found: dict[str, str] = {}
+    schemas = [(cls, f"{group}.") for group in groups for cls in SCHEMAS[group].values()]
+    for settings, prefix in [(command.settings, ""), *schemas]:
+        for key in keys_of(settings, prefix):
+            part, dot, field = key.name.partition(".")
+            found.setdefault(part, docs.get(part, ""))
+            if dot:
+                found.setdefault(
+                    key.name, docs_of(settings).get(field, "") if prefix else _part_doc(command, part, field)
+                )
+    return [Candidate(name, about) for name, about in found.items() if name.startswith(typed)]
+
+
+def run_candidates(typed: str) -> list[Candidate]:
+    """The runs in ./runs, as paths, that begin with `typed`."""
+    return _beginning(typed, [Candidate(f"{RUNS}/{name}", "a run") for name in run_names()])
+
+
+def run_names() -> list[str]:
+    """The names of the runs in ./runs."""
+    try:
+        return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
+    except OSError:  # there is no such folder, or it is closed
+        return []
+
+
+def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[Candidate]:
+    """The recipes that begin with `typed`; those of `command` only, where one is given."""
+    return [
+        Candidate(name, description(file))
+        for name, file in recipes().items()
+        if name.startswith(typed) and (command is None or _yaml(file).get("command") == command.verb)
+    ]
+
+
+def file_candidates(typed: str, endings: Sequence[str] = ()) -> list[Candidate]:
+    """Files (of these `endings`) and folders whose paths begin with `typed`; a lone folder with what is in it."""
+    head, slash, tail = typed.rpartition("/")
+    try:
+        entries = sorted(Path(f"{head}{slash}" or ".").expanduser().iterdir())[:MOST_FILES]
+        kept = [e for e in entries if e.name.startswith(tail) and e.name.startswith(".") == tail.startswith(".")]
+        kept = [e for e in kept if e.is_dir() or not endings or e.suffix in endings]
+        found = [Candidate(f"{head}{slash}{e.name}{'/' if e.is_dir() else ''}") for e in kept]
+    except (OSError, RuntimeError):  # a folder that is missing or closed, or a ~ of nobody's, holds nothing to offer
+        return []
+    if len(found) == 1 and found[0].text.endswith("/"):
+        return [*found, *file_candidates(found[0].text, endings)]
+    return found
+
+
+class _Line:
+    """A command line under way: the options that its words choose, and the keys they bring."""
+
+    def __init__(self, command: Command[Any], given: Mapping[str, str], files: bool) -> None:
+        self.command = command
+        self.given = given
+        self.files = files
+        self.groups = groups_of(command.settings)
+        recipe = _yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
+        self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
+        self.choices = {**_default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
+        classes = {group: _class_of(group, option) for group, option in self.choices.items()}
+        self.classes = {group: cls for group, cls in classes.items() if cls is not None}
+
+    @cached_property
+    def keys(self) -> dict[str, Key]:
+        """The keys under the chosen options."""
+        return {key.name: key for key in keys_of(self.command.settings, chosen=self.classes)}
+
+    @property
+    def names(self) -> list[Candidate]:
+        """Everything that can stand before a `=` and is not on the line yet."""
+        docs = docs_of(self.command.settings)
+        about = {group: docs.get(group, "") for group in self.groups}
+        about["recipe"] = "a file of settings"
+        about |= {name: self._about(key) for name, key in self.keys.items()}
+        return [Candidate(f"{name}=", text) for name, text in about.items() if name not in self.given]
+
+    def values(self, name: str, typed: str) -> list[Candidate]:
+        """Everything that begins with `name=typed`."""
+        found = [*self._words(name), *(self._paths(name, typed) if name in PATHS and self.files else [])]
+        if name == "model" and typed.startswith((".", "~", "/")) and self.files:
+            found += file_candidates(typed)
+        if name in REWARDS and ":" in typed:
+            found = _functions(typed.rpartition(":")[0])
+        return [Candidate(f"{name}={c.text}", c.about) for c in _beginning(typed, found)]
+
+    def _words(self, name: str) -> list[Candidate]:
+        if name in self.groups:
+            runs = [Candidate(f"{RUNS}/{run}", "a run") for run in run_names()] if name == "model" else []
+            return [*(Candidate(option, describe(name, option)) for option in options(name)), *runs]
+        if name == "recipe":
+            return recipe_candidates("", self.command)
+        key = self.keys.get(name)
+        return [] if key is None else self._words_of(key)
+
+    def _words_of(self, key: Key) -> list[Candidate]:
+        present = self._present(key)
+        words = ["true", "false"] if key.element is bool else list(key.choices or SOME_VALUES.get(key.name, ()))
+        words += BUILT_IN_REWARDS if key.name in REWARDS else []
+        words += [NULL] if key.optional else []
+        first = [present] if present and present not in words else []
+        return [Candidate(word, "as it is" if word == present else "") for word in [*first, *words]]
+
+    def _paths(self, name: str, typed: str) -> list[Candidate]:
+        return [] if ":" in typed else file_candidates(typed, PATHS[name])
+
+    def _about(self, key: Key) -> str:
+        part, dot, field = key.name.partition(".")
+        owner = self.classes.get(part)
+        about = docs_of(owner).get(field) if owner else _part_doc(self.command, part, field) if dot else ""
+        return about or docs_of(self.command.settings).get(key.name) or key.type_name
+
+    def _present(self, key: Key) -> str:
+        """The value that holds where nothing is said; empty where there is none."""
+        part, _, field = key.name.partition(".")
+        in_conf = _option(part, self.choices[part]).get(field) if part in self.choices else None
+        value = self.said.get(key.name, key.default if in_conf is None else in_conf)
+        return "" if value == MISSING else as_text(value)
+
+
+def _beginning(typed: str, found: Iterable[Candidate]) -> list[Candidate]:
+    """Those that begin with `typed`, each once."""
+    return list({c.text: c for c in reversed([*found]) if c.text.startswith(typed)}.values())[::-1]
+
+
+def _part_doc(command: Command[Any], part: str, field: str) -> str:
+    """The comment beside a field of a part without options, `sampling.top_p`."""
+    declared = typing.get_type_hints(command.settings)[part]
+    return docs_of(declared).get(field, "")
+
+
+def _functions(path: str) -> list[Candidate]:
+    """`path:NAME` for each function of a Python file."""
+    try:
+        return [Candidate(f"{path}:{name}") for name in functions_of(check_file(path, path))]
+    except (
+        RlpostError
+    ):  # no such file yet, or it is not finished: nothing to offer, and the prompt is no place to say so
+        return []
+
+
+def _recipe_file(name: str) -> Path:
+    return recipes().get(name, Path(name).expanduser())
+
+
+def _default_choices(command: Command[Any]) -> dict[str, str]:
+    """Group -> option, as the command's own file of conf/ chooses."""
+    entries = _yaml(_conf(command.name)).get("defaults", [])
+    return {str(g): str(o) for entry in entries if isinstance(entry, dict) for g, o in entry.items()}
+
+
+def _conf(name: str) -> Path:
+    return next((f for folder in search_folders("conf") if (f := folder / f"{name}.yaml").is_file()), Path(name))
+
+
+def _class_of(group: str, option: str) -> type | None:
+    """The settings class of an option; None leaves the group's declared one."""
+    for entry in _option(group, option).get("defaults", []):
+        if entry in SCHEMAS[group]:
+            return SCHEMAS[group][entry]
+        if isinstance(entry, str) and entry not in ("_self_", option) and (cls := _class_of(group, entry)) is not None:
+            return cls
+    return SCHEMAS[group].get(f"{option}_schema") if option in options(group) else None
+
+
+def _option(group: str, option: str) -> dict[str, Any]:
+    return _yaml(_conf(f"{group}/{option}"))
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """The content of a YAML file; empty where it cannot be read, which the command itself will say."""
+    import yaml
+
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,63 @@
+"""What the papers used, for the keys that correspond to one of their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A publication, by its short name and arXiv number."""
+
+    name: str
+    arxiv: str
+
+
+@dataclass(frozen=True)
+class PaperValue:
+    """The value a paper gives a key; `where` is the place in it, with a remark where the units need one."""
+
+    value: str
+    paper: Paper
+    where: str
+
+
+ADAM = Paper("Adam", "1412.6980")
+PPO = Paper("PPO", "1707.06347")
+GRPO = Paper("DeepSeekMath (GRPO)", "2402.03300")
+DAPO = Paper("DAPO", "2503.14476")
+DR_GRPO = Paper("Dr. GRPO", "2503.20783")
+
+GRPO_TRAINING = "section 4.2"
+DAPO_TRAINING = "section 4.1"
+
+PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
+    "group_size": (PaperValue("64", GRPO, GRPO_TRAINING), PaperValue("16", DAPO, DAPO_TRAINING)),
+    "prompts_per_step": (PaperValue("512", DAPO, DAPO_TRAINING),),
+    "minibatch_size": (
+        PaperValue("null", GRPO, f"{GRPO_TRAINING}: one update for each exploration"),
+        PaperValue("512", DAPO, f"{DAPO_TRAINING}: 16 updates for each exploration"),
+    ),
+    "passes": (PaperValue("1", GRPO, f"{GRPO_TRAINING}: one update for each exploration"),),
+    "env.max_completion_tokens": (
+        PaperValue("1024", GRPO, GRPO_TRAINING),
+        PaperValue("20480", DAPO, f"{DAPO_TRAINING}: 16384 expected, 4096 more with a penalty"),
+    ),
+    "advantage.normalise_std": (
+        PaperValue("true", GRPO, "section 4.1.2"),
+        PaperValue("false", DR_GRPO, "section 3.2"),
+    ),
+    "loss.clip_low": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.2", DAPO, DAPO_TRAINING)),
+    "loss.clip_high": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.28", DAPO, DAPO_TRAINING)),
+    "loss.kl_coef": (
+        PaperValue("0.04", GRPO, GRPO_TRAINING),
+        PaperValue("0", DAPO, "section 2.3: no KL term"),
+        PaperValue("0", DR_GRPO, "no KL term"),
+    ),
+    "optim.lr": (PaperValue("1e-6", GRPO, GRPO_TRAINING), PaperValue("1e-6", DAPO, DAPO_TRAINING)),
+    "optim.schedule": (PaperValue("constant", DAPO, DAPO_TRAINING),),
+    "optim.warmup_steps": (PaperValue("320", DAPO, f"{DAPO_TRAINING}: 20 explorations of 16 updates"),),
+    "optim.beta1": (PaperValue("0.9", ADAM, "algorithm 1"),),
+    "optim.beta2": (PaperValue("0.999", ADAM, "algorithm 1"),),
+    "optim.eps": (PaperValue("1e-8", ADAM, "algorithm 1"),),
+}

@@ -1,0 +1,106 @@
+"""A recipe to begin with: every setting with its value and meaning, those one rarely changes commented out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from rlpost.config.compose import Merged, compose, merge_all
+from rlpost.config.keys import Key, docs_of
+from rlpost.config.meaning import as_json, meaning_of
+from rlpost.config.overrides import shown
+from rlpost.config.provenance import value_of
+from rlpost.config.registry import Command, options
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.settings.checks import MISSING
+
+# what people change first; everything else stands commented out
+LIKELY = (
+    "steps",
+    "seed",
+    "prompts_per_step",
+    "group_size",
+    "env.path",
+    "env.limit",
+    "env.max_completion_tokens",
+    "sampling.temperature",
+    "loss.kl_coef",
+    "optim.lr",
+)
+PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
+VALUE_COLUMN = 48  # where the comments begin
+
+
+def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> list[str]:
+    """Write the recipe of `command` under `words` to a new file; returns the keys that still need a value.
+
+    Raises ConfigError where the file exists or is no .yaml, and what `compose` raises for words that
+    cannot work; CheckpointError where it cannot be written.
+    """
+    if file.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{shown(str(file))}: a recipe is a YAML file; write {shown(file.name)}.yaml")
+    if file.exists():
+        raise ConfigError(f"{shown(str(file))} exists already: give another name, or remove it first")
+    merged = merge_all(command, words)
+    needed = [key.name for key in merged.keys if value_of(merged, key.name) == MISSING]
+    if not needed:
+        compose(command, words)  # an impossible combination is an error here rather than in every later use
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(starter(merged))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {shown(str(file))}: {error.strerror}; give another place") from None
+    return needed
+
+
+def starter(merged: Merged[Any]) -> str:
+    """The text of the recipe; it composes to the same settings, with its commented lines or without them."""
+    given = {override.key for override in merged.given}
+    lines = [
+        f"# rlpost {merged.command.verb}: {', '.join(merged.choices.values())}",
+        f"command: {merged.command.verb}",
+        "",
+        "# A line with a # before its key says what holds anyway: take the # away to change it.",
+    ]
+    part = ""
+    for key in sorted(merged.keys, key=lambda key: "." in key.name):  # what stands in no group first
+        if (now := key.name.rpartition(".")[0]) != part:
+            part = now
+            lines += ["", *_heading(part, merged)]
+        lines.append(_line(key, merged, key.name in given or key.name in LIKELY))
+    return "\n".join(lines) + "\n"
+
+
+def _heading(part: str, merged: Merged[Any]) -> list[str]:
+    """What a part of the configuration is, and for a group its option."""
+    meaning = docs_of(merged.command.settings).get(part) or part
+    if part not in merged.choices:
+        return [f"# {meaning}"]
+    return [f"# {meaning}: {' | '.join(options(part))}", f"{part}: {merged.choices[part]}"]
+
+
+def _line(key: Key, merged: Merged[Any], active: bool) -> str:
+    value = value_of(merged, key.name)
+    missing = value == MISSING
+    text = f"{key.name}: {yaml_text(as_json(value))}"
+    text = text if active and not missing else f"# {text}"
+    remarks = ["needs a value" if missing else "", " | ".join(key.choices), meaning_of(merged, key.name)]
+    remark = "; ".join(filter(None, remarks))
+    return f"{text.ljust(VALUE_COLUMN)}  # {remark}" if remark else text
+
+
+def yaml_text(value: Any) -> str:
+    """A value on one line of YAML that OmegaConf's loader reads as the same value."""
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_text(element) for element in value) + "]"
+    if not isinstance(value, str):
+        return yaml.safe_dump(value, width=10**9).removesuffix("\n").removesuffix("\n...")
+    if PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
+        return value
+    return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")
