@@ -100,10 +100,13 @@ def evaluate(
 ) -> EvalResult:
     """Play the first `num_prompts` tasks of `env`, one completion each, from the same first task every time.
 
+    `progress` is told how many are played, of how many.
+
     Raises RewardError if every reward failed.
     """
     env.load_state_dict(env.initial_state())
     played: list[Conversation] = []
+    progress(0, num_prompts)
     while len(played) < num_prompts:
         under_way = env.draw(min(AT_ONCE, num_prompts - len(played)))
         played += under_way

@@ -27,7 +27,7 @@ from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, ver
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts
-from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED
+from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, read_metrics
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 
@@ -117,9 +117,12 @@ class Run:
 
     def steps(self, done: int) -> Iterator[int]:
         """Numbers of the steps still to do after the first `done`, until the last or until asked to stop."""
+        rows, _ = read_metrics(self.folder / "metrics.jsonl")
+        self.screen.begin(done, self.total_steps, ((row["step"], row) for row in rows))
         for step in range(done + 1, self.total_steps + 1):
             if self.stopping:
                 return
+            self.screen.begin_step()
             yield step
 
     @property
@@ -164,11 +167,10 @@ class Run:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]
         if self.stopping:
-            os.write(2, b"\nleft at once, without saving\n")
+            self.screen.leave_at_once("left at once, without saving")
             os._exit(code)
         self.exit_code = code
-        # not through the screen: the signal may have come in the middle of one of its writes
-        os.write(2, b"\nstopping: this step is finished and saved first; Ctrl-C again leaves at once\n")
+        self.screen.stop_asked()
 
     @contextmanager
     def _writing(self, advice: str) -> Iterator[None]:

@@ -13,7 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlpost"
 
-GROUND = ["errors", "home", "lazy", "nearest", "text"]  # below everything: of rlpost they import each other at most
+GROUND = [
+    "errors",
+    "home",
+    "lazy",
+    "nearest",
+    "output",
+    "text",
+]  # below everything: of rlpost they import each other at most
 LAYERS = [
     ["settings", "sandbox", "user_file", *GROUND],
     ["rewards", "data", "logprobs", "batching", "optim", "memory", "precision", "config"],

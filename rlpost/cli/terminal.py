@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from rlpost.output import descriptors_onto
 from rlpost.text import printable
 
 RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -58,15 +59,8 @@ def stdout_on_stderr() -> Iterator[None]:
 
     Those write to the file descriptor, so replacing `sys.stdout` alone would not catch them.
     """
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    with descriptors_onto(2, 1), contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def fitted(line: str) -> str:

@@ -94,6 +94,7 @@ class LLMCollector:
         self.replay_buffer = replay_buffer
         self.queue = queue
         self.verbose = verbose
+        self.on_phase: Callable[[str, str], None] = lambda kind, what: None  # told what is under way
         self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
         self.policy_version_tracker = self._version_tracker(track_policy_version)
@@ -228,9 +229,12 @@ class LLMCollector:
         free = sum(not turns for turns in self._live)
         fresh = iter(self.env.draw(free) if free else [])
         conversations = [turns[-1].copy() if turns else next(fresh) for turns in self._live]
+        completions = f"{len(conversations)} completions"
+        self.on_phase("sampling", completions)
         started = time.perf_counter()
         self.policy.reply(conversations)
         sampled = time.perf_counter()
+        self.on_phase("scoring", completions)
         self.env.advance(conversations)
         self._seconds["time/rollout"] += sampled - started
         self._seconds["time/reward"] += time.perf_counter() - sampled

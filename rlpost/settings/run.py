@@ -13,7 +13,8 @@ class RunRequest:
     `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
     (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
     the recipe's and the user's settings as `key=value` words that compose to the same settings
-    again; `command` is what was typed; `config_yaml` the resolved configuration.
+    again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
+    line a step where there would be a live picture.
     """
 
     folder: Path
@@ -21,3 +22,4 @@ class RunRequest:
     overrides: list[str]
     command: list[str]
     config_yaml: str
+    plain: bool = False

@@ -23,13 +23,14 @@ from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import keep_freed_memory, peak_memory_gb
 from rlpost.objectives.grpo import token_metrics
+from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
-from rlpost.screen import Screen, output_into
+from rlpost.screen import Screen
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.metrics import batch_metrics
-from rlpost.train.narration import announce, conclude
+from rlpost.train.narration import announce, conclude, evaluation_line
 from rlpost.train.state import restore_state, trainer_state
 from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
 
@@ -49,18 +50,19 @@ class Progress:
 
 def train(settings: GRPOSettings, request: RunRequest) -> int:
     """Run or resume the training that `settings` describes; returns the process's exit code."""
-    screen = Screen()
+    screen = Screen(plain=request.plain)
     with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen) as run:
         keep_freed_memory()
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
-        with output_into(run.folder / "log.txt"):
+        with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
             parts = assemble_grpo(settings, checkpoint / "model" if checkpoint else None)
             parts.policy.start()
         try:
             run.catch_signals()
             announce(settings, parts, run)
+            parts.collector.on_phase = screen.phase
             progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
             after = learn(settings, parts, run, progress)
         finally:
@@ -73,14 +75,20 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
 def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> EvalResult | None:
     """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
     after = None
-    microbatches = Microbatches(settings.tokens_per_microbatch, parts.device, run.screen.note)
-    run.screen.begin(progress.step, settings.steps)
+    screen = run.screen
+    microbatches = Microbatches(
+        settings.tokens_per_microbatch,
+        parts.device,
+        note=screen.note,
+        progress=lambda done, total: screen.phase("training", done=done, total=total),
+    )
     for step in run.steps(done=progress.step):
         started = time.perf_counter()
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
         metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
         collected = time.perf_counter()
 
+        screen.phase("training")
         rows = rows_of(batch)
         if parts.reference is not None:
             for row, log_probs in zip(
@@ -105,6 +113,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         updated = time.perf_counter()
 
         if any(u.outputs for u in updates):
+            screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)
         done = time.perf_counter()
         metrics |= {
@@ -172,6 +181,7 @@ def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path)
 
 def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> None:
     """Write a checkpoint of the last finished step."""
+    run.screen.phase("saving checkpoint")
 
     def write_model(folder: Path) -> None:
         parts.model.save_pretrained(folder)
@@ -200,8 +210,14 @@ def evaluation_due(settings: GRPOSettings, step: int) -> bool:
 def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: str) -> EvalResult:
     """Greedy accuracy on held-out prompts, shown on the screen."""
     num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
-    run.screen.note(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-    result = evaluate(parts.eval_env, parts.policy, num_prompts=num_prompts, sampling=SamplingSettings(temperature=0.0))
-    for line in result.lines():
-        run.screen.line("  " + line)
+    if not run.screen.is_live:
+        run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
+    result = evaluate(
+        parts.eval_env,
+        parts.policy,
+        num_prompts=num_prompts,
+        sampling=SamplingSettings(temperature=0.0),
+        progress=lambda done, total: run.screen.phase("evaluating", done=done, total=total),
+    )
+    run.screen.line(evaluation_line(result, when))
     return result

@@ -25,6 +25,26 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     ]
     for line in lines:
         run.screen.line(line)
+    engine = type(parts.policy).__name__
+    run.screen.open(
+        title=run.folder.name,
+        about=f"{settings.model.path} · {lines[1].split(maxsplit=1)[1]} · {engine}",
+        total_steps=settings.steps,
+        log=run.folder / "log.txt",
+    )
+
+
+def evaluation_line(result: EvalResult, when: str) -> str:
+    """An evaluation on one line: accuracy with its 95% interval, reward, length."""
+    accuracy = result.accuracy_lenient
+    figures = [
+        "" if accuracy is None else f"accuracy {accuracy.value:.1%} [{accuracy.low:.1%}, {accuracy.high:.1%}]",
+        f"reward {result.reward_mean:.3f}",
+        f"tokens {result.tokens_mean:.0f}",
+        f"truncated {result.truncated.value:.0%}",
+        f"{result.num_failed} rewards failed" if result.num_failed else "",
+    ]
+    return f"held-out {when}:  " + "  ".join(figure for figure in figures if figure)
 
 
 def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None) -> None:

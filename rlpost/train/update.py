@@ -36,10 +36,17 @@ class Microbatches:
     None asked for: 2048 on a CPU, 16384 on a GPU.
     """
 
-    def __init__(self, tokens: int | None, device: torch.device, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokens: int | None,
+        device: torch.device,
+        note: Callable[[str], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
         self.tokens = tokens or (2048 if device.type == "cpu" else 16384)
         self.device = device
         self._note = note
+        self.progress = progress  # told the completions that one update has gone through, and how many it has
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.
@@ -105,12 +112,15 @@ def accumulate_gradient(
 
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
+            done = 0
             for microbatch in pack(rows, microbatches.tokens, parts.device):
                 with autocast(settings.model.autocast, parts.device):
                     output = parts.objective(parts.model, microbatch, normaliser)
                 output.loss.backward()
                 output.loss = output.loss.detach()
                 outputs.append(output)
+                done += len(microbatch.rows)
+                microbatches.progress(done, len(rows))
     return outputs
 
 

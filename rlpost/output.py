@@ -1,0 +1,56 @@
+"""Where stdout and stderr lead, for this process, its C++ and its subprocesses alike."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlpost.text import printable
+
+
+@contextmanager
+def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
+    """Send everything written to the file descriptors `numbers` meanwhile to the descriptor `sink`.
+
+    C++ and subprocesses write to the descriptors, so replacing `sys.stdout` alone would not catch them.
+    """
+    _flush()
+    kept = [os.dup(number) for number in numbers]
+    for number in numbers:
+        os.dup2(sink, number)
+    try:
+        yield
+    finally:
+        _flush()
+        for number, copy in zip(numbers, kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+@contextmanager
+def output_into(file: Path) -> Iterator[None]:
+    """Append everything written to stdout and stderr meanwhile to `file`."""
+    with file.open("a") as sink, descriptors_onto(sink.fileno(), 1, 2):
+        yield
+
+
+@contextmanager
+def output_aside() -> Iterator[None]:
+    """Keep everything written to stdout and stderr meanwhile from being seen, unless an error ends it."""
+    with tempfile.TemporaryFile() as kept:
+        try:
+            with descriptors_onto(kept.fileno(), 1, 2):
+                yield
+        except Exception:
+            kept.seek(0)
+            print(printable(kept.read().decode(errors="replace")), end="", file=sys.stderr)
+            raise
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

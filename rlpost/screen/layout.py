@@ -1,0 +1,302 @@
+"""The picture: lines of text for a terminal of any size, drawn from the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from rlpost.screen.curves import area, line, range_around, range_from_zero
+from rlpost.screen.lines import clock, fold
+from rlpost.screen.sample import Sample
+from rlpost.screen.state import CURVES, SPEED, State
+from rlpost.text import printable
+
+STOPPING = "stopping: this step is finished and saved first; Ctrl-C again leaves at once"
+HINT = "Ctrl-C finishes the step, saves and stops"
+ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts, and larger curves
+ROOM_FOR_PACE = 60  # columns
+GAP = 3  # columns between curves
+SCALE = 6  # columns of a curve's scale
+LEGEND = 76  # columns of the longest legend of the time
+CELL = 20  # columns of a figure with its label
+TURNS = {  # kind of phase -> its name, colour, and its fill where there is no colour
+    "sampling": ("rollout", "cyan", "█"),
+    "scoring": ("reward", "magenta", "▓"),
+    "training": ("train", "green", "▒"),
+    "pushing weights": ("sync", "yellow", "▚"),
+    "evaluating": ("eval", "blue", "░"),
+    "saving checkpoint": ("save", "red", "▞"),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How a metric is called and written."""
+
+    label: str
+    form: str
+    scale: str = "{:.3g}"  # at the axis of its curve
+    colour: str = "cyan"
+    from_zero: bool = False  # drawn as the area over 0 rather than as a line
+
+
+FIGURES = {
+    "reward/mean": Figure("reward", "{:.2f}", colour="green", from_zero=True),
+    "accuracy/lenient": Figure("accuracy", "{:.0%}", "{:.0%}", "cyan", from_zero=True),
+    "loss/sft": Figure("loss", "{:.3f}", colour="green"),
+    "completion/tokens_mean": Figure("length", "{:.1f} tok", colour="magenta"),
+    "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
+    SPEED: Figure("speed", "{:.0f} tok/s"),
+    "grad_norm": Figure("grad norm", "{:.2f}", colour="red"),
+    "entropy": Figure("entropy", "{:.2f}", colour="blue"),
+    "groups/zero_std": Figure("zero std", "{:.0%}"),
+    "completion/truncated": Figure("truncated", "{:.0%}"),
+    "kl/ref": Figure("kl to ref", "{:.4f}"),
+    "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
+    "lr": Figure("lr", "{:.2g}"),
+    "reward/std": Figure("reward sd", "{:.2f}"),
+    "policy/version": Figure("version", "{:.0f}"),
+    "policy/lag_mean": Figure("lag", "{:.1f}"),
+    "memory/peak_gb": Figure("memory", "{:.1f} GB"),
+    "ess": Figure("ess", "{:.2f}"),
+}
+
+
+class Layout:
+    """Draws frames; what changes only with a step, a phase or the size is drawn once for all of them."""
+
+    def __init__(self, state: State, *, colour: bool) -> None:
+        self.state = state
+        self.colour = colour
+        self._kept: tuple[object, list[Text]] = (None, [])
+
+    def frame(self, width: int, height: int) -> list[Text]:
+        """At most `height` lines of less than `width` cells: erasing the rest of a full line would take its last."""
+        inner = max(1, width - 2)
+        head = [self._heading(inner), self._bar(inner), self._phase(inner)]
+        foot = self._foot(inner, height)
+        key = (self.state.revision, width, height, len(foot))
+        if self._kept[0] != key:
+            self._kept = (key, self._body(inner, height - len(head) - len(foot), height))
+        lines = [*head, *self._kept[1], *foot] if height >= len(head) + len(foot) else [head[2], head[1], head[0]]
+        return [_fit(Text(" ").append_text(line), max(1, width - 1)) for line in lines[:height]]
+
+    def _heading(self, width: int) -> Text:
+        return _spread(Text(self.state.title, "bold"), Text(self.state.about, "dim"), width)
+
+    def _bar(self, width: int) -> Text:
+        state = self.state
+        left = state.left()
+        tail = f"  {state.done}/{state.total} steps"
+        if not state.stopping and state.done < state.total:
+            tail += "" if left is None else f"  {clock(left)} left"
+        length = max(0, width - len(tail))
+        filled = round(length * state.done / max(1, state.total))
+        bar = Text("━" * filled, "green").append("─" * (length - filled), "dim")
+        return bar.append(tail if length else tail.strip())
+
+    def _phase(self, width: int) -> Text:
+        state = self.state
+        words = Text()
+        if state.phase is not None:
+            phase = state.phase
+            words.append(phase.kind, "bold")
+            if phase.what:
+                words.append(f" {phase.what}", "bold")
+            if phase.total:
+                words.append(f" {phase.done or 0}/{phase.total}", "bold")
+            if (seconds := state.now() - phase.since) >= 1:
+                words.append(f"  {_seconds(seconds)}", "dim")
+        pace = state.step_seconds()
+        elapsed = f"elapsed {clock(state.now() - state.started)}"
+        if pace is not None and width >= ROOM_FOR_PACE:
+            elapsed = f"{_seconds(pace, digits=1)} a step  {elapsed}"
+        return _spread(words, Text(elapsed, "dim"), width)
+
+    def _foot(self, width: int, height: int) -> list[Text]:
+        """The latest notes, and what Ctrl-C does."""
+        most = 0 if height < 10 else 1 if height < TALL else 4
+        notes = [Text(printable(note), "yellow") for note in list(self.state.notes)[-most:]] if most else []
+        if self.state.stopping:
+            return [*notes, Text(STOPPING, "bold yellow")]
+        return [*notes, Text(HINT, "dim")] if height >= ROOMY else notes
+
+    def _body(self, width: int, room: int, height: int) -> list[Text]:
+        """At most `room` lines: curves, figures, where the time goes, and a completion in what is left."""
+        roomy = height >= ROOMY
+        parts = [
+            self._curves(width, height),
+            self._figures(width, height),
+            self._evaluations(),
+            self._time(width, height),
+        ]
+        least = 3 if self.state.sample is not None else 0  # lines of a completion
+        order = [1, 2, 3, 0]  # what gives way first where the room is short
+        blank = int(roomy)
+        while sum(len(part) + blank for part in parts if part) + least + blank > room and order:
+            parts[order.pop(0)] = []
+        lines: list[Text] = []
+        for part in parts:
+            if part:
+                lines += [Text()] * blank + part
+        if self.state.sample is not None:
+            lines += [Text()] * blank
+            lines += _completion(self.state.sample, width, room - len(lines))
+        return [*lines, *[Text()] * (room - len(lines))][: max(0, room)]
+
+    def _curves(self, width: int, height: int) -> list[Text]:
+        state = self.state
+        names = [name for name in CURVES if name in state.series]
+        if not names:
+            return [Text("the first figures come with the first step", "dim")] if height >= ROOMY else []
+        if height < ROOMY:
+            return [self._sparkline(name, width) for name in names[:2]]
+        across, down = _grid(width, height)
+        rows = 4 if height < 30 else 5 if height < 44 else 8
+        each = (width - GAP * (across - 1)) // across
+        lines: list[Text] = []
+        for start in range(0, min(len(names), across * down), across):
+            blocks = [self._curve(name, each, rows) for name in names[start : start + across]]
+            lines += [Text()] if lines else []
+            lines += [Text(" " * GAP).join(row) for row in zip(*blocks, strict=True)]
+        return lines
+
+    def _curve(self, name: str, width: int, rows: int) -> list[Text]:
+        """A title with the latest value over the curve with its scale, each `width` cells."""
+        figure = FIGURES[name]
+        series = self.state.series[name]
+        columns = min(len(series), width - SCALE - 2)
+        values = series.means(columns if figure.from_zero else 2 * columns)
+        low, high = range_from_zero(values) if figure.from_zero else range_around(values)
+        drawn = (area if figure.from_zero else line)(values, rows, low, high)
+        scale = [""] * rows
+        scale[0], scale[-1] = figure.scale.format(high), figure.scale.format(low)
+        title = Text(f"{'':{SCALE}}  {figure.label} ", "dim").append(self._value(name), "bold")
+        lines = [_fit(title, width, pad=True)]
+        for label, row in zip(scale, drawn, strict=True):
+            left = Text(f"{label:>{SCALE}} ", "dim").append("┤" if label else "│", "dim")
+            lines.append(_fit(left.append(row, figure.colour), width, pad=True))
+        return lines
+
+    def _sparkline(self, name: str, width: int) -> Text:
+        series = self.state.series[name]
+        values = series.means(min(len(series), max(1, width - CELL)))
+        [row] = area(values, 1, *range_from_zero(values))
+        left = Text(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<9} ", "bold")
+        return left.append(row, FIGURES[name].colour)
+
+    def _value(self, name: str) -> str:
+        value = self.state.latest.get(name)
+        return "-" if value is None or not math.isfinite(value) else FIGURES[name].form.format(value)
+
+    def _figures(self, width: int, height: int) -> list[Text]:
+        """The latest values, those first that say most."""
+        drawn = 2 if height < ROOMY else math.prod(_grid(width, height))
+        curves = [name for name in CURVES if name in self.state.series][:drawn]
+        names = [name for name in FIGURES if name not in curves and self._value(name) != "-"]
+        across = max(1, (width + 2) // CELL)
+        most = across * (1 if height < ROOMY - 6 else 2)
+        cells = [Text(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<10}") for name in names[:most]]
+        rows = [Text().join(cells[i : i + across]) for i in range(0, len(cells), across)]
+        for row in rows:
+            row.rstrip()
+        return rows
+
+    def _evaluations(self) -> list[Text]:
+        """Held-out accuracy at the first evaluation and at the latest."""
+        shown = []
+        for step, metrics in self.state.evaluations:
+            name = next((n for n in ("eval/accuracy_lenient", "eval/reward", "eval/loss") if n in metrics), None)
+            if name is None:
+                return []
+            when = "before training" if step == 0 else f"after step {step}"
+            if name == "eval/accuracy_lenient":
+                low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+                shown.append((when, f"{metrics[name]:.1%} [{low:.1%}, {high:.1%}]"))
+            else:
+                shown.append((when, f"{metrics[name]:.3f}"))
+        if not shown:
+            return []
+        text = Text("held-out  ", "dim")
+        for i, (when, value) in enumerate(shown):
+            text.append("  →  " if i else "").append(value, "bold").append(f" {when}", "dim")
+        return [text]
+
+    def _time(self, width: int, height: int) -> list[Text]:
+        """Where the time went so far: a bar and its legend, below it or beside it."""
+        spent = {kind: self.state.seconds[kind] for kind in TURNS if kind in self.state.seconds}
+        whole = sum(spent.values())
+        if whole <= 0:
+            return []
+        beside = width >= 2 * LEGEND
+        bar, legend = Text(), Text()
+        cells = _shares(list(spent.values()), width - LEGEND if beside else width)
+        least = 0.005 if width >= LEGEND else 0.05
+        for (kind, seconds), num in zip(spent.items(), cells, strict=True):
+            name, colour, fill = TURNS[kind]
+            fill = "▆" if self.colour else fill
+            bar.append(fill * num, colour)
+            if seconds / whole >= least:
+                legend.append("  " if legend else "").append(fill, colour).append(f" {name} ", "dim")
+                legend.append(f"{seconds / whole:.0%}")
+        if beside:
+            return [bar.append("  ").append_text(legend)]
+        return [bar, legend] if height >= ROOMY else [legend]
+
+
+def _completion(sample: Sample, width: int, room: int) -> list[Text]:
+    """What a completion earned, what was asked, and as much of what came back as there is room for."""
+    if room <= 0:
+        return []
+    earned = "reward failed" if sample.reward is None else f"reward {sample.reward:g}"
+    title = Text(f"step {sample.step}  ", "dim").append(earned, "bold")
+    for name, value in sample.reward_parts.items():
+        title.append(f"  {printable(name)} ", "dim").append(f"{value:g}")
+    for name, value in (("lenient", sample.accuracy_lenient), ("strict", sample.accuracy_strict)):
+        if value is not None:
+            title.append(f"  {name} ", "dim")
+            title.append(*{1.0: ("✓", "green"), 0.0: ("✗", "red")}.get(value, (f"{value:.0%}", "")))
+    title.append("  ended by ", "dim").append({"length": "its length"}.get(sample.finish_reason, sample.finish_reason))
+    prompt = fold(sample.prompt, width - 2, max(1, (room - 1) // 4))
+    lines = [title, *(Text("│ ", "dim").append(line, "cyan") for line in prompt)]
+    if room > len(lines):
+        lines += [Text("│ ", "dim").append(line) for line in fold(sample.completion, width - 2, room - len(lines))]
+    return lines[:room]
+
+
+def _grid(width: int, height: int) -> tuple[int, int]:
+    """Curves beside and below each other."""
+    return 1 if width < 56 else 2 if width < 112 else 3, 1 if height < TALL else 2
+
+
+def _shares(values: Sequence[float], width: int) -> list[int]:
+    """`width` cells shared out in proportion, by largest remainders."""
+    exact = [value / sum(values) * width for value in values]
+    cells = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])
+    for i in by_remainder[: width - sum(cells)]:
+        cells[i] += 1
+    return cells
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    """`left` and `right` at the ends of a line; the right one only where both fit."""
+    if left.cell_len + 2 + right.cell_len > width:
+        room = width - left.cell_len - 2
+        if room < 12:
+            return left
+        right = _fit(right, room)
+    return left.append(" " * (width - left.cell_len - right.cell_len)).append_text(right)
+
+
+def _fit(line: Text, width: int, *, pad: bool = False) -> Text:
+    line.truncate(width, overflow="ellipsis", pad=pad)
+    return line
+
+
+def _seconds(seconds: float, digits: int = 0) -> str:
+    """4.2 -> 4 s, 65 -> 1:05."""
+    return f"{seconds:.{digits}f} s" if round(seconds) < 60 else clock(seconds)

@@ -1,0 +1,161 @@
+"""The terminal of a training, as the loop and the run see it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from rlpost.screen.layout import STOPPING, Layout
+from rlpost.screen.lines import clock, sample_lines, step_line
+from rlpost.screen.record import Record
+from rlpost.screen.sample import Sample
+from rlpost.screen.state import Figures, State
+from rlpost.screen.terminal import Picture, Waiting, takes_pictures
+from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+SAMPLE_EVERY = 10  # steps
+
+
+class Screen:
+    """A live picture of the training where somebody is looking, plain lines elsewhere.
+
+    The picture fills the terminal from `open` to `end`; lines and notes of that time are printed
+    after it, and go to the log at once. Pipes, `TERM=dumb`, `plain` and terminals that do not take
+    UTF-8 get one line a step and now and then a completion. `NO_COLOR` takes the colours alone.
+    Anybody's text is shown as text: control characters visible, markup inert.
+    """
+
+    def __init__(self, console: Console | None = None, *, plain: bool = False) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.state = State()
+        self._descriptor = None if plain else _descriptor_for_pictures(self.console)
+        self._picture: Picture | None = None
+        self._record = Record()
+        self._lock = threading.Lock()  # of the state, which another thread draws
+        colour = self.console.color_system is not None and not os.environ.get("NO_COLOR")
+        self._styled = self.console.is_terminal and colour
+        self._layout = Layout(self.state, colour=colour)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a picture shows what is under way, so that no line needs to."""
+        return self._picture is not None
+
+    def line(self, text: str, style: str = "") -> None:
+        """One line that stays."""
+        if self._picture is None:
+            self._print(text, style)
+        else:
+            self._record.add(text, style)
+            self._log(text)
+
+    def note(self, text: str) -> None:
+        """A line that wants attention."""
+        with self._lock:
+            self.state.add_note(text)
+        self.line(text, "yellow")
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Say what is being waited for before there is a picture, on a terminal with the seconds it has taken."""
+        if self._descriptor is None:
+            self.line(f"{what} ...")
+            return contextlib.nullcontext()
+        began = time.monotonic()
+        return Waiting(self._descriptor, lambda: f"{printable(what)} ...  {time.monotonic() - began:.0f} s")
+
+    def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
+        """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
+        with self._lock:
+            self.state.title, self.state.about, self.state.total = printable(title), printable(about), total_steps
+        if self._descriptor is not None:
+            self.console.file.flush()
+            last_words = printable(f"the training's process died; what it said last is in {log}")
+            self._picture = Picture(self._descriptor, self._frame, log=log, last_words=last_words)
+
+    def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
+        """Steps up to `done` of `total` were done before, and `recorded` is everything that was said so far."""
+        with self._lock:
+            self.state.begin(done, total, recorded)
+
+    def begin_step(self) -> None:
+        """The next step begins now."""
+        with self._lock:
+            self.state.begin_step()
+
+    def phase(self, kind: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+        """From now on `kind` (a verb) is being done to `what`; called again it tells how much of it is done."""
+        with self._lock:
+            self.state.begin_phase(kind, what, done, total)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
+        """A finished step: its figures, and the first of its completions. Step 0 is what came before training."""
+        sample = None if batch is None else Sample.first_of(step, batch)
+        with self._lock:
+            self.state.total = total
+            self.state.end_step(step, metrics, sample)
+            left = self.state.left()
+        if sample is None:
+            return
+        text = step_line(step, total, metrics, "-" if left is None else clock(left))
+        if self._picture is not None:
+            self._record.add_step(text)
+            self._log(text)
+            return
+        self._print(text)
+        if step == 1 or step % SAMPLE_EVERY == 0:
+            for each in sample_lines(sample):
+                self._print(each, "dim")
+
+    def stop_asked(self) -> None:
+        """Say that the run ends after this step; called in a signal's function, so nothing here waits."""
+        self.state.stopping = True
+        if self._picture is None:
+            os.write(2, f"\n{STOPPING}\n".encode())
+
+    def leave_at_once(self, last_words: str) -> None:
+        """Give the terminal back just before the process ends; called in a signal's function."""
+        if self._picture is None:
+            os.write(2, f"\n{last_words}\n".encode())
+        else:
+            self._picture.leave_at_once(f"{last_words}\n".encode())
+
+    def end(self) -> None:
+        """End the picture and print what stays of it; a second call does nothing."""
+        picture, self._picture = self._picture, None
+        if picture is None:
+            return
+        picture.close()
+        for text, style in self._record.lines():
+            self._print(text, style)
+
+    def _frame(self, width: int, height: int) -> Sequence[Text]:
+        with self._lock:
+            return self._layout.frame(width, height)
+
+    def _print(self, text: str, style: str = "") -> None:
+        shown = printable(text).encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
+        self.console.print(Text(shown, style=style if self._styled else ""))
+
+    def _log(self, text: str) -> None:
+        print(printable(text), flush=True)  # stdout leads into the log while there is a picture
+
+
+def _descriptor_for_pictures(console: Console) -> int | None:
+    """The descriptor of the terminal that `console` writes to, where a picture can be painted on it."""
+    try:
+        descriptor = console.file.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        return None
+    return descriptor if console.encoding.startswith("utf") and takes_pictures(descriptor) else None
