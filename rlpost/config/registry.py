@@ -19,11 +19,16 @@ from rlpost.settings import (
     GRPOSettings,
     GSM8KSettings,
     LossSettings,
+    MLflowSettings,
     ModelSettings,
+    NoTrackingSettings,
     OptimSettings,
     ScriptedSettings,
+    TensorBoardSettings,
+    TrackioSettings,
     TransformersSettings,
     VLLMSettings,
+    WandbSettings,
 )
 from rlpost.settings.registered import ENVS
 
@@ -60,6 +65,13 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "loss": {"grpo_schema": LossSettings},
     "optim": {"adamw_schema": OptimSettings},
+    "tracking": {
+        "none_schema": NoTrackingSettings,
+        "tensorboard_schema": TensorBoardSettings,
+        "wandb_schema": WandbSettings,
+        "trackio_schema": TrackioSettings,
+        "mlflow_schema": MLflowSettings,
+    },
 }
 
 

@@ -23,3 +23,10 @@ from rlpost.settings.policy import SamplingSettings as SamplingSettings
 from rlpost.settings.policy import ScriptedSettings as ScriptedSettings
 from rlpost.settings.policy import TransformersSettings as TransformersSettings
 from rlpost.settings.policy import VLLMSettings as VLLMSettings
+from rlpost.settings.tracking import MLflowSettings as MLflowSettings
+from rlpost.settings.tracking import NoTrackingSettings as NoTrackingSettings
+from rlpost.settings.tracking import TensorBoardSettings as TensorBoardSettings
+from rlpost.settings.tracking import TrackingSettings as TrackingSettings
+from rlpost.settings.tracking import TrackioSettings as TrackioSettings
+from rlpost.settings.tracking import WandbMode as WandbMode
+from rlpost.settings.tracking import WandbSettings as WandbSettings

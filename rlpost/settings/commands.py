@@ -10,6 +10,7 @@ from rlpost.settings.env import EnvSettings
 from rlpost.settings.learning import AdvantageSettings, LossSettings, OptimSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
+from rlpost.settings.tracking import TrackingSettings
 
 
 @dataclass
@@ -48,6 +49,7 @@ class GRPOSettings:
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
     loss: LossSettings = MISSING  # what turns advantages into a gradient
     optim: OptimSettings = MISSING  # what turns gradients into an update
+    tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)
     plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards

@@ -53,6 +53,7 @@ def test_the_defaults_are_smollm2_on_sums() -> None:
         "policy": "auto",
         "loss": "grpo",
         "optim": "adamw",
+        "tracking": "none",
     }
     assert composed.overrides == []
 

@@ -1,0 +1,95 @@
+"""Which tracker the settings ask for: settings first, then environment variables, then defaults."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.settings.tracking import (
+    MLflowSettings,
+    NoTrackingSettings,
+    TensorBoardSettings,
+    TrackerSettings,
+    TrackingSettings,
+    TrackioSettings,
+    WandbMode,
+    WandbSettings,
+)
+
+PROJECT = "rlpost"  # where neither a setting nor the environment names one
+
+
+@dataclass(frozen=True)
+class TrackerChoice:
+    """A tracker still to be made: `factory` is `module:class`, `options` what the class takes."""
+
+    name: str
+    factory: str
+    options: dict[str, Any]
+    timeout_seconds: float
+
+
+def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
+    """The tracker that `settings` ask for, None for none.
+
+    Raises MissingExtraError where its package is not installed, ConfigError for an environment
+    variable that makes no sense. Imports no tracker.
+    """
+    match settings:
+        case NoTrackingSettings():
+            return None
+        case TensorBoardSettings():
+            return _choice("tensorboard", "TensorBoardTracker", settings)
+        case WandbSettings(mode=mode):
+            return _choice(
+                "wandb",
+                "WandbTracker",
+                settings,
+                project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+                entity=settings.entity or os.environ.get("WANDB_ENTITY"),
+                mode=mode.value if mode else _wandb_mode(),
+                folder=_absolute(settings.folder or os.environ.get("WANDB_DIR")),
+            )
+        case TrackioSettings():
+            return _choice(
+                "trackio",
+                "TrackioTracker",
+                settings,
+                project=settings.project,
+                folder=_absolute(settings.folder or os.environ.get("TRACKIO_DIR")),
+            )
+        case MLflowSettings():
+            uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+            if uri is None:
+                _require("mlflow", "sqlalchemy", "alembic")
+            experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            return _choice("mlflow", "MLflowTracker", settings, uri=uri, experiment=experiment)
+        case _:
+            raise ConfigError(f"tracking {type(settings).__name__} has no tracker in rlpost/tracking/choice.py")
+
+
+def _choice(name: str, tracker: str, settings: TrackerSettings, **options: Any) -> TrackerChoice:
+    _require(name, name)
+    return TrackerChoice(name, f"rlpost.tracking.{name}:{tracker}", options, settings.timeout_seconds)
+
+
+def _require(extra: str, *packages: str) -> None:
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # a mere folder of that name, as trackers leave, has no origin
+            raise MissingExtraError.of(package, extra, f"tracking={extra}")
+
+
+def _wandb_mode() -> str:
+    mode = os.environ.get("WANDB_MODE") or WandbMode.offline.value
+    if mode not in WandbMode.__members__:
+        raise ConfigError(f"WANDB_MODE={mode} is unknown: it is one of {', '.join(WandbMode.__members__)}")
+    return mode
+
+
+def _absolute(folder: str | None) -> str | None:
+    return str(Path(folder).expanduser().resolve()) if folder else None

@@ -1,0 +1,172 @@
+"""The process in which a tracker lives: `python -m rlpost.tracking.worker`.
+
+The first line of stdin is the order, as JSON; a second one says how the run ended, and its absence
+that the process that trains is gone. The one line written to stdout is `DONE`, or why the tracker was
+given up; what the tracker itself prints goes to stderr, which is the run's log.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
+
+DONE = "done"
+LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
+REASON_LENGTH = 300  # characters
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one worker is to do.
+
+    `kept_step` is the last step that a resumed run kept, -1 for a new run.
+    """
+
+    name: str
+    factory: str
+    options: dict[str, Any]
+    timeout_seconds: float
+    folder: str
+    config: dict[str, Any]
+    kept_step: int
+
+
+@dataclass
+class Mark:
+    """How far a tracker is: its id of the run and the last step it took."""
+
+    known_as: str
+    step: int
+
+
+def main() -> None:
+    """Follow the run that stdin names, until it ends or the tracker fails."""
+    report = os.fdopen(os.dup(1), "w")  # not inherited by what the tracker starts
+    os.dup2(2, 1)
+    with os.fdopen(os.dup(0), "rb", buffering=0) as words:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a tracker that asks a question gets no answer
+        order = Order(**json.loads(words.readline()))
+        try:
+            follow(order, words, report)
+            last_word = DONE
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker raises is why it is given up
+            traceback.print_exc()
+            last_word = _reason(error)
+    print(last_word, file=report, flush=True)
+
+
+def follow(order: Order, words: IO[bytes], report: IO[str]) -> None:
+    """Tell the tracker every step of metrics.jsonl that it does not have yet, and those that come."""
+    folder = Path(order.folder)
+    mark = read_mark(folder, order.name) if order.kept_step >= 0 else None
+    first_step = min(mark.step, order.kept_step) + 1 if mark else 0
+    known_as = mark.known_as if mark else None
+    tracked = TrackedRun(folder.name, folder, order.config, known_as, first_step)
+    tracker = make_tracker(order.factory, order.options)
+    write_mark(folder, order.name, mark)
+    with _within(order.timeout_seconds, "start", report):
+        mark = Mark(tracker.start(tracked), first_step - 1)
+    write_mark(folder, order.name, mark)
+    lines = _lines(folder / METRICS_FILE)
+    status = None
+    while status is None:
+        status = _ending(words)  # before the look, so that nothing written before the end is missed
+        for line in lines:
+            if line is None:
+                break
+            step = line.pop("step")
+            if step >= first_step:
+                with _within(order.timeout_seconds, f"logging step {step}", report):
+                    tracker.log(step, {name: value for name, value in line.items() if value is not None})
+                mark.step = step
+                write_mark(folder, order.name, mark)
+    with _within(order.timeout_seconds, "finish", report):
+        tracker.finish(status)
+
+
+def make_tracker(factory: str, options: dict[str, Any]) -> Tracker:
+    """The tracker whose class `factory` names as `module:class`."""
+    module, _, name = factory.partition(":")
+    return getattr(import_module(module), name)(**options)
+
+
+def read_mark(folder: Path, tracker: str) -> Mark | None:
+    """How far `tracker` is with the run in `folder`; None if it has none of it."""
+    file = folder / MARK_FILE
+    marks = json.loads(file.read_text()) if file.is_file() else {}
+    return Mark(**marks[tracker]) if tracker in marks else None
+
+
+def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
+    """Keep the mark of `tracker`, or that it has none; those of others stay."""
+    file = folder / MARK_FILE
+    marks = json.loads(file.read_text()) if file.is_file() else {}
+    marks.pop(tracker, None)
+    if mark is not None:
+        marks[tracker] = asdict(mark)
+    making = file.with_suffix(".new")
+    making.write_text(json.dumps(marks, indent=1) + "\n")
+    os.replace(making, file)
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a file that grows, as they become whole; None whenever there is no more for now."""
+    rest = ""
+    with file.open() as stream:
+        while True:
+            rest += stream.readline()
+            if not rest.endswith("\n"):
+                yield None
+                continue
+            yield json.loads(rest)
+            rest = ""
+
+
+def _ending(words: IO[bytes]) -> Status | None:
+    """How the run ended, or None while it goes on; waits a little for the word."""
+    if not select.select([words], [], [], LOOK_SECONDS)[0]:
+        return None
+    word = words.readline().decode().strip()
+    return Status(word) if word else Status.failed
+
+
+@contextmanager
+def _within(seconds: float, doing: str, report: IO[str]) -> Iterator[None]:
+    """Leave the process, with the reason reported, where the block takes longer; errors name the block."""
+
+    def give_up() -> None:
+        print(f"no answer to {doing} within {seconds:g} s", file=report, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        error.add_note(doing)
+        raise
+    finally:
+        timer.cancel()
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong and in what, on one line."""
+    message = " ".join(str(error).split())
+    doing = "".join(f"{note}: " for note in getattr(error, "__notes__", []))
+    return f"{doing}{type(error).__name__}{': ' if message else ''}{message}"[:REASON_LENGTH]
+
+
+if __name__ == "__main__":
+    main()
