@@ -13,6 +13,7 @@ from rlpost.text import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NARROWEST = 5  # columns that a cell is cut down to at most
+LONGEST_WORD = 80  # characters that wait in a pipe
 
 
 def width_of(text: str) -> int:
@@ -53,6 +54,44 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     kept, cut = (rows[-most_lines:], rows[:-most_lines]) if keep_end else (rows[:most_lines], rows[most_lines:])
     remark = f"… {sum(map(len, cut)):,} more characters"
     return [remark, *kept] if keep_end else [*kept, remark]
+
+
+class WordWrap:
+    """Anybody's text that comes in pieces, broken between words where a line of the terminal ends.
+
+    A word waits until it is whole; `rest` gives the last one.
+    """
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._word = ""
+
+    def add(self, piece: str) -> str:
+        """What can be printed now."""
+        return "".join(self._character(character) for character in printable(piece).expandtabs(4))
+
+    def rest(self) -> str:
+        """The word that waited."""
+        width = output_width(0)
+        word, self._word = self._word, ""
+        breaks = width and self._column > 0 and self._column + width_of(word) > width
+        self._column = width_of(word) + (0 if breaks else self._column)
+        return f"\n{word}" if breaks and word else word
+
+    def _character(self, character: str) -> str:
+        if character == "\n":
+            shown, self._column = self.rest() + "\n", 0
+            return shown
+        if character == " ":
+            shown = self.rest()
+            self._column += 1
+            return shown if self._column == output_width(0) else f"{shown} "
+        if width_of(character) > 1:  # writing systems without spaces break anywhere
+            shown = self.rest()
+            self._word = character
+            return shown + self.rest()
+        self._word += character
+        return self.rest() if len(self._word) >= (output_width(0) or LONGEST_WORD) else ""
 
 
 def fitted_table(

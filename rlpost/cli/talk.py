@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlpost.cli.terminal import DIM, painted, print_error, stdout_on_stderr
+from rlpost.cli.columns import WordWrap
+from rlpost.cli.terminal import DIM, painted, print_error, stdout_on_stderr, table
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.errors import DataError
 from rlpost.text import printable
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 COMMANDS = {
-    "/reset": "begin anew",
-    "/system": "/system TEXT sets the system prompt, without TEXT takes it away; begins anew",
-    "/help": "this list",
-    "/quit": "leave, as Ctrl-D does",
+    "/reset": ("", "begin anew"),
+    "/system": ("TEXT", "set the system prompt, or without TEXT none, and begin anew"),
+    "/help": ("", "this list"),
+    "/quit": ("", "leave, as Ctrl-D does"),
 }
 
 
@@ -80,12 +81,13 @@ def talk(chat: Chat) -> None:
             if not command(chat, line):
                 return
             continue
+        wrap = WordWrap()
         try:
-            reply = chat.reply(line, _show)
+            reply = chat.reply(line, lambda piece, wrap=wrap: print(wrap.add(piece), end="", flush=True))
         except DataError as error:
             print_error(str(error))
             continue
-        print("" if reply.text.endswith("\n") else "\n", end="")
+        print(wrap.rest() + ("" if reply.text.endswith("\n") else "\n"), end="")
         print(painted(ending(reply, chat), DIM, sys.stdout), end="\n\n", flush=True)
 
 
@@ -95,9 +97,10 @@ def command(chat: Chat, line: str) -> bool:
     if word == "/quit":
         return False
     if word == "/help":
-        said = "\n".join(f"{name:<8} {meaning}" for name, meaning in COMMANDS.items())
-        said += f"\nthe system prompt is: {printable(chat.system)}" if chat.system else "\nthere is no system prompt"
-        said += "\na message may begin with a space, where it would otherwise be a command"
+        said = "\n".join(
+            table([(f"{name} {text}".rstrip(), meaning) for name, (text, meaning) in COMMANDS.items()], "")
+        )
+        said += f"\nsystem prompt: {printable(chat.system)}" if chat.system else "\nno system prompt is set"
     elif word == "/reset":
         chat.reset()
         said = "a new conversation"
