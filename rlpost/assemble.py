@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
@@ -32,9 +33,13 @@ from rlpost.settings import (
     PolicySettings,
     SamplingSettings,
     ScriptedSettings,
+    TrackingSettings,
     TransformersSettings,
     VLLMSettings,
 )
+from rlpost.settings.run import RunRequest
+from rlpost.tracking.choice import chosen_tracker
+from rlpost.tracking.process import TrackerProcess
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
 from rlpost.weight_sync.vllm import vLLMUpdater
 
@@ -164,6 +169,15 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
 def build_updater(policy: Policy) -> WeightUpdater:
     """How the trainer's weights reach `policy`."""
     return vLLMUpdater(policy) if isinstance(policy, vLLMWrapper) else SharedWeights(policy)
+
+
+def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:
+    """What follows the run beside its own metrics.jsonl, not started yet; None for nothing.
+
+    Raises MissingExtraError where the tracker is not installed.
+    """
+    choice = chosen_tracker(settings)
+    return None if choice is None else TrackerProcess(choice, request.folder, yaml.safe_load(request.config_yaml))
 
 
 def evaluate_command(settings: EvalSettings) -> EvalResult:

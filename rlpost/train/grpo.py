@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlpost.assemble import GRPOParts, assemble_grpo
+from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
 from rlpost.errors import ConfigError
@@ -51,7 +51,8 @@ class Progress:
 def train(settings: GRPOSettings, request: RunRequest) -> int:
     """Run or resume the training that `settings` describes; returns the process's exit code."""
     screen = Screen(plain=request.plain)
-    with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen) as run:
+    tracker = build_tracker(settings.tracking, request)
+    with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen, tracker=tracker) as run:
         keep_freed_memory()
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)

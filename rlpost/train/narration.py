@@ -21,7 +21,7 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
         f"work    {settings.steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} completions = "
         f"{completions}, at most {settings.env.max_completion_tokens} tokens each, lr {settings.optim.lr:g}, "
         f"seed {settings.seed}",
-        f"writes  {run.folder}",
+        f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else ""),
     ]
     for line in lines:
         run.screen.line(line)
