@@ -9,7 +9,7 @@ import typer
 from rlpost.cli import config_diff, config_explain, config_init
 from rlpost.cli.completion import complete_group, complete_settings_of_verb
 from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP, Verbs
+from rlpost.cli.usage import JSON_HELP, App
 from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import SCHEMAS, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
@@ -30,9 +30,7 @@ Examples:
   rlpost config show eval model=qwen
 """
 
-app = typer.Typer(
-    cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show, explain and compare settings."
-)
+app = App(help="List, show, explain and compare settings.")
 app.command("explain", epilog=config_explain.EXAMPLES, short_help="Say what a setting is, and who set it.")(
     config_explain.explain
 )

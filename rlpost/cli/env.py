@@ -4,87 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.cli.terminal import table
-from rlpost.cli.usage import Verbs
-from rlpost.config.keys import docs_of
-from rlpost.config.registry import EVAL, TRAIN_GRPO, description, options
+from rlpost.cli.starter_file import write_starter
+from rlpost.cli.terminal import fitted, print_json, table
+from rlpost.cli.usage import JSON_HELP, Verbs
+from rlpost.config.keys import as_text, docs_of
+from rlpost.config.registry import EVAL, TRAIN_GRPO, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings
+from rlpost.settings.checks import MISSING
 from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.envs.proof import Proof
 
 FAILED = 3
 SPLITS = ("train", "test")
+NEEDED = "(needed)"  # in place of a default, for a key that has none
 
 TEST_EXAMPLES = """\b
 Examples:
   rlpost env test arithmetic
   rlpost env test gsm8k env.path=data/gsm8k
+  rlpost env test my_env plugin=./my_env.py
+"""
+SHOW_EXAMPLES = """\b
+Examples:
+  rlpost env show gsm8k
+  rlpost env show my_env plugin=./my_env.py
 """
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show and test environments.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show, test and begin environments.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.")]
+Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]", help="Files that add environments.")]
+AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 @app.command("list")
-def list_envs() -> None:
+def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
     """List the environments."""
-    print("\n".join(table([(name, description(file)) for name, file in options("env").items()], indent="")))
+    load_plugins_of(words or [], "list")
+    rows = [(name, describe("env", name)) for name in options("env")]
+    if as_json:
+        print_json(dict(rows))
+    else:
+        print("\n".join(fitted(printable(line)) for line in table(rows, indent="")))
 
 
-@app.command("show", epilog="Example: rlpost env show gsm8k")
-def show(name: Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.")]) -> None:
+@app.command("show", epilog=SHOW_EXAMPLES)
+def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     """Print what an environment is and its settings: type, default, meaning."""
-    from rlpost.config.compose import compose
-    from rlpost.config.overrides import as_text
+    from rlpost.config.compose import merge_all
+    from rlpost.config.provenance import owner_of, value_of
 
-    composed = compose(TRAIN_GRPO, [f"env={name}"])
-    env = composed.settings.env
-    docs = docs_of(type(env))
-    print(f"{name}: {inspect.getdoc(type(env))}\n")
+    load_plugins_of(words or [], "show")
+    merged = merge_all(TRAIN_GRPO, [f"env={name}"])
+    keys = [key for key in merged.keys if key.name.startswith("env.")]
+    settings = owner_of(merged, keys[0].name)
+    docs = docs_of(settings)
+    about = inspect.getdoc(settings) or ""
+    if as_json:
+        print_json(
+            {
+                "name": name,
+                "description": about,
+                "keys": [
+                    {"key": k.name, "type": k.type_name, "default": _default(value_of(merged, k.name)), "meaning": meaning}
+                    for k in keys
+                    for meaning in [docs.get(k.name.removeprefix("env."), "")]
+                ],
+            }
+        )
+        return
+    print(printable(f"{name}: {about}\n"))
     rows = [("key", "type", "default", "")]
-    for key in composed.keys:
-        if key.name.startswith("env."):
-            field = key.name.removeprefix("env.")
-            rows.append((key.name, key.type_name, as_text(getattr(env, field)), docs.get(field, "")))
-    print("\n".join(table(rows)))
-
-
-@app.command("test", epilog=TEST_EXAMPLES, short_help="Prove that the rewards are right.")
-def test(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="env.KEY=VALUE", help="Settings of the environment.")
-    ] = None,
-) -> None:
-    """Prove that every gold answer earns full marks and corrupted ones do not; exit 3 if not so.
-
-    Both splits are tested unless env.split names one.
-    """
-    settings, splits = env_to_test(name, overrides or [])
-    from rlpost.envs.build import build_env
-    from rlpost.envs.proof import prove
-
-    failed = False
-    for split in splits:
-        env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
-        proof = prove(env)
-        failed = failed or bool(proof.failures)
-        print(f"{name}, {split} split")
-        print("\n".join(f"  {printable(line)}" for line in proof.lines()))
-    if failed:
-        raise typer.Exit(FAILED)
-
-
-def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str, ...]]:
-    """The environment's settings and the splits to test. Raises ConfigError for a setting of something else."""
-    from rlpost.config.compose import compose
-
-    for word in overrides:
-        if "=" in word and not word.startswith("env."):
-            raise ConfigError(f"{word} is no setting of an environment: rlpost env test takes env.KEY=VALUE only")
-    settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
-    asked = any(word.startswith("env.split=") for word in overrides)
-    return settings, (settings.split,) if asked else SPLITS
+    for key in keys:
+        value = _default(value_of(merged, key.name))
+        meaning = docs.get(key.name.removeprefix("env."), "")
+        rows.append((key.name, key.type_name, NEEDED if value is None and _is_needed(merged, key.name) else "", meaning))
+    print("\n".join(fitted(printable(line)) for line in table(rows)))

@@ -16,28 +16,37 @@ from rlpost.cli import chat as chat_verb
 from rlpost.cli import completion, config, env, info, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
-from rlpost.cli.usage import Verbs, explain_usage
+from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, explain_usage
 from rlpost.errors import RlpostError
+
+BEGIN = """\b
+Begin with:
+  rlpost train grpo            a small model learns sums on this machine
+  rlpost train grpo --help     what else it can do
+  rlpost config list           models, environments, recipes
+  rlpost --install-completion  then Tab completes verbs, settings and values
+"""
 
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 
-app = typer.Typer(
-    cls=Verbs,
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = App(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Begin with: rlpost train grpo",
+    epilog=BEGIN,
 )
-app.add_typer(train.app, name="train")
-app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.")(eval_verb.evaluate)
-app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.")(chat_verb.chat)
-app.add_typer(config.app, name="config")
-app.add_typer(env.app, name="env")
-app.add_typer(runs.app, name="runs")
-app.add_typer(rollouts.app, name="rollouts")
-app.command("info")(info.info)
+app.add_typer(train.app, name="train", rich_help_panel=TRAIN)
+app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.", rich_help_panel=TRAIN)(
+    eval_verb.evaluate
+)
+app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
+    chat_verb.chat
+)
+app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
+app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
+app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
+app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
+app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)
 
 
 def _print_version(asked: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.usage import Verbs
+from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
 
 SHOW_EXAMPLES = """\b
@@ -37,9 +37,7 @@ class Order(StrEnum):
     advantage = "advantage"
 
 
-app = typer.Typer(
-    cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Read and export the completions of a run."
-)
+app = App(help="Read and export the completions of a run.")
 
 
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Show the completions of a step.")

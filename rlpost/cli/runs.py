@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.usage import Verbs
+from rlpost.cli.usage import App
 
 LIST_EXAMPLES = """\b
 Examples:
@@ -31,7 +31,7 @@ RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
 
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)]
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show and follow runs.")
+app = App(help="List, show and follow runs.")
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")

@@ -1,11 +1,11 @@
-"""Misspelt verbs and flags: what was probably meant."""
+"""How verbs are declared and show their help, and what a misspelt verb or flag was probably meant as."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from rlpost.config.keys import groups_of
 from rlpost.config.nearest import did_you_mean, nearest
@@ -13,20 +13,67 @@ from rlpost.config.registry import COMMANDS, all_keys
 from rlpost.errors import ConfigError
 
 OVERRIDES_HELP = (
-    "Settings: a key (steps=20), an option of a group (env=gsm8k; see rlpost config list), or recipe=NAME. "
-    "rlpost config show prints every key."
+    "A key (steps=20), an option (env=gsm8k) or a file of them (recipe=NAME). "
+    "rlpost config explain prints every key, rlpost config list every option and recipe."
 )
+SECTIONS = TRAIN, LOOK, PREPARE = "Train and try", "Look at runs", "Choose and prepare"  # of rlpost --help
 MULTIRUN_HELP = "Run once for each combination of several values: optim.lr=1e-5,3e-5 seed=0,1."
-JSON_HELP = "Print the result as JSON on stdout, everything else on stderr."
+JSON_HELP = "Print JSON on stdout, everything else on stderr."
+
+
+class Verb(TyperCommand):
+    """A verb whose help writes its arguments as they are typed, without the types that Python gives them."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(_as_typed(parameter) for parameter in self.params if _is_argument(parameter))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments = [(_as_typed(p), p.help or "") for p in self.params if _is_argument(p) and not p.hidden]
+        options = [p.get_help_record(ctx) for p in self.get_params(ctx) if not _is_argument(p)]
+        for title, rows in (("Arguments", arguments), ("Options", [row for row in options if row is not None])):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 class Verbs(TyperGroup):
-    """A group of verbs that answers an unknown one with the nearest."""
+    """A group of verbs that lists them by section, and answers an unknown one with the nearest."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             raise ConfigError(_unknown_verb(self, ctx, args[0]))
         return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """By section, and those with verbs of their own first."""
+        order = {title: number for number, title in enumerate(SECTIONS)}
+
+        def place(name: str) -> tuple[int, bool]:
+            verb = self.commands[name]
+            return order.get(_section(verb), len(order)), not isinstance(verb, TyperGroup)
+
+        return sorted(self.commands, key=place)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            verb = self.commands[name]
+            row = (name.ljust(width), verb.get_short_help_str(formatter.width - width - 6))
+            sections.setdefault(_section(verb), []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class App(typer.Typer):
+    """Verbs of rlpost: with `Verbs` for the group and `Verb` for each, and plain text for help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, **settings)
+
+    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = Verb, **settings: Any) -> Any:
+        return super().command(name, cls=cls, **settings)
 
 
 def explain_usage(error: typer.TyperException) -> str:
@@ -41,6 +88,23 @@ def explain_usage(error: typer.TyperException) -> str:
     if near is None and _is_setting(key):
         return f"{flag}: settings are written without dashes; write {key}=VALUE"
     return f"{context.command_path} has no option {flag}{did_you_mean(near, f'see {context.command_path} --help')}"
+
+
+def _is_argument(parameter: Any) -> bool:
+    return parameter.param_type_name == "argument"
+
+
+def _as_typed(parameter: Any) -> str:
+    """An argument in a usage line: `A`, `[GROUP]`, `[KEY=VALUE]...`; what has brackets already stays as it is."""
+    word = parameter.metavar or parameter.name.upper()
+    if "[" in word:
+        return word
+    word = word if parameter.required else f"[{word}]"
+    return word if parameter.nargs == 1 else f"{word}..."
+
+
+def _section(verb: Any) -> str:
+    return getattr(verb, "rich_help_panel", None) or "Verbs"
 
 
 def _is_setting(key: str) -> bool:
