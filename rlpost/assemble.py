@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rlpost.evaluate import EvalResult, evaluate
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model
 from rlpost.objectives import GRPOLoss, MCAdvantage
 from rlpost.optim import build_optimizer
+from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
@@ -180,23 +182,31 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerPro
     return None if choice is None else TrackerProcess(choice, request.folder, yaml.safe_load(request.config_yaml))
 
 
-def evaluate_command(settings: EvalSettings) -> EvalResult:
-    """`rlpost eval`: every task of the split, or the first `env.limit`."""
+def evaluate_command(
+    settings: EvalSettings, progress: Callable[[int, int], None] = lambda done, total: None
+) -> EvalResult:
+    """`rlpost eval`: every task of the split, or the first `env.limit`.
+
+    `progress` is told the prompts done and their total. What engines write while they load is seen
+    only where loading fails.
+    """
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     env.start()  # a bad path or row is found here, before a model is loaded
-    folder = locate_model(settings.model.path, settings.model.revision)
-    policy = build_policy(
-        settings.policy,
-        folder,
-        load_tokenizer(folder),
-        model=None,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=settings.sampling,
-        seed=settings.seed,
-    )
-    policy.start()
+    with output_aside():
+        folder = locate_model(settings.model.path, settings.model.revision)
+        policy = build_policy(
+            settings.policy,
+            folder,
+            load_tokenizer(folder),
+            model=None,
+            model_settings=settings.model,
+            env_settings=settings.env,
+            sampling=settings.sampling,
+            seed=settings.seed,
+        )
+        policy.start()
+    progress(0, env.num_tasks)
     try:
-        return evaluate(env, policy, num_prompts=env.num_tasks, sampling=settings.sampling)
+        return evaluate(env, policy, num_prompts=env.num_tasks, sampling=settings.sampling, progress=progress)
     finally:
         policy.close()

@@ -47,7 +47,8 @@ def output_aside() -> Iterator[None]:
                 yield
         except Exception:
             kept.seek(0)
-            print(printable(kept.read().decode(errors="replace")), end="", file=sys.stderr)
+            said = kept.read().decode(errors="replace").replace("\r", "\n")  # progress bars as lines
+            print(printable(said), end="", file=sys.stderr)
             raise
 
 

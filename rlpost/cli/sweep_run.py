@@ -108,10 +108,15 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
                 screen.show(number, job, time.monotonic() - begun, stopping=stop.exit_code != 0)
                 _wait(process)
         answer.seek(0)
-        result = _result(answer.read())
+        said = answer.read()
     # a process that a signal killed has its number, negative; a shell says 128 + number
     exit_code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    error = _last_words(log_file, said_before) if exit_code not in (0, *STOPPED_BY.values()) else None
+    result = _result(said)
+    error = None
+    if exit_code not in (0, *STOPPED_BY.values()):
+        error = _last_words(log_file, said_before)
+    elif exit_code == 0 and result is None:
+        error = "it ended well but its result cannot be read"
     return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
 
 
@@ -130,9 +135,13 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _result(answer: bytes) -> dict[str, Any] | None:
-    """What a job's `--json` printed; a job that failed before its end has printed nothing."""
-    return json.loads(answer) if answer.strip() else None
+def _result(said: bytes) -> dict[str, Any] | None:
+    """What a job's `--json` printed first; None for a job that failed before its end and printed nothing."""
+    try:
+        result, _ = json.JSONDecoder().raw_decode(said.decode(errors="replace"))
+    except ValueError:
+        return None
+    return result
 
 
 def _last_words(log: Path, begin: int) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost.cli.completion import complete_grpo
+from rlpost.cli.results import plan_dict, settings_dict, train_and_print_json
 from rlpost.cli.run_folder import choose_folder, slug
-from rlpost.cli.usage import OVERRIDES_HELP, Verbs
+from rlpost.cli.sweep import SweepOptions, sweep
+from rlpost.cli.terminal import print_json
+from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
 from rlpost.settings.run import RunRequest
 from rlpost.text import printable
 
@@ -21,15 +25,19 @@ Examples:
   rlpost train grpo
   rlpost train grpo model=qwen env=gsm8k optim.lr=1e-6 --name first-try
   rlpost train grpo recipe=gsm8k-smollm2-cpu env.path=data/gsm8k --dry-run
+  rlpost train grpo -m optim.lr=1e-5,3e-5 seed=0,1
 """
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Train a model.")
+app = App(help="Train a model.", epilog="Begin with: rlpost train grpo")
 
 
 @app.command("grpo", epilog=EXAMPLES, short_help="Train with GRPO.")
 def grpo(
     context: typer.Context,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP)] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_grpo),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The run folder is runs/NAME.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same as seed=N.")] = None,
@@ -42,6 +50,9 @@ def grpo(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would run, stop.")] = False,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")] = False,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")] = False,
 ) -> None:
     """Train with GRPO: sample groups of completions, reward them, learn from the differences."""
     from rlpost.config.compose import compose
@@ -49,19 +60,35 @@ def grpo(
     from rlpost.tracking.choice import chosen_tracker
 
     words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
+    if multirun:
+        options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
+        raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))
     composed = compose(TRAIN_GRPO, words)
     if cfg:
-        print(composed.yaml, end="")
+        print_configuration(composed, as_json=as_json)
         return
     folder = choose_folder(out, name, resume, f"grpo-{composed.choices['env']}-{_model_name(composed)}")
     chosen_tracker(composed.settings.tracking)  # one that is not installed is named before anything is loaded
+    if dry_run and as_json:
+        print_json(plan_dict(composed, folder, resume))
+        return
     if dry_run:
         print("\n".join(plan_lines(composed, folder, resume)))
         return
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj], composed.yaml, plain)
+    if as_json:
+        raise typer.Exit(train_and_print_json(composed.settings, request))
     from rlpost.train.grpo import train
 
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj], composed.yaml)
     raise typer.Exit(train(composed.settings, request))
+
+
+def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
+    """The resolved configuration, as `--cfg` prints it."""
+    if as_json:
+        print_json(settings_dict(composed.settings))
+    else:
+        print(composed.yaml, end="")
 
 
 def plan_lines(composed: Composed[GRPOSettings], folder: Path, resume: str | None) -> list[str]:
