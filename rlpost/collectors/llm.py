@@ -238,6 +238,7 @@ class LLMCollector:
         self.env.advance(conversations)
         self._seconds["time/rollout"] += sampled - started
         self._seconds["time/reward"] += time.perf_counter() - sampled
+        self.on_phase("building", "the batch")
         keeps_turns = self.yield_completed_trajectories and not self.yield_only_last_steps
         for i, conversation in enumerate(conversations):
             trajectory = [*self._live[i], conversation] if keeps_turns else [conversation]

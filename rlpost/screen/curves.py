@@ -42,6 +42,11 @@ class Series:
         """How many means there are at most."""
         return len(self._sums)
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there was any number at all."""
+        return any(self._counts)
+
     def means(self, num: int) -> list[float]:
         """`num` means over neighbouring steps, repeated where there are fewer; NaN where there is no number."""
         bins = len(self._sums)

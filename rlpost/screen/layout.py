@@ -20,7 +20,7 @@ ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts
 ROOM_FOR_PACE = 60  # columns
 GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
-LEGEND = 76  # columns of the longest legend of the time
+LEGEND = 88  # columns of the longest legend of the time
 CELL = 20  # columns of a figure with its label
 TURNS = {  # kind of phase -> its name, colour, and its fill where there is no colour
     "sampling": ("rollout", "cyan", "█"),
@@ -30,6 +30,7 @@ TURNS = {  # kind of phase -> its name, colour, and its fill where there is no c
     "evaluating": ("eval", "blue", "░"),
     "saving checkpoint": ("save", "red", "▞"),
 }
+OTHER = ("other", "dim", "·")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ FIGURES = {
     "loss/sft": Figure("loss", "{:.3f}", colour="green"),
     "completion/tokens_mean": Figure("length", "{:.1f} tok", colour="magenta"),
     "sampler/logprob_gap": Figure("gap", "{:.3f}", colour="yellow"),
-    SPEED: Figure("speed", "{:.0f} tok/s"),
+    SPEED: Figure("tok/s", "{:.0f}"),
     "grad_norm": Figure("grad norm", "{:.2f}", colour="red"),
     "entropy": Figure("entropy", "{:.2f}", colour="blue"),
     "groups/zero_std": Figure("zero std", "{:.0%}"),
@@ -148,8 +149,7 @@ class Layout:
         return [*lines, *[Text()] * (room - len(lines))][: max(0, room)]
 
     def _curves(self, width: int, height: int) -> list[Text]:
-        state = self.state
-        names = [name for name in CURVES if name in state.series]
+        names = self._drawable()
         if not names:
             return [Text("the first figures come with the first step", "dim")] if height >= ROOMY else []
         if height < ROOMY:
@@ -164,6 +164,10 @@ class Layout:
             lines += [Text(" " * GAP).join(row) for row in zip(*blocks, strict=True)]
         return lines
 
+    def _drawable(self) -> list[str]:
+        """The figures that there is a curve of."""
+        return [name for name in CURVES if name in self.state.series and self.state.series[name].has_numbers]
+
     def _curve(self, name: str, width: int, rows: int) -> list[Text]:
         """A title with the latest value over the curve with its scale, each `width` cells."""
         figure = FIGURES[name]
@@ -173,7 +177,7 @@ class Layout:
         low, high = range_from_zero(values) if figure.from_zero else range_around(values)
         drawn = (area if figure.from_zero else line)(values, rows, low, high)
         scale = [""] * rows
-        scale[0], scale[-1] = figure.scale.format(high), figure.scale.format(low)
+        scale[0], scale[-1] = _scale_label(figure, high), _scale_label(figure, low)
         title = Text(f"{'':{SCALE}}  {figure.label} ", "dim").append(self._value(name), "bold")
         lines = [_fit(title, width, pad=True)]
         for label, row in zip(scale, drawn, strict=True):
@@ -195,7 +199,7 @@ class Layout:
     def _figures(self, width: int, height: int) -> list[Text]:
         """The latest values, those first that say most."""
         drawn = 2 if height < ROOMY else math.prod(_grid(width, height))
-        curves = [name for name in CURVES if name in self.state.series][:drawn]
+        curves = self._drawable()[:drawn]
         names = [name for name in FIGURES if name not in curves and self._value(name) != "-"]
         across = max(1, (width + 2) // CELL)
         most = across * (1 if height < ROOMY - 6 else 2)
@@ -227,7 +231,9 @@ class Layout:
 
     def _time(self, width: int, height: int) -> list[Text]:
         """Where the time went so far: a bar and its legend, below it or beside it."""
-        spent = {kind: self.state.seconds[kind] for kind in TURNS if kind in self.state.seconds}
+        seconds = self.state.seconds
+        spent = {turn: seconds[kind] for kind, turn in TURNS.items() if kind in seconds}
+        spent[OTHER] = sum(each for kind, each in seconds.items() if kind not in TURNS)
         whole = sum(spent.values())
         if whole <= 0:
             return []
@@ -235,13 +241,13 @@ class Layout:
         bar, legend = Text(), Text()
         cells = _shares(list(spent.values()), width - LEGEND if beside else width)
         least = 0.005 if width >= LEGEND else 0.05
-        for (kind, seconds), num in zip(spent.items(), cells, strict=True):
-            name, colour, fill = TURNS[kind]
+        for (turn, each), num in zip(spent.items(), cells, strict=True):
+            name, colour, fill = turn
             fill = "▆" if self.colour else fill
             bar.append(fill * num, colour)
-            if seconds / whole >= least:
+            if each / whole >= least:
                 legend.append("  " if legend else "").append(fill, colour).append(f" {name} ", "dim")
-                legend.append(f"{seconds / whole:.0%}")
+                legend.append(f"{each / whole:.0%}")
         if beside:
             return [bar.append("  ").append_text(legend)]
         return [bar, legend] if height >= ROOMY else [legend]
@@ -265,6 +271,11 @@ def _completion(sample: Sample, width: int, room: int) -> list[Text]:
     if room > len(lines):
         lines += [Text("│ ", "dim").append(line) for line in fold(sample.completion, width - 2, room - len(lines))]
     return lines[:room]
+
+
+def _scale_label(figure: Figure, value: float) -> str:
+    label = figure.scale.format(value)
+    return label if len(label) <= SCALE else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def _grid(width: int, height: int) -> tuple[int, int]:

@@ -15,23 +15,28 @@ SAMPLE_LINES = 8
 MARKS_ON_ONE = 3  # combining characters a letter may carry
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float], left: str) -> str:
-    """A step's figures on one line of about 100 columns."""
-    speed = tokens_per_second(metrics)
-    parts = [
-        f"step {step:>{len(str(total))}}/{total}",
-        _figure("reward {:.2f}", metrics.get("reward/mean")),
-        _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
-        _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
-        _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
-        _figure("grad {:.2f}", metrics.get("grad_norm")),
-        _figure("{:.0f} tok/s", speed),
-        " ".join(
-            shown for name in ("rollout", "train") if (shown := _figure(name + " {:.1f}s", metrics.get(f"time/{name}")))
-        ),
-        f"left {left}",
-    ]
-    return "  ".join(part for part in parts if part)
+def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
+    """A step's figures on one line; where `width` columns do not hold them all, those that say most."""
+    seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in ("rollout", "train")]
+    parts = {
+        "step": f"step {step:>{len(str(total))}}/{total}",
+        "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
+        "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
+        "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
+        "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
+        "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
+        "speed": _figure("{:.0f} tok/s", tokens_per_second(metrics)),
+        "seconds": " ".join(filter(None, seconds)),
+        "left": f"left {left}",
+    }
+    dispensable = ["seconds", "grad", "speed", "gap", "tokens"]
+    while width is not None and len(_joined(parts)) > width and dispensable:
+        del parts[dispensable.pop(0)]
+    return _joined(parts)
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    return "  ".join(filter(None, parts.values()))
 
 
 def _figure(form: str, value: float | None) -> str:

@@ -19,7 +19,7 @@ from rlpost.screen.lines import clock, sample_lines, step_line
 from rlpost.screen.record import Record
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import Figures, State
-from rlpost.screen.terminal import Picture, Waiting, takes_pictures
+from rlpost.screen.terminal import Picture, Waiting, size_of, takes_pictures
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -108,12 +108,13 @@ class Screen:
             left = self.state.left()
         if sample is None:
             return
-        text = step_line(step, total, metrics, "-" if left is None else clock(left))
+        remaining = "-" if left is None else clock(left)
+        fitting = step_line(step, total, metrics, remaining, width=self._width())
         if self._picture is not None:
-            self._record.add_step(text)
-            self._log(text)
+            self._record.add_step(fitting)
+            self._log(step_line(step, total, metrics, remaining))
             return
-        self._print(text)
+        self._print(fitting)
         if step == 1 or step % SAMPLE_EVERY == 0:
             for each in sample_lines(sample):
                 self._print(each, "dim")
@@ -139,6 +140,12 @@ class Screen:
         picture.close()
         for text, style in self._record.lines():
             self._print(text, style)
+
+    def _width(self) -> int | None:
+        """Columns that a line has; None: as many as it likes."""
+        if self._descriptor is not None:
+            return size_of(self._descriptor)[0] if self._picture is None else self._picture.width
+        return self.console.width if self.console.is_terminal else None
 
     def _frame(self, width: int, height: int) -> Sequence[Text]:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -41,8 +42,11 @@ def in_front(descriptor: int) -> bool:
 
 
 def size_of(descriptor: int) -> tuple[int, int]:
-    """Columns and lines of a terminal; 80 x 24 for one that does not know."""
-    size = os.get_terminal_size(descriptor)
+    """Columns and lines of a terminal; 80 x 24 for one that does not know or has gone away."""
+    try:
+        size = os.get_terminal_size(descriptor)
+    except OSError:
+        return 80, 24
     return size.columns or 80, size.lines or 24
 
 
@@ -132,6 +136,11 @@ class Picture:
             self._previous = signal.signal(signal.SIGTSTP, self._suspend)
         self._ticker = Ticker(self.paint, failed=self._give_up)
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal now."""
+        return size_of(self._terminal)[0]
+
     def paint(self) -> None:
         """One frame, where the terminal is ours."""
         if not in_front(self._terminal):
@@ -150,7 +159,8 @@ class Picture:
         self._ticker.stop()
         with self._lock:
             self._closed = True
-            self._leave()
+            with contextlib.suppress(OSError):  # there may be no terminal any more
+                self._leave()
         if self._previous is not None:
             signal.signal(signal.SIGTSTP, self._previous)
         self._opened.close()

@@ -128,6 +128,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         if evaluation_due(settings, step):
             after = evaluate_held_out(settings, parts, run, f"after step {step}")
             metrics |= after.metrics()
+        screen.phase("recording", f"step {step}")
         run.record(step, metrics, batch)
         if run.due(step, settings.checkpoint.every):
             save(settings, parts, run, progress)

@@ -41,7 +41,7 @@ def evaluation_line(result: EvalResult, when: str) -> str:
         "" if accuracy is None else f"accuracy {accuracy.value:.1%} [{accuracy.low:.1%}, {accuracy.high:.1%}]",
         f"reward {result.reward_mean:.3f}",
         f"tokens {result.tokens_mean:.0f}",
-        f"truncated {result.truncated.value:.0%}",
+        f"truncated {result.truncated.value:.0%}" if result.truncated.value else "",
         f"{result.num_failed} rewards failed" if result.num_failed else "",
     ]
     return f"held-out {when}:  " + "  ".join(figure for figure in figures if figure)
