@@ -28,7 +28,8 @@ class Verb(TyperCommand):
         return ["[OPTIONS]", *(_as_typed(parameter) for parameter in self.params if _is_argument(parameter))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        arguments = [(_as_typed(p), p.help or "") for p in self.params if _is_argument(p) and not p.hidden]
+        declared: list[Any] = [parameter for parameter in self.params if _is_argument(parameter)]
+        arguments = [(_as_typed(argument), argument.help or "") for argument in declared]
         options = [p.get_help_record(ctx) for p in self.get_params(ctx) if not _is_argument(p)]
         for title, rows in (("Arguments", arguments), ("Options", [row for row in options if row is not None])):
             if rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlpost.cli import info
@@ -26,3 +28,13 @@ def test_a_missing_vllm_says_how_to_install_it(
     monkeypatch.setattr(info, "_devices", lambda: ["cpu"])
     info.info()
     assert "not installed: pip install 'rlpost[vllm]'" in capsys.readouterr().out
+
+
+def test_info_as_json_has_null_for_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(info, "installed_version", lambda package: None if "vllm" in package else "1.0")
+    monkeypatch.setattr(info, "_devices", lambda: ["cpu"])
+    assert run(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["torch"], told["vllm"], told["devices"]) == ("1.0", None, ["cpu"])
