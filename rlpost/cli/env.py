@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.starter_file import write_starter
 from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP, Verbs
+from rlpost.cli.usage import JSON_HELP, App
 from rlpost.config.keys import as_text, docs_of
 from rlpost.config.registry import EVAL, TRAIN_GRPO, describe, options
 from rlpost.errors import ConfigError
@@ -32,26 +36,31 @@ Examples:
   rlpost env test gsm8k env.path=data/gsm8k
   rlpost env test my_env plugin=./my_env.py
 """
+NEW_EXAMPLES = """\b
+Examples:
+  rlpost env new my_env
+  rlpost env new maze --out envs/maze.py
+"""
 SHOW_EXAMPLES = """\b
 Examples:
   rlpost env show gsm8k
   rlpost env show my_env plugin=./my_env.py
 """
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="List, show, test and begin environments.")
+app = App(help="List, show, test and begin environments.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.")]
-Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]", help="Files that add environments.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.", autocompletion=complete_env)]
+Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]...", help="Files that add environments.")]
 AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
-@app.command("list")
+@app.command("list", epilog="Example: rlpost env list plugin=./my_env.py")
 def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
     """List the environments."""
-    load_plugins_of(words or [], "list")
+    take_plugins(words or [], "list")
     rows = [(name, describe("env", name)) for name in options("env")]
     if as_json:
-        print_json(dict(rows))
+        print_json([{"name": name, "description": about} for name, about in rows])
     else:
         print("\n".join(fitted(printable(line)) for line in table(rows, indent="")))
 
@@ -62,29 +71,115 @@ def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     from rlpost.config.compose import merge_all
     from rlpost.config.provenance import owner_of, value_of
 
-    load_plugins_of(words or [], "show")
+    take_plugins(words or [], "show")
     merged = merge_all(TRAIN_GRPO, [f"env={name}"])
     keys = [key for key in merged.keys if key.name.startswith("env.")]
-    settings = owner_of(merged, keys[0].name)
-    docs = docs_of(settings)
-    about = inspect.getdoc(settings) or ""
+    values = {key.name: value_of(merged, key.name) for key in keys}
+    settings = owner_of(merged, "env.split")
+    about, docs = inspect.getdoc(settings) or "", docs_of(settings)
+    meanings = {key.name: docs.get(key.name.removeprefix("env."), "") for key in keys}
     if as_json:
-        print_json(
+        described = [
             {
-                "name": name,
-                "description": about,
-                "keys": [
-                    {"key": k.name, "type": k.type_name, "default": _default(value_of(merged, k.name)), "meaning": meaning}
-                    for k in keys
-                    for meaning in [docs.get(k.name.removeprefix("env."), "")]
-                ],
+                "key": key.name,
+                "type": key.type_name,
+                "needed": values[key.name] == MISSING,
+                "default": None if values[key.name] in (None, MISSING) else as_text(values[key.name]),
+                "meaning": meanings[key.name],
             }
-        )
-        return
-    print(printable(f"{name}: {about}\n"))
-    rows = [("key", "type", "default", "")]
-    for key in keys:
-        value = _default(value_of(merged, key.name))
-        meaning = docs.get(key.name.removeprefix("env."), "")
-        rows.append((key.name, key.type_name, NEEDED if value is None and _is_needed(merged, key.name) else "", meaning))
-    print("\n".join(fitted(printable(line)) for line in table(rows)))
+            for key in keys
+        ]
+        print_json({"name": name, "description": about, "keys": described})
+    else:
+        rows = [(k.name, k.type_name, NEEDED if values[k.name] == MISSING else as_text(values[k.name])) for k in keys]
+        print(printable("\n".join([f"{name}: {about}", "", *key_lines(rows, list(meanings.values()))])))
+
+
+def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> list[str]:
+    """Key, type and default as columns, with the meaning beside them, or below where the screen is too narrow."""
+    header = ("key", "type", "default")
+    wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
+    if not sys.stdout.isatty() or max(map(len, wide)) <= shutil.get_terminal_size().columns:
+        return wide
+    first, *lines = table([header, *rows])
+    return [
+        first,
+        *(text for line, meaning in zip(lines, meanings, strict=True) for text in (line, f"      {meaning}")),
+    ]
+
+
+@app.command("test", epilog=TEST_EXAMPLES, short_help="Prove that the rewards are right.")
+def test(
+    name: Name,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[env.KEY=VALUE]...",
+            help="Settings of the environment, and plugin=FILE.",
+            autocompletion=complete_env_settings,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that every gold answer earns full marks and corrupted ones do not; exit 3 if not so.
+
+    Both splits are tested unless env.split names one.
+    """
+    settings, splits = env_to_test(name, overrides or [])
+    from rlpost.envs.build import build_env
+    from rlpost.envs.proof import prove
+
+    proofs: dict[str, Proof] = {}
+    for split in splits:
+        env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
+        proofs[split] = prove(env)
+        if not as_json:
+            print(f"{name}, {split} split")
+            print("\n".join(f"  {printable(line)}" for line in proofs[split].lines()))
+    if as_json:
+        print_json({split: dataclasses.asdict(proof) for split, proof in proofs.items()})
+    if any(proof.failures for proof in proofs.values()):
+        raise typer.Exit(FAILED)
+
+
+@app.command("new", epilog=NEW_EXAMPLES)
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the environment, and of the file NAME.py.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
+) -> None:
+    """Write a commented environment that works at once."""
+    if name in options("env"):
+        raise ConfigError(f"env={name} is there already: choose another name, such as my_{name}")
+    file = write_starter("env", name, out)
+    lines = (
+        f"wrote {file}",
+        f"prove it:  rlpost env test {name} plugin={file}",
+        f"train it:  rlpost train grpo env={name} plugin={file}",
+    )
+    print("\n".join(printable(line) for line in lines))
+
+
+def take_plugins(words: list[str], verb: str) -> None:
+    """Load the plugins that `words` name. Raises ConfigError for a word that is none."""
+    from rlpost.config.plugins import without_plugins
+
+    if wrong := without_plugins(words):
+        raise ConfigError(f"{wrong[0]} is no plugin: rlpost env {verb} takes plugin=FILE only")
+
+
+def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str, ...]]:
+    """The environment's settings and the splits to test, its rewards imported.
+
+    Raises ConfigError for a setting of something else, and for a reward that cannot be imported.
+    """
+    from rlpost.config.compose import compose
+
+    for word in overrides:
+        if "=" in word and not word.startswith(("env.", "plugin=")):
+            raise ConfigError(f"{word} is no setting of an environment: rlpost env test takes env.KEY=VALUE only")
+    settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
+    from rlpost.rewards.functions import load_rewards
+
+    load_rewards(settings)
+    asked = any(word.startswith("env.split=") for word in overrides)
+    return settings, (settings.split,) if asked else SPLITS

@@ -13,7 +13,7 @@ import typer
 
 from rlpost import __version__
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import completion, config, env, info, rollouts, runs, train
+from rlpost.cli import completion, config, env, info, reward, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, explain_usage
@@ -44,6 +44,7 @@ app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a 
 )
 app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
+app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
 app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)
 app.add_typer(rollouts.app, name="rollouts", rich_help_panel=LOOK)
 app.command("info", short_help="Print versions, devices and memory.", rich_help_panel=PREPARE)(info.info)

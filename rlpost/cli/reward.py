@@ -1,0 +1,50 @@
+"""`rlpost reward`: what scores the replies to rows of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlpost.cli.starter_file import write_starter
+from rlpost.cli.terminal import fitted, print_json, table
+from rlpost.cli.usage import JSON_HELP, App
+from rlpost.text import printable
+
+NEW_EXAMPLES = """\b
+Examples:
+  rlpost reward new my_reward
+  rlpost reward new politeness --out rewards/politeness.py
+"""
+
+app = App(help="List rewards, begin one of your own.")
+
+
+@app.command("list", epilog="Example: rlpost train grpo env=dataset env.path=FILE env.reward=number")
+def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
+    """List the rewards that need no file, for env.reward of env=dataset."""
+    from rlpost.rewards.builtin import BUILT_IN
+
+    docs = {name: " ".join((reward.function.__doc__ or "").split()) for name, reward in BUILT_IN.items()}
+    if as_json:
+        print_json([{"name": n, "description": docs[n], "accuracy": bool(r.judge)} for n, r in BUILT_IN.items()])
+        return
+    rows = [(name, docs[name] + (" It measures accuracy too." if BUILT_IN[name].judge else "")) for name in BUILT_IN]
+    print("\n".join(fitted(line) for line in table(rows, indent="")))
+    print("\none of your own: rlpost reward new NAME, then env.reward=./NAME.py:NAME")
+
+
+@app.command("new", epilog=NEW_EXAMPLES)
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, and of the file NAME.py.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
+) -> None:
+    """Write a commented reward function that works at once."""
+    file = write_starter("reward", name, out)
+    lines = (
+        f"wrote {file}",
+        f"try it:  python {file}",
+        f"use it:  rlpost train grpo env=dataset env.path=FILE env.reward={file}:{name}",
+    )
+    print("\n".join(printable(line) for line in lines))
