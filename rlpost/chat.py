@@ -116,6 +116,7 @@ class Chat:
             text = tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
             raise DataError(f"the model's chat template refuses this conversation: {error}") from error
+        text = text.encode(errors="replace").decode()  # a terminal can send what is no character
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _room(self, prompt_ids: list[int], *, first: bool) -> int:

@@ -100,7 +100,7 @@ def what_is_loaded(path: str, settings: ModelSettings) -> str:
 def piped_messages(*, lines: bool) -> list[str]:
     """What came through the pipe: one message, or one a line. Raises DataError for no text."""
     try:
-        text = sys.stdin.read()
+        text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise DataError(f"stdin is no text: byte {error.start} is not UTF-8") from None
     messages = [line for line in text.splitlines() if line.strip()] if lines else [text.rstrip("\n")]

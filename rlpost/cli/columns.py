@@ -83,9 +83,9 @@ class WordWrap:
             shown, self._column = self.rest() + "\n", 0
             return shown
         if character == " ":
-            shown = self.rest()
+            shown, width = self.rest(), output_width(0)
             self._column += 1
-            return shown if self._column == output_width(0) else f"{shown} "
+            return shown if width and self._column >= width else f"{shown} "
         if width_of(character) > 1:  # writing systems without spaces break anywhere
             shown = self.rest()
             self._word = character

@@ -147,7 +147,7 @@ def _read_line() -> str:
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-    return line.rstrip("\n").encode(errors="replace").decode()  # what is no character cannot be tokenised
+    return line.rstrip("\n")
 
 
 def _show(piece: str) -> None:
