@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
@@ -69,7 +70,8 @@ def import_file(path: str) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # at the end, so that no file of the user's hides a library
     try:
-        exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of the command
+            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError) and error.filename == str(file):

@@ -30,7 +30,7 @@ LAYERS = [
     ["assemble", "evaluate", "chat"],
     ["train"],
     ["doctor", "diagnose", "report"],
-    ["cli"],
+    ["cli", "starters"],
     ["__main__"],
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

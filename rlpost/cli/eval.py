@@ -56,8 +56,10 @@ def evaluate(
         if given is not None:
             raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
     from rlpost.config.compose import compose
+    from rlpost.rewards.functions import load_rewards
 
     settings = compose(EVAL, words).settings
+    load_rewards(settings.env)  # the user's file is imported here: what is wrong with it is told at once
     if as_json:
         with stdout_on_stderr():
             result = score(settings)

@@ -13,6 +13,7 @@ from rlpost.cli.run_folder import choose_folder, slug
 from rlpost.cli.sweep import SweepOptions, sweep
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
+from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import printable
 
@@ -57,6 +58,7 @@ def grpo(
     """Train with GRPO: sample groups of completions, reward them, learn from the differences."""
     from rlpost.config.compose import compose
     from rlpost.config.registry import TRAIN_GRPO
+    from rlpost.rewards.functions import load_rewards
     from rlpost.tracking.choice import chosen_tracker
 
     words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
@@ -67,6 +69,7 @@ def grpo(
     if cfg:
         print_configuration(composed, as_json=as_json)
         return
+    load_rewards(composed.settings.env)  # the user's file is imported here: what is wrong with it is told at once
     folder = choose_folder(out, name, resume, f"grpo-{composed.choices['env']}-{_model_name(composed)}")
     chosen_tracker(composed.settings.tracking)  # one that is not installed is named before anything is loaded
     if dry_run and as_json:
@@ -99,7 +102,7 @@ def plan_lines(composed: Composed[GRPOSettings], folder: Path, resume: str | Non
     source = f" from {path}" if isinstance(path := getattr(env, "path", None), str) else ""
     lines = [
         f"model   {_model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
-        f"data    {choices['env']}{source}, {env.split} split",
+        f"data    {choices['env']}{source}, {env.split} split" + _rewards_of(env),
         f"policy  {choices['policy']}, temperature {settings.sampling.temperature:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {env.max_completion_tokens} tokens each",
@@ -107,6 +110,10 @@ def plan_lines(composed: Composed[GRPOSettings], folder: Path, resume: str | Non
         f"writes  {folder}" + (f", resuming ({resume})" if resume is not None else ""),
     ]
     return [printable(line) for line in lines]
+
+
+def _rewards_of(env: EnvSettings) -> str:
+    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
 
 
 def _model_name(composed: Composed[GRPOSettings]) -> str:

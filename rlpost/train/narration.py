@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rlpost.assemble import GRPOParts
 from rlpost.evaluate import EvalResult
 from rlpost.models import describe
@@ -55,10 +57,15 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
         return
     if before is not None and after is not None:
         screen.line("")
-        screen.line("held-out accuracy before and after training, 95% intervals", "bold")
-        for name, share in (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict)):
-            if share is not None:
-                value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
-                screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}", "bold")
-    chosen = [word for word in run.request.overrides if word.startswith(("env=", "env."))]
+        measured = (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict))
+        shares = {name: share for name, share in measured if share is not None and f"eval/accuracy_{name}" in before}
+        if shares:
+            screen.line("held-out accuracy before and after training, 95% intervals", "bold")
+        else:
+            screen.line("held-out reward before and after training", "bold")
+            screen.line(f"  {before['eval/reward']:.3f}   ->   {after.reward_mean:.3f}", "bold")
+        for name, share in shares.items():
+            value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
+            screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}", "bold")
+    chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
     screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))

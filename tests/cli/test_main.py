@@ -224,7 +224,7 @@ def test_env_show_prints_keys_with_type_default_and_comment(capsys: pytest.Captu
 
 def test_env_list_names_every_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["env", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["arithmetic", "gsm8k"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["arithmetic", "dataset", "gsm8k"]
 
 
 def test_help_starts_at_once_and_imports_nothing_heavy() -> None:
