@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -12,7 +17,16 @@ from tensordict import TensorDict
 
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
-from rlpost.rollouts import write_rollouts
+from rlpost.errors import DataError
+from rlpost.rollouts import (
+    EXPORTS,
+    SCHEMA,
+    export_rollouts,
+    json_lines,
+    read_rollouts,
+    rollout_steps,
+    write_rollouts,
+)
 
 COLUMNS = [
     "step",
@@ -102,3 +116,88 @@ def test_a_file_that_cannot_be_written_leaves_none(tmp_path: Path, two: TensorDi
     with pytest.raises(OSError, match="directory"):
         write_rollouts(tmp_path / "step.parquet", 1, two)
     assert [path.name for path in tmp_path.iterdir()] == ["step.parquet"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, two: TensorDict) -> Path:
+    """A run folder with the completions of steps 1, 2 and 4."""
+    for step in (1, 2, 4):
+        write_rollouts(tmp_path / "run" / "rollouts" / f"step-{step:06d}.parquet", step, two)
+    return tmp_path / "run"
+
+
+def test_what_was_written_is_read_back(run: Path) -> None:
+    (run / "rollouts" / "step-000009.incomplete").write_text("")
+    assert rollout_steps(run) == [1, 2, 4]
+    good, failed = read_rollouts(run, 4)
+    assert (good["step"], good["completion"], good["reward"]) == (4, "naïve\n91", 0.75)
+    assert good["reward_parts"] == {"format": 0.25, "right": 0.5}
+    assert good["token_ids"] == [7, 4, 8]
+    assert (failed["reward"], failed["reward_parts"]) == (None, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
+def test_a_damaged_file_is_named(run: Path, content: bytes) -> None:
+    (run / "rollouts" / "step-000002.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"step-000002\.parquet cannot be read"):
+        read_rollouts(run, 2)
+
+
+def test_a_parquet_file_of_something_else_is_named(run: Path) -> None:
+    pq.write_table(pa.table({"step": [2]}), run / "rollouts" / "step-000002.parquet")
+    with pytest.raises(DataError, match=r"step-000002\.parquet"):
+        read_rollouts(run, 2)
+
+
+def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) -> None:
+    assert export_rollouts(run, [1, 4], tmp_path / "all.jsonl", tokens=True) == 4
+    text = (tmp_path / "all.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == [1, 1, 4, 4]
+    assert "naïve" in text
+    assert (rows[0]["mask"], rows[0]["valid"], rows[0]["accuracy_strict"]) == ([True, False, True], True, 0.0)
+    assert (rows[1]["reward"], rows[1]["reward_parts"]) == (None, {})
+    [plain, _] = json_lines(run, [1], tokens=False, ascii_only=True)
+    assert plain.isascii()
+    assert {"token_ids", "log_probs", "mask"} & set(json.loads(plain)) == set()
+
+
+def test_csv_has_a_column_for_each_part_of_the_reward(run: Path, tmp_path: Path) -> None:
+    export_rollouts(run, [2], tmp_path / "a.csv", tokens=False)
+    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as stream:
+        good, failed = csv.DictReader(stream)
+    assert (good["completion"], good["reward"], good["reward/format"], good["reward/right"]) == (
+        "naïve\n91",
+        "0.75",
+        "0.25",
+        "0.5",
+    )
+    assert (failed["reward"], failed["reward/format"]) == ("", "")
+    assert "token_ids" not in good
+    export_rollouts(run, [2], tmp_path / "b.csv", tokens=True)
+    with (tmp_path / "b.csv").open(encoding="utf-8", newline="") as stream:
+        assert next(csv.DictReader(stream))["token_ids"] == "[7, 4, 8]"
+
+
+def test_parquet_of_several_steps_is_the_steps_one_after_the_other(run: Path, tmp_path: Path) -> None:
+    export_rollouts(run, [1, 2, 4], tmp_path / "all.parquet", tokens=True)
+    table = pq.read_table(tmp_path / "all.parquet")
+    assert table.schema == SCHEMA
+    assert table["step"].to_pylist() == [1, 1, 2, 2, 4, 4]
+    assert table["log_probs"].to_pylist()[0] == [-0.5, 0.0, -0.25]
+
+
+def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
+    (run / "rollouts" / "step-000004.parquet").write_bytes(b"")
+    for suffix in EXPORTS:
+        with pytest.raises(DataError):
+            export_rollouts(run, [1, 4], tmp_path / f"all{suffix}", tokens=True)
+    with pytest.raises(DataError, match="cannot write"):
+        export_rollouts(run, [1], tmp_path / "nowhere" / "all.jsonl", tokens=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_reading_rollouts_needs_no_torch() -> None:
+    program = "import sys, rlpost.rollouts; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -48,12 +48,15 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     Of more than `most_lines` the first are kept, or the last if `keep_end`, beside a line that
     counts what was cut.
     """
-    rows = [row for line in printable(text).expandtabs(4).split("\n") for row in _wrapped(line, width)]
-    if most_lines is None or len(rows) <= most_lines + 1:  # the line that counts would take as much room
-        return rows
-    kept, cut = (rows[-most_lines:], rows[:-most_lines]) if keep_end else (rows[:most_lines], rows[most_lines:])
-    remark = f"… {sum(map(len, cut)):,} more characters"
-    return [remark, *kept] if keep_end else [*kept, remark]
+    lines = printable(text).expandtabs(4).splitlines(keepends=True) or [""]
+    rows = [row for line in lines for row in _wrapped(line, width)]
+    cut: list[str] = []
+    if most_lines is not None and len(rows) > most_lines + 1:  # the line that counts would take as much room
+        kept = slice(-most_lines, None) if keep_end else slice(most_lines)
+        cut, rows = (rows[:-most_lines] if keep_end else rows[most_lines:]), rows[kept]
+    shown = [row.rstrip() for row in rows]
+    remark = [f"… {sum(map(len, cut)):,} more characters"] if cut else []
+    return remark + shown if keep_end else shown + remark
 
 
 class WordWrap:
@@ -141,15 +144,18 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """One line broken between words, and inside a word that is wider than a row."""
+    """One line in rows, broken between words, and inside a word that is wider than a row.
+
+    Together they are the line again: the spaces at a break end the row before it.
+    """
     rows, row = [], ""
-    for word in re.findall(r"\s*\S+|\s+", line):
-        if row and width_of(row + word) > width:
-            rows.append(row)
-            word = word.lstrip()
-            row = ""
+    for word in re.findall(r"\s*\S+|\s+$", line):
+        bare = word.lstrip()
+        if row and bare and width_of(row + word) > width:
+            rows.append(row + word[: len(word) - len(bare)])
+            row, word = "", bare
         row += word
-        while width_of(row) > width:
+        while width_of(row.rstrip()) > width:
             head = _head(row, width)
             rows.append(head)
             row = row[len(head) :]

@@ -111,10 +111,15 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
     lines = [prompt.split("\n") for prompt in prompts]
     if len({*prompts}) < 2:
         return list(prompts)
-    columns, backwards = list(zip(*lines, strict=False)), list(zip(*(each[::-1] for each in lines), strict=False))
-    first = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
-    last = sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, backwards))
-    return ["\n".join(each[first : max(first + 1, len(each) - last)]) for each in lines]
+    most = min(map(len, lines)) - 1  # one line is left of each
+    first = min(most, _common(lines))
+    last = min(most - first, _common([each[::-1] for each in lines]))
+    return ["\n".join(each[first : len(each) - last]) for each in lines]
+
+
+def _common(lines: Sequence[Sequence[str]]) -> int:
+    """How many lines all of them begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda line: len({*line}) == 1, zip(*lines, strict=False)))
 
 
 def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:

@@ -30,8 +30,8 @@ def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
 
 def test_a_long_paragraph_is_cut_with_a_count() -> None:
     text = "aa\nbbb\ncccc\nddddd"
-    assert paragraph(text, 10, 2) == ["aa", "bbb", "… 9 more characters"]
-    assert paragraph(text, 10, 2, keep_end=True) == ["… 5 more characters", "cccc", "ddddd"]
+    assert paragraph(text, 10, 2) == ["aa", "bbb", "… 10 more characters"]
+    assert paragraph(text, 10, 2, keep_end=True) == ["… 7 more characters", "cccc", "ddddd"]
     assert paragraph(text, 10, 3) == ["aa", "bbb", "cccc", "ddddd"]  # the count would take the fourth line as well
 
 
