@@ -205,7 +205,6 @@ def evaluate_command(
             seed=settings.seed,
         )
         policy.start()
-    progress(0, env.num_tasks)
     try:
         return evaluate(env, policy, num_prompts=env.num_tasks, sampling=settings.sampling, progress=progress)
     finally:
