@@ -23,10 +23,32 @@ def edit_distance(a: str, b: str) -> int:
     return previous[-1]
 
 
+def one_edit_apart(a: str, b: str) -> bool:
+    """Whether `edit_distance(a, b)` is at most 1, found without computing it."""
+    if abs(len(a) - len(b)) > 1:
+        return False
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest_a, rest_b = a[start:], b[start:]
+    return (
+        rest_a[1:] == rest_b[1:]  # replaced, or the same
+        or rest_a[1:] == rest_b  # inserted
+        or rest_a == rest_b[1:]  # left out
+        or (rest_a[:2] == rest_b[1::-1] and rest_a[2:] == rest_b[2:])  # swapped
+    )
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate closest to `word`, or None if none is close; case does not count."""
+    lowered, known = word.lower(), list(candidates)
+    near = one_typo_away(lowered, known)
+    return near or _closest(lowered, [(edit_distance(lowered, c.lower()), c) for c in known])
+
+
+def one_typo_away(word: str, candidates: Iterable[str]) -> str | None:
+    """The first candidate that one edit turns `word` into, one that differs in case only before all others."""
     lowered = word.lower()
-    return _closest(lowered, [(edit_distance(lowered, c.lower()), c) for c in candidates])
+    near = [c for c in candidates if one_edit_apart(lowered, c.lower())]
+    return next((c for c in near if c.lower() == lowered), near[0] if near else None)
 
 
 def nearest_key(word: str, keys: Sequence[str]) -> str | None:
@@ -41,7 +63,7 @@ def nearest_key(word: str, keys: Sequence[str]) -> str | None:
             return whole
         return min(whole, by_last + (1.5 if "." in word else 0.5))
 
-    return _closest(lowered, [(distance(key), key) for key in keys])
+    return one_typo_away(lowered, keys) or _closest(lowered, [(distance(key), key) for key in keys])
 
 
 def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:

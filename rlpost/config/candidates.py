@@ -6,14 +6,13 @@ command itself will say what is wrong with it.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of
+from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, types_of
 from rlpost.config.paths import is_run_folder
 from rlpost.config.registry import SCHEMAS, Command, describe, description, options, recipes, search_folders
 from rlpost.errors import RlpostError
@@ -195,7 +194,7 @@ def _beginning(typed: str, found: Iterable[Candidate]) -> list[Candidate]:
 
 def _part_doc(command: Command[Any], part: str, field: str) -> str:
     """The comment beside a field of a part without options, `sampling.top_p`."""
-    declared = typing.get_type_hints(command.settings)[part]
+    declared = types_of(command.settings)[part]
     return docs_of(declared).get(field, "")
 
 

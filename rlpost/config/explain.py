@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.keys import groups_of
-from rlpost.config.nearest import did_you_mean, nearest, nearest_key
+from rlpost.config.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 from rlpost.config.overrides import Override, shown
 from rlpost.config.registry import COMMANDS, Command, all_keys
 
@@ -47,8 +47,9 @@ def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], 
         if override.key in all_keys(other) or override.key in groups_of(other.settings):
             return f"{name} is no setting of {verb}: it belongs to rlpost {other.verb}"
     candidates = [*keys, *groups_of(command.settings), "recipe", *everywhere]
+    near = one_typo_away(override.key, candidates)
     known = OTHER_NAMES.get(override.key.rpartition(".")[2].lower())
-    near = known if known in candidates else nearest_key(override.key, candidates)
+    near = near or (known if known in candidates else nearest_key(override.key, candidates))
     return f"{name} is no setting of {verb}{did_you_mean(near, f'see rlpost config show {command.verb}')}"
 
 
