@@ -1,0 +1,62 @@
+"""The pages of docs/ do what they show: their files are written and their commands run, from top to bottom."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import run
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """(language, name of the file or nothing, text) of each code block."""
+    return BLOCK.findall((DOCS / page).read_text())
+
+
+def obey(command: str) -> None:
+    """Run one command line of a page, rlpost's in this process."""
+    program, *arguments = shlex.split(command)
+    if program == "rlpost":
+        assert run(arguments) == 0, command
+    else:
+        assert program == "python", command
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for language, name, text in blocks("own-data.md"):
+        if name:
+            Path(name).write_text(text)
+        else:
+            assert language == "sh"
+            for line in text.splitlines():
+                obey(line)
+    assert len(Path("shopping.jsonl").read_text().splitlines()) == 200
+    assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 3
+
+
+def test_the_reward_of_the_page_is_about_thirty_lines() -> None:
+    [reward] = [text for _, name, text in blocks("own-data.md") if name == "count_reward.py"]
+    assert len(reward.splitlines()) <= 32
+
+
+def test_three_settings_are_all_the_page_needs_to_train() -> None:
+    commands = [line for language, _, text in blocks("own-data.md") if language == "sh" for line in text.splitlines()]
+    in_earnest = [line.removesuffix(" --dry-run") for line in commands if line.endswith("--dry-run")]
+    assert [len(re.findall("=", line)) for line in in_earnest] == [3]
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in target or os.path.exists(page.parent / target), f"{page.name}: {target}"
