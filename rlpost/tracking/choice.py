@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.home import expanded
 from rlpost.settings.tracking import (
     MLflowSettings,
     NoTrackingSettings,
@@ -43,8 +43,10 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
         case NoTrackingSettings():
             return None
         case TensorBoardSettings():
+            _require("tensorboard", "tensorboard")
             return _choice("tensorboard", "TensorBoardTracker", settings)
         case WandbSettings(mode=mode):
+            _require("wandb", "wandb")
             return _choice(
                 "wandb",
                 "WandbTracker",
@@ -55,6 +57,7 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
                 folder=_absolute(settings.folder or os.environ.get("WANDB_DIR")),
             )
         case TrackioSettings():
+            _require("trackio", "trackio")
             return _choice(
                 "trackio",
                 "TrackioTracker",
@@ -64,8 +67,7 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
             )
         case MLflowSettings():
             uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
-            if uri is None:
-                _require("mlflow", "sqlalchemy", "alembic")
+            _require("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri is None else ()))
             experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
             return _choice("mlflow", "MLflowTracker", settings, uri=uri, experiment=experiment)
         case _:
@@ -73,7 +75,6 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
 
 
 def _choice(name: str, tracker: str, settings: TrackerSettings, **options: Any) -> TrackerChoice:
-    _require(name, name)
     return TrackerChoice(name, f"rlpost.tracking.{name}:{tracker}", options, settings.timeout_seconds)
 
 
@@ -92,4 +93,4 @@ def _wandb_mode() -> str:
 
 
 def _absolute(folder: str | None) -> str | None:
-    return str(Path(folder).expanduser().resolve()) if folder else None
+    return str(expanded(folder).resolve()) if folder else None
