@@ -93,7 +93,7 @@ def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
 def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> Outcome:
     """One job from beginning to end, what it says in its log.txt and what it results in on its stdout."""
     log_file = job.folder / "log.txt"
-    command = _command(sweep, job)
+    command = job_command(sweep, job)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         log = log_file.open("ab")
@@ -120,8 +120,8 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
     return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
 
 
-def _command(sweep: Sweep, job: SweepJob) -> list[str]:
-    """`-P` keeps a folder called vllm or datasets, where the user happens to be, from being imported."""
+def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
+    """What is run for a job; `-P`: a folder that is called vllm and lies where the user is must not be imported."""
     command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
     if job.steps is not None:
         command += ["--out", str(job.folder), *(["--resume", "auto"] if is_run_folder(job.folder) else [])]

@@ -71,22 +71,25 @@ def folder_name(differs: Mapping[str, str]) -> str:
 
 def _values(override: Override) -> list[str]:
     """The texts of one setting's values: itself alone where it has but one."""
-    text = override.text.strip()
-    if OTHER_FUNCTION.fullmatch(text):
-        raise ConfigError(
-            f"{override}: a sweep knows a,b,c and choice(a,b,c) and range(start,stop,step), no {text.partition('(')[0]}"
-        )
-    function = FUNCTION.fullmatch(text)
+    parts = split_at_commas(override.text)
+    if unknown := next((part for part in parts if OTHER_FUNCTION.fullmatch(part)), None):
+        name = unknown.partition("(")[0]
+        raise ConfigError(f"{override}: a sweep knows a,b,c and choice(a,b,c) and range(start,stop,step), no {name}")
+    function = FUNCTION.fullmatch(parts[0])
+    if len(parts) > 1:
+        if any(FUNCTION.fullmatch(part) for part in parts):
+            raise ConfigError(f"{override}: choice and range stand alone; write out the values with commas")
+        return _complete(parts, override)
     if function is None:
-        parts = split_at_commas(override.text)
-        return [override.text] if len(parts) == 1 else _complete(parts, override)
+        return [override.text]
     if function[1] == "range":
         return _range(function[2], override)
     return _complete(split_at_commas(function[2]), override)
 
 
 def _is_swept(override: Override) -> bool:
-    return FUNCTION.fullmatch(override.text.strip()) is not None or len(split_at_commas(override.text)) > 1
+    parts = split_at_commas(override.text)
+    return len(parts) > 1 or FUNCTION.fullmatch(parts[0]) is not None
 
 
 def split_at_commas(text: str) -> list[str]:

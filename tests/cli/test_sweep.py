@@ -1,0 +1,338 @@
+"""`-m`: all jobs are checked first, each runs in a process of its own, one record of them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.cli import sweep_run
+from rlpost.cli.main import run
+from rlpost.cli.sweep import Outcome, Sweep, SweepJob
+from rlpost.cli.sweep_screen import summary
+from rlpost.config.compose import compose
+from rlpost.config.registry import EVAL, TRAIN_GRPO
+from rlpost.config.sweep import expand
+
+SEEDS = ["train", "grpo", "model=tiny", "steps=3", "-m", "seed=0,1,2"]
+
+# what a job of seed N does in place of training: see `child`
+RESULT = """
+import json, pathlib, sys
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+reward = int(words["seed"]) / 4
+shares = {"eval/accuracy_lenient": reward, "eval/accuracy_lenient_low": 0.0, "eval/accuracy_lenient_high": 1.0}
+result = {"steps": 3, "metrics": {"reward/mean": reward}, "evaluation_before": None, "evaluation_after": shares}
+print(json.dumps(result, indent=2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[list[str]]]:
+    """Makes every job run a Python program in place of rlpost; returns the commands as they come."""
+
+    def stand_in(program: str) -> list[list[str]]:
+        commands: list[list[str]] = []
+        real = sweep_run.job_command
+
+        def command(sweep: Sweep, job: SweepJob) -> list[str]:
+            commands.append(real(sweep, job))
+            return [sys.executable, "-c", program, *commands[-1][4:]]
+
+        monkeypatch.setattr(sweep_run, "job_command", command)
+        return commands
+
+    return stand_in
+
+
+def record(folder: str) -> dict[str, Any]:
+    return json.loads((Path("runs") / folder / "sweep.json").read_text())
+
+
+def test_jobs_run_one_after_the_other_and_end_in_a_table(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = child(RESULT)
+    assert run([*SEEDS, "--name", "seeds"]) == 0
+    words = ["-m", "rlpost", "train", "grpo", "model=tiny", "steps=3", "seed=1", "--json", "--out", "runs/seeds/seed-1"]
+    assert commands[1][2:] == words
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-6:-2]] == [
+        ["seed", "reward", "accuracy", "before", "accuracy", "after", "seconds", "exit"],
+        ["0", "0.00", "-", "0.0%", "[0.0%,", "100.0%]", lines[-5].split()[-2], "0"],
+        ["1", "0.25", "-", "25.0%", "[0.0%,", "100.0%]", lines[-4].split()[-2], "0"],
+        ["2", "0.50", "-", "50.0%", "[0.0%,", "100.0%]", lines[-3].split()[-2], "0"],
+    ]
+    assert lines[-1] == "results  runs/seeds/sweep.json"
+    jobs = record("seeds")["jobs"]
+    assert [(job["name"], job["exit_code"]) for job in jobs] == [("seed-0", 0), ("seed-1", 0), ("seed-2", 0)]
+    assert jobs[2]["differs"] == {"seed": "2"}
+    assert jobs[2]["overrides"] == ["model=tiny", "steps=3", "seed=2"]
+    assert jobs[2]["result"]["metrics"] == {"reward/mean": 0.5}
+
+
+def test_json_is_the_record_and_all_there_is_on_stdout(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child(RESULT)
+    assert run([*SEEDS, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == record("sweep-grpo-1")
+    assert "3 jobs of rlpost train grpo" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train grpo -m optim.lr=1e-5,-3", "job 2 of 2 (optim.lr=-3): optim.lr=-3.0 is out of range"),
+        (
+            "train grpo -m model=tiny,smolm2",
+            "job 2 of 2 (model=smolm2): model=smolm2 is unknown; did you mean smollm2?",
+        ),
+        ("train grpo -m seed=0,1 group_size=3 minibatch_size=4", "job 1 of 2 (seed=0): minibatch_size=4 does not fit"),
+        ("eval -m seed=0,1 optim.lr=1", "job 1 of 2 (seed=0): optim.lr is no setting of rlpost eval"),
+        ("train grpo -m steps=3", "no setting has several"),
+        ("train grpo -m seed=0,1 --resume runs/x", "--resume runs/x is for one run"),
+        ("train grpo -m seed=0,1 --name a/b", "--name"),
+        ("eval --name x", "--name belongs to a sweep of several evaluations: add -m"),
+        ("eval --resume auto", "--resume belongs to a sweep"),
+        ("train grpo optim.lr=1e-5,2e-5", "add -m to run the command once for each"),
+        ("train grpo model=tiny,smollm2", "add -m to run the command once for each"),
+        ("train grpo env.operations=[add],[subtract]", "add -m to run the command once for each"),
+    ],
+)
+def test_one_bad_value_stops_all_before_the_first(
+    line: str, message: str, child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = child(RESULT)
+    assert run(line.split()) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert commands == []
+    assert not Path("runs").exists()
+
+
+def test_a_missing_data_file_of_one_job_is_an_error_of_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.jsonl").write_text('{"question": "1", "answer": "#### 1"}\n')
+    assert run(["train", "grpo", "-m", "env=gsm8k", "env.path=./a.jsonl,./b.jsonl"]) == 3
+    assert "job 2 of 2 (env.path=./b.jsonl): env.path=./b.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_a_failed_job_leaves_the_others_running_and_the_highest_exit_code_counts(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child(
+        "import sys; seed = sys.argv[-4]; sys.stderr.write(f'error: no \\x1b {seed}\\n'); sys.exit(int(seed[-1]) + 3)"
+    )
+    assert run([*SEEDS, "--name", "bad"]) == 5
+    jobs = record("bad")["jobs"]
+    assert [job["exit_code"] for job in jobs] == [3, 4, 5]
+    assert jobs[1]["error"] == "no \x1b seed=1"
+    out = capsys.readouterr().out
+    assert "failed (4)" in out
+    assert "no \\x1b seed=1\n      see runs/bad/seed-1/log.txt" in out
+    assert "3 of 3 jobs are not done; to go on: the same command with --resume auto\n" in out
+    assert Path("runs/bad/seed-1/log.txt").read_text() == "error: no \x1b seed=1\n"
+
+
+def test_a_crash_is_told_by_its_last_line_and_its_signal(child: Callable[[str], list[list[str]]]) -> None:
+    child("import os, sys; seed = sys.argv[-4]; os.kill(os.getpid(), 9) if seed == 'seed=2' else 1 / 0")
+    assert run([*SEEDS, "--name", "crash"]) == 137
+    jobs = record("crash")["jobs"]
+    assert [job["exit_code"] for job in jobs] == [1, 1, 137]
+    assert jobs[0]["error"] == "ZeroDivisionError: division by zero"
+    assert jobs[2]["error"] == "it said nothing"
+
+
+def test_an_error_of_the_configuration_stops_the_sweep(child: Callable[[str], list[list[str]]]) -> None:
+    commands = child("import sys; print('error: taken', file=sys.stderr); sys.exit(2)")
+    assert run([*SEEDS, "--name", "taken"]) == 2
+    assert len(commands) == 1
+    assert [job["exit_code"] for job in record("taken")["jobs"]] == [2, None, None]
+
+
+STOPPABLE = """
+import signal, sys, time
+def leave(number, frame):
+    print("saved", file=sys.stderr)
+    sys.exit(128 + number)
+signal.signal(signal.SIGINT, leave)
+signal.signal(signal.SIGTERM, leave)
+open("begun", "w").close()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "of_the_job", "of_the_sweep"),
+    [(signal.SIGINT, 130, 130), (signal.SIGTERM, 143, 143), (signal.SIGHUP, 143, 129)],
+)
+def test_a_signal_reaches_the_job_under_way_which_saves_and_is_the_last(
+    number: int, of_the_job: int, of_the_sweep: int, child: Callable[[str], list[list[str]]]
+) -> None:
+    def send_when_begun() -> None:
+        while not Path("begun").exists():
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), number)
+
+    commands = child(STOPPABLE)
+    sender = threading.Thread(target=send_when_begun)
+    before = signal.getsignal(number)
+    sender.start()
+    assert run([*SEEDS, "--name", "stopped"]) == of_the_sweep
+    sender.join()
+    assert signal.getsignal(number) is before
+    assert len(commands) == 1
+    assert record("stopped")["exit_code"] == of_the_sweep
+    assert [job["exit_code"] for job in record("stopped")["jobs"]] == [of_the_job, None, None]
+    assert Path("runs/stopped/seed-0/log.txt").read_text() == "saved\n"
+
+
+def test_resuming_runs_what_is_not_done_or_was_asked_otherwise(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = child(RESULT.replace("print", "words['seed'] == '1' and sys.exit(4); print"))
+    assert run([*SEEDS, "--name", "s"]) == 4
+    Path("runs/s/seed-1/metrics.jsonl").touch()  # as a run leaves it, so it is one to go on with
+    commands.clear()
+    assert run([*SEEDS, "--name", "s"]) == 2
+    assert "runs/s already holds a sweep: add --resume auto" in capsys.readouterr().err
+    assert run([*SEEDS, "--name", "s", "--resume", "auto", "--dry-run"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["done", "seed-1", "done"]
+    assert run([*SEEDS, "--name", "s", "--resume", "auto"]) == 4
+    assert [command[-4:] for command in commands] == [["--out", "runs/s/seed-1", "--resume", "auto"]]
+    assert record("s")["jobs"][2]["result"]["steps"] == 3
+    assert capsys.readouterr().out.count("done before") == 2
+    commands.clear()
+    assert run([*SEEDS, "steps=4", "--name", "s", "--resume", "auto"]) == 4
+    assert len(commands) == 3
+
+
+def test_resuming_without_a_name_goes_on_with_the_last_sweep(child: Callable[[str], list[list[str]]]) -> None:
+    commands = child(RESULT)
+    for _ in range(2):
+        assert run(SEEDS) == 0
+    assert run([*SEEDS, "seed=2,3", "--resume", "auto"]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["sweep-grpo-1", "sweep-grpo-2"]
+    assert [command[-1] for command in commands[6:]] == ["runs/sweep-grpo-2/seed-3"]
+
+
+def test_a_damaged_record_is_refused(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child(RESULT)
+    Path("runs/s").mkdir(parents=True)
+    Path("runs/s/sweep.json").write_text('{"jobs": [')
+    assert run([*SEEDS, "--name", "s", "--resume", "auto"]) == 3
+    assert "runs/s/sweep.json cannot be read" in capsys.readouterr().err
+
+
+def test_sweeps_and_single_runs_do_not_share_a_folder(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    child(RESULT)
+    Path("runs/one/checkpoints").mkdir(parents=True)
+    assert run([*SEEDS, "--name", "one"]) == 2
+    assert "runs/one holds a single run" in capsys.readouterr().err
+    assert run([*SEEDS, "--name", "s"]) == 0
+    assert run(["train", "grpo", "--name", "s", "--resume", "auto"]) == 2
+    assert "runs/s holds a sweep: add -m" in capsys.readouterr().err
+
+
+def test_an_unwritable_folder_is_an_error_of_the_machine(
+    child: Callable[[str], list[list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = child(RESULT)
+    Path("file").touch()
+    assert run([*SEEDS, "--out", "file/below"]) == 3
+    assert "cannot write to file/below" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_a_dry_run_and_cfg_list_the_jobs_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["eval", "-m", "model=tiny", "env=arithmetic,gsm8k", "seed=1,2", "--dry-run"]
+    assert run(line) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 jobs of rlpost eval, one after the other, in runs/sweep-eval-1"
+    assert [part.split() for part in lines[1:]] == [
+        ["1", "env-arithmetic_seed-1", "env=arithmetic", "seed=1"],
+        ["2", "env-arithmetic_seed-2", "env=arithmetic", "seed=2"],
+        ["3", "env-gsm8k_seed-1", "env=gsm8k", "seed=1"],
+        ["4", "env-gsm8k_seed-2", "env=gsm8k", "seed=2"],
+    ]
+    assert run([*line, "--json"]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [(job["name"], job["exit_code"]) for job in jobs][2] == ("env-gsm8k_seed-1", None)
+    assert run([*SEEDS, "--cfg"]) == 0
+    out = capsys.readouterr().out
+    assert [part for part in out.splitlines() if part.startswith(("---", "seed"))] == [
+        "--- # job 1 of 3: seed=0",
+        "seed: 0",
+        "--- # job 2 of 3: seed=1",
+        "seed: 1",
+        "--- # job 3 of 3: seed=2",
+        "seed: 2",
+    ]
+    assert run([*SEEDS, "--cfg", "--json"]) == 0
+    assert {name: c["seed"] for name, c in json.loads(capsys.readouterr().out).items()} == {
+        "seed-0": 0,
+        "seed-1": 1,
+        "seed-2": 2,
+    }
+    assert not Path("runs").exists()
+
+
+def test_a_recipe_and_overrides_are_swept_together(
+    child: Callable[[str], list[list[str]]],
+) -> None:
+    commands = child(RESULT)
+    assert (
+        run(["train", "grpo", "-m", "recipe=arithmetic-smollm2-cpu", "seed=0,1", "env.digits=1,2", "--seed", "3"]) == 0
+    )
+    assert [command[6:9] for command in commands] == [
+        ["recipe=arithmetic-smollm2-cpu", "seed=3", "env.digits=1"],
+        ["recipe=arithmetic-smollm2-cpu", "seed=3", "env.digits=2"],
+    ]
+
+
+def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:
+    jobs = []
+    for job, share in zip(expand(["seed=0,1"]), ({"value": 0.25, "low": 0.1, "high": 0.5}, None), strict=True):
+        result = {"reward_mean": 0.5, "accuracy_lenient": share}
+        jobs.append(SweepJob(job, compose(EVAL, job.words), Path(job.name), Outcome(0, 2.0, None, result)))
+    assert summary(Sweep(EVAL, [], Path(), jobs, named=True)) == [
+        ["seed", "reward", "accuracy", "seconds", "exit"],
+        ["0", "0.500", "25.0% [10.0%, 50.0%]", "2.0", "0"],
+        ["1", "0.500", "-", "2.0", "0"],
+    ]
+
+
+def test_the_table_shows_what_was_not_run_and_no_control_character() -> None:
+    words = ["env.system_prompt=a\x1bc,b"]
+    jobs = [SweepJob(job, compose(TRAIN_GRPO, job.words), Path(job.name)) for job in expand(words)]
+    assert summary(Sweep(TRAIN_GRPO, [], Path(), jobs, named=True))[1] == [
+        "a\\x1bc", "-", "-", "-", "0.0", "not run",
+    ]  # fmt: skip
+
+
+def test_a_sweep_trains_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "policy=scripted", "steps=1", "eval.limit=2", "prompts_per_step=1", "group_size=2"]
+    assert run(["train", "grpo", *words, "-m", "optim.lr=choice(2e-5)", "--name", "real"]) == 0
+    [job] = record("real")["jobs"]
+    assert job["result"]["metrics"]["lr"] == 2e-5
+    assert job["result"]["evaluation_after"]["eval/prompts"] == 2.0
+    assert Path("runs/real/lr-2e-5/checkpoints/latest/model/config.json").is_file()
+    assert "the run finished" in Path("runs/real/lr-2e-5/log.txt").read_text()

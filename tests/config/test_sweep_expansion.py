@@ -1,0 +1,107 @@
+"""Settings with several values become jobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlpost.config.sweep import expand, split_at_commas
+from rlpost.errors import ConfigError
+
+
+def titles(*words: str) -> list[str]:
+    return [job.title for job in expand(words)]
+
+
+def test_a_sweep_is_every_combination_and_the_last_setting_changes_fastest() -> None:
+    jobs = expand(["optim.lr=1e-5,3e-5", "steps=3", "group_size=4,8"])
+    assert [job.words for job in jobs] == [
+        ["optim.lr=1e-5", "steps=3", "group_size=4"],
+        ["optim.lr=1e-5", "steps=3", "group_size=8"],
+        ["optim.lr=3e-5", "steps=3", "group_size=4"],
+        ["optim.lr=3e-5", "steps=3", "group_size=8"],
+    ]
+    assert jobs[1].differs == {"optim.lr": "1e-5", "group_size": "8"}
+    assert jobs[1].title == "optim.lr=1e-5 group_size=8"
+    assert jobs[1].name == "lr-1e-5_group-size-8"
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("seed=choice(0, 7)", ["0", "7"]),
+        ("seed=choice(5)", ["5"]),
+        ("seed=range(3)", ["0", "1", "2"]),
+        ("seed=range(1,4)", ["1", "2", "3"]),
+        ("seed=range(3,0,-1)", ["3", "2", "1"]),
+        ("seed=range(10,60,20)", ["10", "30", "50"]),
+        ("x=range(0,1,0.25)", ["0", "0.25", "0.5", "0.75"]),
+        ("optim.lr=range(1e-5,4e-5,1.5e-5)", ["1e-5", "2.5e-5"]),
+        ("x=range(0.1,0.4,0.1)", ["0.1", "0.2", "0.3"]),  # in floats 0.1 + 2 x 0.1 is above 0.3
+        ("model=tiny,runs/a", ["tiny", "runs/a"]),
+        ("env.operations=[add],[add,subtract]", ["[add]", "[add,subtract]"]),
+        ("env.operations=choice([add],[add,subtract])", ["[add]", "[add,subtract]"]),
+        ("""env.system_prompt="one, two",don't""", ['"one, two"', "don't"]),
+        ("env.limit=null,4", ["null", "4"]),
+    ],
+)
+def test_several_values_are_written_with_commas_choice_or_range(word: str, values: list[str]) -> None:
+    [key] = {word.partition("=")[0]}
+    assert [job.differs[key] for job in expand([word])] == values
+
+
+def test_commas_within_quotes_and_brackets_separate_nothing() -> None:
+    assert split_at_commas("a,[b,c],'d,e',(f,(g,h)),i'j,k'") == ["a", "[b,c]", "'d,e'", "(f,(g,h))", "i'j", "k'"]
+    assert split_at_commas(":),a") == [":)", "a"]
+    assert split_at_commas('["a]",b],c') == ['["a]",b]', "c"]
+
+
+def test_the_last_word_of_a_key_counts() -> None:
+    assert titles("seed=0,1", "seed=5,6") == ["seed=5", "seed=6"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["steps=3"], "no setting has several: as in seed=0,1,2"),
+        ([], "no setting has several"),
+        (["steps"], "steps is no setting"),
+        (["seed=1,,2"], "there is no value on one side of a comma"),
+        (["seed=1,"], "there is no value on one side of a comma"),
+        (["seed=choice()"], "there is no value on one side of a comma"),
+        (["seed=1,2,1"], "1 stands there twice"),
+        (["seed=range(2),7"], "stand alone"),
+        (["seed=choice(0,1),choice(2,3)"], "stand alone"),
+        (["seed=range(3,1)"], "is empty"),
+        (["seed=range(a,b)"], "write range(start,stop)"),
+        (["seed=range(0,1,0)"], "write range(start,stop)"),
+        (["seed=range(0,nan)"], "write range(start,stop)"),
+        (["seed=range(0,1,1e-9)"], "1,000,000,000 values"),
+        (["seed=range(20)", "steps=range(1,12)"], "a sweep of 220 jobs: 200 are the most"),
+        (["model=glob(*)"], "no glob"),
+        (["optim.lr=interval(0,1)"], "no interval"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        expand(words)
+    assert message in str(refused.value)
+
+
+def test_folder_names_tell_jobs_apart_and_do_not_depend_on_the_other_jobs() -> None:
+    assert [job.name for job in expand(["env.seed=0", "env.seed=0,1", "seed=0,1"])][:2] == [
+        "env.seed-0_seed-0",
+        "env.seed-0_seed-1",
+    ]
+    signs = [job.name for job in expand(["env.system_prompt=?,!"])]
+    assert len(set(signs)) == 2
+    more = [job.name for job in expand(["env.system_prompt=...,?,!"])]
+    assert more[1:] == signs
+    long = [job.name for job in expand([f"model=runs/{'x' * 80}/a,runs/{'x' * 80}/b"])]
+    assert len(set(long)) == 2
+    assert all(len(name) < 80 for name in long)
+
+
+def test_names_are_single_folders() -> None:
+    names = [job.name for job in expand(["model=../../a,./b,~/c,/d", "env.system_prompt=..,x"])]
+    assert all("/" not in name and not name.startswith(".") for name in names)
+    assert len(set(names)) == 8
