@@ -1,0 +1,245 @@
+"""Each tracker for real: what its own reader finds is what metrics.jsonl says, after a crash and a resume too."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.settings.tracking import (
+    MLflowSettings,
+    TensorBoardSettings,
+    TrackerSettings,
+    TrackioSettings,
+    WandbSettings,
+)
+from rlpost.tracking.base import Status
+from rlpost.tracking.choice import chosen_tracker
+from rlpost.tracking.process import TrackerProcess
+
+CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
+BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
+AFTER = [{"step": s, "reward/mean": s / 7, "time/step": 2.5, "ess": 1.0} for s in range(3, 6)]
+
+Points = dict[str, list[tuple[int, float]]]  # name -> (step, number) in the order of the reader
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The home and the current folder stay as empty as they are."""
+    for name in ("home", "current"):
+        (tmp_path / name).mkdir()
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_CACHE_DIR", "TRACKIO_DIR", "MLFLOW_TRACKING_URI", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "current")
+    yield
+    assert list((tmp_path / "home").rglob("*")) == []
+    assert list((tmp_path / "current").rglob("*")) == []
+
+
+def expected(lines: list[dict[str, Any]]) -> Points:
+    """The finite numbers of lines of metrics.jsonl."""
+    points: Points = {}
+    for line in lines:
+        for name, number in line.items():
+            if name != "step" and number is not None:
+                points.setdefault(name, []).append((line["step"], number))
+    return points
+
+
+def attempt(settings: TrackerSettings, folder: Path, lines: list[dict[str, Any]], kept: int, status: Status) -> None:
+    """One attempt that leaves `lines` after those up to step `kept`."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "metrics.jsonl"
+    whole = [line for line in BEFORE if line["step"] <= kept] + lines
+    file.write_text("".join(json.dumps(line) + "\n" for line in whole))
+    choice = chosen_tracker(settings)
+    assert choice is not None
+    following = TrackerProcess(choice, folder, CONFIG)
+    following.start(kept)
+    assert following.close(status, lambda text: None) is None, (folder / "log.txt").read_text()
+
+
+def crash_and_resume(settings: TrackerSettings, folder: Path) -> None:
+    """Steps 0 to 4, of which the checkpoint has 0 to 2; then 3 to 5 with other numbers."""
+    attempt(settings, folder, BEFORE, -1, Status.failed)
+    attempt(settings, folder, AFTER, 2, Status.finished)
+
+
+# TensorBoard
+
+
+def tensorboard(folder: Path) -> tuple[Points, str]:
+    """What TensorBoard shows: scalars, and the text of the configuration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    tags: Any = events.Tags()
+    points = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in tags["scalars"]}
+    return points, events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+
+
+def rounded(points: Points) -> Points:
+    """As float32 keeps the numbers."""
+    return {
+        name: [(step, struct.unpack("f", struct.pack("f", number))[0]) for step, number in values]
+        for name, values in points.items()
+    }
+
+
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
+    attempt(TensorBoardSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
+    points, config = tensorboard(tmp_path / "run")
+    assert points == rounded(expected(BEFORE))
+    assert "| optim.lr | 1.5e-05 |" in config.splitlines()
+    assert f"| run_folder | {tmp_path / 'run'} |" in config.splitlines()
+
+
+def test_tensorboard_drops_the_steps_that_were_undone(tmp_path: Path) -> None:
+    crash_and_resume(TensorBoardSettings(), tmp_path / "run")
+    assert tensorboard(tmp_path / "run")[0] == rounded(expected(BEFORE[:3] + AFTER))
+
+
+# Weights & Biases
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline file: 7 bytes of head, then a log in blocks of 32 KiB (crc, length, kind)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # too little of the block is left for a head
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def wandb_run(file: Path) -> tuple[Points, dict[str, Any], Any]:
+    """(points, configuration, the run's own record) of one offline file."""
+    points: Points = {}
+    config: dict[str, Any] = {}
+    own = None
+    for record in wandb_records(file):
+        if record.HasField("run"):
+            own = record.run
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("history"):
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for name, number in row.items():
+                if not name.startswith("_"):
+                    points.setdefault(name, []).append((row["_step"], number))
+    return points, config, own
+
+
+def test_wandb_keeps_the_numbers_of_metrics_jsonl_offline(tmp_path: Path) -> None:
+    attempt(WandbSettings(project="sums"), tmp_path / "run", BEFORE, -1, Status.finished)
+    [file] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    points, config, own = wandb_run(file)
+    assert points == expected(BEFORE)
+    assert config["optim"] == {"lr": 1.5e-5}
+    assert config["run_folder"] == str(tmp_path / "run")
+    assert (own.project, own.display_name) == ("sums", "run")
+
+
+def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
+    crash_and_resume(WandbSettings(), tmp_path / "run")
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    (first, _, one), (second, _, two) = (wandb_run(file) for file in files)
+    assert one.run_id == two.run_id
+    assert first == expected(BEFORE)
+    assert second == expected(AFTER)
+
+
+# trackio
+
+
+def trackio_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Points, dict[str, Any], list[str]]:
+    """(points, configuration, runs) as trackio's own storage reads them."""
+    storage = pytest.importorskip("trackio.sqlite_storage")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", folder)
+    storage = storage.SQLiteStorage
+    points: Points = {}
+    for row in storage.get_logs("rlpost", "run"):
+        for name, number in row.items():
+            if name not in ("step", "timestamp"):
+                points.setdefault(name, []).append((row["step"], number))
+    return points, storage.get_run_config("rlpost", "run"), storage.get_runs("rlpost")
+
+
+def test_trackio_holds_the_numbers_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    attempt(TrackioSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
+    points, config, _ = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
+    assert points == expected(BEFORE)
+    assert config["optim"] == {"lr": 1.5e-5}
+    assert config["run_folder"] == str(tmp_path / "run")
+
+
+def test_trackio_drops_the_steps_that_were_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    crash_and_resume(TrackioSettings(), tmp_path / "run")
+    points, _, runs = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
+    assert points == expected(BEFORE[:3] + AFTER)
+    assert len(runs) == 1
+
+
+def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    settings = TrackioSettings(folder=str(tmp_path / "shared"))
+    attempt(settings, tmp_path / "run", BEFORE, -1, Status.finished)
+    (tmp_path / "elsewhere").mkdir()
+    attempt(settings, tmp_path / "elsewhere" / "run", BEFORE, -1, Status.finished)
+    choice = chosen_tracker(settings)
+    assert choice is not None
+    following = TrackerProcess(choice, tmp_path / "run", CONFIG)
+    following.start(2)
+    reason = following.close(Status.finished, lambda text: None)
+    assert reason == ("start: RuntimeError: another run of project rlpost is named run: give this one another name")
+
+
+# MLflow
+
+
+def mlflow_history(folder: Path) -> tuple[Points, Any]:
+    """(points, the run) as MLflow's own client reads them."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("rlpost").experiment_id])
+    names = run.data.metrics
+    history: Callable[[str], Any] = lambda name: client.get_metric_history(run.info.run_id, name)  # noqa: E731
+    return {name: sorted((point.step, point.value) for point in history(name)) for name in names}, run
+
+
+def test_mlflow_holds_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    attempt(MLflowSettings(), tmp_path / "run", BEFORE, -1, Status.stopped)
+    points, run = mlflow_history(tmp_path / "run")
+    assert points == expected(BEFORE)
+    assert run.data.params["optim.lr"] == "1.5e-05"
+    assert run.data.tags["rlpost.folder"] == str(tmp_path / "run")
+    assert (run.info.run_name, run.info.status) == ("run", "KILLED")
+
+
+def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    crash_and_resume(MLflowSettings(), tmp_path / "run")
+    points, run = mlflow_history(tmp_path / "run")
+    assert points == {name: sorted(values) for name, values in expected(BEFORE + AFTER).items()}
+    assert run.data.metrics["reward/mean"] == 5 / 7
+    assert run.info.status == "FINISHED"
