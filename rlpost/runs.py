@@ -40,6 +40,7 @@ class RunState(Enum):
     stopped = "stopped"  # by Ctrl-C or SIGTERM
     failed = "failed"  # with an error that it wrote down
     killed = "killed"  # it ended without a word: killed, or the machine went down
+    unknown = "unknown"  # nothing is left that says how it ended
 
 
 @dataclass(frozen=True)
@@ -263,9 +264,9 @@ def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
         return (RunState.stopped, "") if interrupted else (RunState.failed, rest.strip())
     if word == STOPPED:
         return RunState.stopped, ""
-    if word == FINISHED or (not word and finished):  # not word: the log is gone
+    if word == FINISHED or (not word and finished):
         return RunState.finished, ""
-    return RunState.killed, ""
+    return (RunState.killed if word == BEGAN else RunState.unknown), ""
 
 
 def _end_of(file: Path) -> str:

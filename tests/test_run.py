@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import rlpost
 from rlpost.checkpoint import save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.run import Run
+from rlpost.runs import RunState, read_run
 from rlpost.settings.run import RunRequest
 from rlpost.screen import Screen
 
@@ -110,7 +113,28 @@ def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
     assert "ERROR the run ended with ValueError: broken" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_run_reads_back_as_it_ended(tmp_path: Path) -> None:
+    with make(tmp_path / "finished"):
+        assert read_run(tmp_path / "finished").state is RunState.running
+    with make(tmp_path / "stopped") as stopped:
+        stopped.exit_code = 130
+    with pytest.raises(ValueError, match="broken"), make(tmp_path / "failed"):
+        raise ValueError("broken")
+    records = [read_run(tmp_path / name) for name in ("finished", "stopped", "failed")]
+    assert [record.state for record in records] == [RunState.finished, RunState.stopped, RunState.failed]
+    assert records[2].error == "ValueError: broken"
+
+
 # Who may write
+
+
+def test_somebody_who_looks_whether_the_run_is_running_does_not_keep_it_from_beginning(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.03, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        with make(tmp_path):
+            pass
 
 
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_record_holds_what_the_files_say() -> None:
         (verdict(BEGAN) + verdict(f"{FAILED} ValueError: no"), RunState.failed, "ValueError: no"),
         (verdict(f"{FAILED} ValueError: no") + verdict(BEGAN) + "noise\n", RunState.killed, ""),
         (verdict(FINISHED) + verdict(BEGAN), RunState.killed, ""),
-        (f"the model said: {FINISHED}\n", RunState.killed, ""),
+        (f"the model said: {FINISHED}\n", RunState.unknown, ""),
     ],
 )
 def test_the_log_has_the_last_word_on_how_a_run_ended(log: str, state: RunState, error: str) -> None:
@@ -65,7 +65,7 @@ def test_without_a_log_only_a_run_with_all_its_steps_is_finished() -> None:
     whole, part = make_run(Path("whole"), ROWS), make_run(Path("part"), ROWS[:2])
     for run in (whole, part):
         (run / "log.txt").unlink()
-    assert [read_run(run).state for run in (whole, part)] == [RunState.finished, RunState.killed]
+    assert [read_run(run).state for run in (whole, part)] == [RunState.finished, RunState.unknown]
 
 
 def test_a_run_is_running_while_its_lock_is_held_and_looking_does_not_take_it() -> None:

@@ -12,6 +12,7 @@ import typer
 
 from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
+from rlpost.text import printable
 
 SHOW_EXAMPLES = """\b
 Examples:
@@ -95,7 +96,7 @@ def export(
             print(line)
         return
     count = export_rollouts(folder, steps, target, tokens=target.suffix != ".csv" if tokens is None else tokens)
-    print(f"{count:,} completions of {len(steps)} steps in {target}")
+    print(printable(f"{count:,} completions of {len(steps)} steps in {target}"))
 
 
 def _steps(folder: Path) -> list[int]:

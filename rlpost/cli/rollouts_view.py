@@ -12,12 +12,12 @@ from typing import Any
 from rlpost.cli.columns import fitted_table, one_line, output_width, paragraph, width_of
 from rlpost.cli.terminal import BOLD, DIM, painted
 from rlpost.errors import ConfigError
-from rlpost.rollouts import TOKEN_COLUMNS
 from rlpost.text import printable
 
 Row = dict[str, Any]  # one completion, under the names of rlpost.rollouts.SCHEMA
 
 PIPED_WIDTH = 100
+WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # shown of one completion, unless all of it is asked for
 MOST_GROUPS, MOST_COMPLETIONS = 20, 4
 HEADER = ("group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut")
@@ -76,6 +76,8 @@ def completion_lines(rows: Sequence[Row], *, limit: int | None, full: bool) -> l
 
 def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[Row]) -> dict[str, Any]:
     """The step as JSON; ids, log-probs and masks are left to `rlpost rollouts export`."""
+    from rlpost.rollouts import TOKEN_COLUMNS
+
     groups = []
     for group in grouped(rows):
         rewards = _rewards(group)
@@ -148,7 +150,7 @@ def _group_row(group: Sequence[Row]) -> tuple[str, ...]:
 
 def _completion(row: Row, title: str, *, full: bool) -> list[str]:
     """One completion as a block: what it earned, then what was asked and answered."""
-    width = output_width(PIPED_WIDTH)
+    width = min(output_width(PIPED_WIDTH), WIDEST_TEXT)
     heading = f"{title}: " if title else ""
     heading = painted(f"{heading}group {row['group']}, sample {row['sample']}", BOLD, sys.stdout)
     lines = [heading, *(f"  {line}" for text in _facts(row) for line in paragraph(text, width - 2))]

@@ -144,9 +144,11 @@ def _steps(record: RunRecord) -> str:
 
 def _accuracy(record: RunRecord) -> str:
     """`12→58%`: held-out, lenient, before and after."""
-    found = (_measured(record, before=before) for before in (True, False))
-    before, after = ("-" if m is None else f"{100 * m['value']:.0f}" for m in found)
-    return "-" if before == after == "-" else f"{before}→{after}%"
+    before, after = (_measured(record, before=before) for before in (True, False))
+    if before is None:
+        return "-" if after is None else f"-→{after['value']:.0%}"
+    start = f"{before['value']:.0%}"
+    return f"{start}→-" if after is None else f"{start[:-1]}→{after['value']:.0%}"
 
 
 def _measured(record: RunRecord, *, before: bool, measure: str = "lenient") -> dict[str, float] | None:
@@ -236,7 +238,9 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
         troubles.append(("error", record.error))
     if record.state is RunState.killed:
         troubles.append(("error", "it ended without a word: killed, or the machine went down; see log.txt"))
-    if record.state in (RunState.failed, RunState.killed, RunState.stopped):
+    if record.state is RunState.unknown:
+        troubles.append(("error", "how it ended is unknown: log.txt does not say"))
+    if record.state not in (RunState.finished, RunState.running):
         troubles.append(("go on", f"the same command with --resume auto --out {folder}"))
     return troubles
 

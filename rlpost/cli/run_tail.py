@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rlpost.cli.columns import output_width
 from rlpost.runs import MetricsFile, RunRecord, RunState, is_running, number, read_run
 from rlpost.text import printable
 
@@ -57,7 +58,8 @@ class StepText:
         self._recent.append(seconds)
         total = self.total_steps or step
         figures = {key: math.nan if value is None else value for key, value in row.items()}
-        return step_line(step, total, figures, clock(fmean(self._recent) * (total - step)))
+        left = clock(fmean(self._recent) * (total - step))
+        return step_line(step, total, figures, left, width=output_width(0) or None)
 
     def _evaluation(self, row: dict[str, Any]) -> str:
         share, low, high = (number(row, f"eval/accuracy_lenient{end}") for end in ("", "_low", "_high"))

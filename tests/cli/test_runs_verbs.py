@@ -36,7 +36,7 @@ def test_a_list_has_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> N
     assert rlpost(["runs", "list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "state", "steps", "reward", "accuracy", "age", "model", "env"]
-    assert lines[1][:5] == ["second", "failed", "1/2", "0.25", "10→-%"]
+    assert lines[1][:5] == ["second", "failed", "1/2", "0.25", "10%→-"]
     assert lines[2] == ["first", "finished", "2/2", "0.75", "10→58%", "2h", "tiny", "arithmetic"]
 
 
