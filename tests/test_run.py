@@ -25,8 +25,8 @@ from rlpost.checkpoint import save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.run import Run
 from rlpost.runs import RunState, read_run
-from rlpost.settings.run import RunRequest
 from rlpost.screen import Screen
+from rlpost.settings.run import RunRequest
 
 Batch = Callable[..., TensorDict]
 FIGURES = {
