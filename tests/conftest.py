@@ -49,6 +49,20 @@ def tiny_tokenizer() -> Any:
     return tiny_tokenizer()
 
 
+@pytest.fixture
+def nothing_stays_registered() -> Iterator[None]:
+    """What plugins register in a test is forgotten after it."""
+    from rlpost.config.registry import SCHEMAS
+    from rlpost.settings.registered import ENVS, REWARDS
+
+    registries: list[dict[str, Any]] = [ENVS, REWARDS, SCHEMAS["env"]]
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, content in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(content)
+
+
 @pytest.fixture(scope="session")
 def conversation() -> Callable[..., Conversation]:
     """Makes a finished conversation of one turn: `conversation(group, sample, response_ids=[...], reward=1.0)`."""

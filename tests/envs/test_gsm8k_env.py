@@ -73,6 +73,17 @@ def test_a_row_without_final_answer_is_named_by_file_row_and_field(tmp_path: Pat
         GSM8KEnv([{"question": "And?", "answer": "no number"}]).start()
 
 
+def test_one_file_serves_no_question_to_both_splits(tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": f"#### {n}"}) for n in range(50)))
+    sides = []
+    for split in ("train", "test"):
+        env = build_env(GSM8KSettings(path=str(file), split=split, held_out=0.4), num_prompts=1, group_size=1, seed=0)
+        sides.append({conversation.query for conversation in env.draw(env.num_tasks)})
+    assert sides[0] & sides[1] == set()
+    assert len(sides[0] | sides[1]) == 50
+
+
 def test_building_reads_nothing_and_starting_does(tmp_path: Path) -> None:
     env = GSM8KEnv(str(tmp_path / "nothing"))
     with pytest.raises(DataError, match="does not exist"):

@@ -1,0 +1,179 @@
+"""Environments and rewards of one's own from the command line: starters, plugins, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import run
+
+ROWS = "\n".join(json.dumps({"prompt": f"What is {n} + 1?", "answer": n + 1}) for n in range(30))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays_registered: None) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], line: str, exit_code: int = 0) -> str:
+    assert run(line.split()) == exit_code
+    captured = capsys.readouterr()
+    return captured.err if exit_code == 2 else captured.out
+
+
+def test_a_new_environment_is_proved_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, "env new largest_number")
+    assert said.splitlines() == [
+        "wrote ./largest_number.py",
+        "prove it:  rlpost env test largest_number plugin=./largest_number.py",
+        "train it:  rlpost train grpo env=largest_number plugin=./largest_number.py",
+    ]
+    text = Path("largest_number.py").read_text()
+    assert "class LargestNumberSettings(EnvSettings)" in text
+    assert "my_env" not in text
+    assert "MyEnv" not in text
+    assert told(capsys, "env test largest_number plugin=./largest_number.py").count("all scored rightly") == 2
+
+
+def test_the_splits_of_a_new_environment_share_no_question() -> None:
+    assert run(["env", "new", "largest_apart"]) == 0
+    from rlpost.config.compose import compose
+    from rlpost.config.registry import TRAIN_GRPO
+    from rlpost.envs.build import build_env
+
+    words = ["env=largest_apart", "plugin=largest_apart.py", "env.highest=9", "env.numbers=2"]
+    sides = []
+    for split in ("train", "test"):
+        settings = compose(TRAIN_GRPO, [*words, f"env.split={split}"]).settings.env
+        env = build_env(settings, num_prompts=1, group_size=1, seed=0)
+        sides.append({frozenset(c.query.removesuffix("?").split()) for c in env.draw(env.num_tasks)})
+    assert sides[0] & sides[1] == set()
+    assert len(sides[0] | sides[1]) == 45  # pairs of ten numbers
+
+
+def test_a_plugins_settings_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["env", "new", "largest_shown"])
+    capsys.readouterr()
+    shown = told(capsys, "env show largest_shown plugin=./largest_shown.py")
+    assert shown.startswith("largest_shown: Which of a few numbers is the largest?\n")
+    assert "  env.numbers                whole number          3        to choose from\n" in shown
+    listed = told(capsys, "env list plugin=./largest_shown.py")
+    assert "largest_shown  Which of a few numbers is the largest?\n" in listed
+    assert "numbers: 3\n" in told(capsys, "config show env=largest_shown plugin=./largest_shown.py")
+    assert "did you mean env.numbers?" in told(
+        capsys, "train grpo env=largest_shown plugin=./largest_shown.py env.numbres=3", 2
+    )
+
+
+def test_a_new_reward_can_be_tried_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, "reward new last_number --out ./mine.py")
+    assert said.splitlines()[-1].endswith(" env=dataset env.path=FILE env.reward=./mine.py:last_number")
+    done = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1.0  It is 12.", "0.1  It is 13.", "0.0  I do not know."]
+    Path("rows.jsonl").write_text(ROWS)
+    plan = told(capsys, "train grpo env=dataset env.path=rows.jsonl env.reward=./mine.py:last_number --dry-run")
+    assert "data    dataset from rows.jsonl, train split, reward ./mine.py:last_number\n" in plan
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("env new my-maze", "'my-maze' is no Python name, which the file and its code need; write my_maze"),
+        ("env new 3d", "write my_3d"),
+        ("env new class", "write my_class"),
+        ("env new gsm8k", "env=gsm8k is there already: choose another name, such as my_gsm8k"),
+        ("reward new random", "random is a Python module already, which random.py would hide; write my_random"),
+        ("reward new torch", "torch is a Python module already"),
+        ("reward new a --out a.txt", "--out a.txt is no Python file"),
+        ("reward new a --out nowhere/a.py", "there is no folder nowhere"),
+        ("reward new taken", "taken.py exists already: give another name, or --out FILE"),
+        ("env list bananas", "bananas is no plugin: rlpost env list takes plugin=FILE only"),
+        ("env list plugin=./nowhere.py", "there is no file ./nowhere.py"),
+        ("env test dataset", "env.path has no value: give env.path=...; it takes .jsonl"),
+        (
+            "env test dataset env.path=rows.jsonl",
+            "env.reward has no value: give env.reward=...; it takes FILE.py:FUNCTION",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_2(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("taken.py").write_text("mine")
+    Path("rows.jsonl").write_text(ROWS)
+    error = told(capsys, line, 2)
+    assert said in error
+    assert error.count("\n") == 1
+    assert Path("taken.py").read_text() == "mine"
+
+
+def test_settings_that_need_a_value_are_shown_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = told(capsys, "env show dataset")
+    assert [line.split()[0] for line in shown.splitlines() if "(needed)" in line] == ["env.path", "env.reward"]
+    keys = {key["key"]: key for key in json.loads(told(capsys, "env show dataset --json"))["keys"]}
+    assert (keys["env.path"]["needed"], keys["env.path"]["default"]) == (True, None)
+    assert (keys["env.held_out"]["needed"], keys["env.held_out"]["default"]) == (False, "0.1")
+
+
+def test_rows_prove_a_built_in_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(ROWS)
+    line = "env test dataset env.path=rows.jsonl env.reward=number"
+    assert told(capsys, line).count("all scored rightly") == 2
+    proofs = json.loads(told(capsys, f"{line} env.split=train --json"))
+    assert set(proofs) == {"train"}
+    assert proofs["train"]["failures"] == []
+
+
+def test_rewards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = told(capsys, "reward list")
+    assert [line.split()[0] for line in listed.splitlines()[:3]] == ["exact", "number", "contains"]
+    described = json.loads(told(capsys, "reward list --json"))
+    assert [reward["accuracy"] for reward in described] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train grpo {words}",
+        "train grpo {words} --dry-run",
+        "eval {words}",
+        "env test dataset env.path=rows.jsonl env.reward=./r.py:score",
+    ],
+)
+def test_a_reward_that_does_not_import_is_told_before_anything_is_loaded(line: str) -> None:
+    Path("rows.jsonl").write_text(ROWS)
+    Path("r.py").write_text("\nimport no_such_package\n\ndef score(completions): ...\n")
+    program = (
+        "import sys\nfrom rlpost.cli.main import run\ncode = run(sys.argv[1:])\nprint(code, 'torch' in sys.modules)\n"
+    )
+    words = line.format(words="env=dataset env.path=rows.jsonl env.reward=./r.py:score").split()
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith("error: ./r.py, line 2: importing it failed: ModuleNotFoundError")
+    assert done.stderr.count("\n") == 1
+
+
+def test_showing_a_configuration_runs_no_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(ROWS)
+    Path("r.py").write_text("def score(completions): ...\nraise SystemExit('run')\n")
+    words = "env=dataset env.path=rows.jsonl env.reward=./r.py:score"
+    assert "./r.py:score" in told(capsys, f"config show {words}")
+    assert "./r.py:score" in told(capsys, f"train grpo {words} --cfg")
+
+
+def test_three_settings_train(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(ROWS)
+    run(["reward", "new", "own"])
+    words = "env=dataset env.path=rows.jsonl env.reward=./own.py:own"
+    assert run(f"train grpo {words} model=tiny policy=scripted steps=1 --name first".split()) == 0
+    lines = [json.loads(line) for line in Path("runs/first/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["reward/own"] == pytest.approx(0.1)  # "The answer is 42.": a number, and never the right one
+    assert lines[-1]["reward/mean"] == pytest.approx(0.1)
+    assert lines[-1]["accuracy/lenient"] is None
+    out = capsys.readouterr().out
+    assert "held-out reward before and after training" in out
+    assert "0.100   ->   0.100" in out

@@ -1,0 +1,266 @@
+"""Rows and rewards of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs.build import build_env
+from rlpost.envs.dataset import as_answer
+from rlpost.envs.proof import prove
+from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.settings import DatasetSettings
+
+ROWS = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(40)]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi. What do you want?"},
+    {"role": "user", "content": "1 + 1"},
+]
+
+
+def env_of(folder: Path, rows: Sequence[Any], *, size: int = 1, **settings: Any) -> Any:
+    """The environment of `rows`, all of them for training."""
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    made = DatasetSettings(**{"path": str(file), "reward": ["exact"], "held_out": 0.0, "shuffle": False, **settings})
+    return build_env(made, num_prompts=size, group_size=1, seed=0)
+
+
+def reward_file(folder: Path, body: str) -> list[str]:
+    (folder / "r.py").write_text(f"def score(completions, **columns):\n    {body}\n")
+    return [f"{folder}/r.py:score"]
+
+
+def answer(env: Any, conversations: Sequence[Conversation], *replies: str) -> None:
+    for conversation, reply in zip(conversations, replies, strict=True):
+        conversation.add_completion(Completion([7], [-0.5], reply, "stop", 0))
+    env.advance(conversations)
+
+
+def contents(env: Any) -> list[str]:
+    return [message["content"] for message in env.draw()[0].messages]
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "question"])
+def test_the_prompt_is_found(column: str, tmp_path: Path) -> None:
+    rows = [{"text": "no", column: "Yes?", "answer": "1"}]
+    assert contents(env_of(tmp_path, rows)) == ["Yes?"]
+
+
+def test_a_row_keeps_its_columns_and_the_prompt_may_have_any_name(tmp_path: Path) -> None:
+    rows = [{"ask": "Yes?", "prompt": "No", "answer": "1", "more": [1, 2]}]
+    conversation = env_of(tmp_path, rows, prompt_column="ask", system_prompt="Think.").draw()[0]
+    assert conversation.messages == [{"role": "system", "content": "Think."}, {"role": "user", "content": "Yes?"}]
+    assert conversation.task == rows[0]
+    assert (conversation.max_prompt_tokens, conversation.max_completion_tokens) == (1024, 256)
+
+
+def test_a_template_is_filled_with_any_field(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "a": 1, "b": 2, "answer": "3"}]
+    assert contents(env_of(tmp_path, rows, prompt_template="{a} plus {b}")) == ["1 plus 2"]
+    without = [{"a": 1, "b": 2, "answer": "3"}]
+    assert contents(env_of(tmp_path, without, prompt_template="{a} plus {b}")) == ["1 plus 2"]
+
+
+def test_a_template_without_a_field_makes_every_prompt_the_same() -> None:
+    with pytest.raises(ConfigError, match="has no field such as"):
+        DatasetSettings(path="x", reward=["exact"], prompt_template="always")
+    with pytest.raises(ConfigError, match="does not fit"):
+        DatasetSettings(path="x", reward=["exact"], prompt_template="{open")
+
+
+def test_messages_are_the_prompt_without_a_trailing_answer(tmp_path: Path) -> None:
+    rows = [{"prompt": [*CHAT, {"role": "assistant", "content": "2", "name": None}], "answer": "2"}]
+    assert env_of(tmp_path, rows).draw()[0].messages == CHAT
+    replaced = env_of(tmp_path, rows, system_prompt="Be long.").draw()[0].messages
+    assert replaced == [{"role": "system", "content": "Be long."}, *CHAT[1:]]
+    added = env_of(tmp_path, [{"prompt": CHAT[1:], "answer": "2"}], system_prompt="New.").draw()[0].messages
+    assert added == [{"role": "system", "content": "New."}, *CHAT[1:]]
+
+
+def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
+    env = env_of(tmp_path, [{"prompt": CHAT, "answer": "2"}])
+    env.draw()[0].messages[0]["content"] = "changed"
+    assert env.draw()[0].messages == CHAT
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"answer": "1"}, "field 'prompt': missing; the row has answer, or name another column with env.prompt_column"),
+        ({"promt": "a", "answer": "1"}, "missing; did you mean promt? the row has promt, answer"),
+        ({"prompt": " ", "answer": "1"}, "field 'prompt': is empty"),
+        ({"prompt": 3, "answer": "1"}, "field 'prompt': must be text or a list of messages, and is int"),
+        ({"prompt": CHAT, "answer": "1"}, "field 'prompt': is a list where the first row has text"),
+        ({"prompt": "a"}, "field 'answer': missing; the row has prompt, or name another column with env.answer_column"),
+        ({"prompt": "a", "answer": None}, "field 'answer': must be text or a number, and is null"),
+        ({"prompt": "a", "answer": True}, "field 'answer': must be text or a number, and is bool"),
+        ({"prompt": "a", "answer": " "}, "field 'answer': is empty"),
+        (["a"], "the row is no object of named fields but list"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_row_and_field(row: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        env_of(tmp_path, [*ROWS, row]).start()
+    assert str(caught.value).startswith(f"{tmp_path}/rows.jsonl, row 41, ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "has to end with a user's message"),
+        ([{"role": "assistant", "content": "a"}], "has to end with a user's message"),
+        ([*CHAT, {"role": "system", "content": "a"}], "has to end with a user's message"),
+        (["a"], "message 1 is no object with role and content but text"),
+        ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr': it must be one of system, user"),
+        ([*CHAT, {"role": "user"}], "message 5 must have text as its content, and has null"),
+        ([{"role": "user", "content": ["a"]}], "message 1 must have text as its content, and has a list"),
+        ([{"role": "user", "content": "a", "tool_calls": [1]}], "message 1 has tool_calls besides role and content"),
+    ],
+)
+def test_bad_messages_are_named_by_row_and_field(messages: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        env_of(tmp_path, [{"prompt": CHAT, "answer": "2"}, {"prompt": messages, "answer": "2"}]).start()
+    assert "rows.jsonl, row 2, field 'prompt': " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_wrong_column_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"row 1, field 'promt': missing; did you mean prompt\?"):
+        env_of(tmp_path, ROWS, prompt_column="promt").start()
+    with pytest.raises(DataError, match=r"row 1, field 'anwser': missing; did you mean answer\?"):
+        env_of(tmp_path, ROWS, answer_column="anwser").start()
+    with pytest.raises(DataError, match=r"row 1, field 'levle': missing; did you mean level\?"):
+        env_of(tmp_path, ROWS, prompt_template="{levle}").start()
+
+
+def test_a_template_does_not_go_with_messages(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"env.prompt_template is for prompts of text"):
+        env_of(tmp_path, [{"prompt": CHAT, "answer": "2"}], prompt_template="{prompt}").start()
+
+
+def test_an_answer_is_needed_by_built_in_rewards_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}]
+    env_of(tmp_path, rows, reward=reward_file(tmp_path, "return [1.0]")).start()
+    with pytest.raises(DataError, match="field 'answer': missing"):
+        env_of(tmp_path, rows, reward=[*reward_file(tmp_path, "return [1.0]"), "exact"]).start()
+    with pytest.raises(DataError, match="field 'answer': has no number, which the reward number looks for"):
+        env_of(tmp_path, [{"prompt": "a", "answer": "none"}], reward=["number"]).start()
+
+
+def test_built_in_rewards_compare_with_the_answer_column(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "no", "gold": 12}]
+    env = env_of(tmp_path, rows, answer_column="gold")
+    drawn = env.draw()
+    answer(env, drawn, "12")
+    assert (drawn[0].reward, drawn[0].accuracy_strict, drawn[0].reward_parts) == (1.0, 1.0, {"exact": 1.0})
+
+
+def test_what_ends_together_is_scored_together(tmp_path: Path) -> None:
+    reward = reward_file(tmp_path, "return [len(completions) + level for level in columns['level']]")
+    env = env_of(tmp_path, ROWS, size=4, reward=reward)
+    drawn = env.draw()
+    answer(env, drawn, "a", "b", "c", "d")
+    assert [c.reward for c in drawn] == [4.0, 5.0, 6.0, 4.0]
+    assert all(c.terminated and c.accuracy_strict is None for c in drawn)
+
+
+def test_a_reward_sees_what_was_asked(tmp_path: Path) -> None:
+    same = "return [float(p == '{0}') for p in columns['prompts']]"
+    rows = [{"prompt": "x", "answer": "1"}]
+    env = env_of(
+        tmp_path,
+        rows,
+        reward=reward_file(tmp_path, same.format("Say: x")),
+        prompt_template="Say: {prompt}",
+        system_prompt="S",
+    )
+    drawn = env.draw()
+    answer(env, drawn, "1")
+    assert drawn[0].reward == 1.0
+
+
+def test_a_failed_row_is_invalid_and_the_others_are_not(tmp_path: Path) -> None:
+    env = env_of(tmp_path, ROWS, size=2, reward=reward_file(tmp_path, "return [1 / len(c) for c in completions]"))
+    drawn = env.draw()
+    answer(env, drawn, "ab", "")
+    assert [(c.valid, c.reward) for c in drawn] == [(True, 0.5), (False, None)]
+    assert "line 2: ZeroDivisionError" in (drawn[1].error or "")
+    with pytest.raises(RewardError, match="no reward for any of 2 completions"):
+        answer(env, env.draw(), "", "")
+
+
+def test_a_reward_that_wants_a_missing_column_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("def score(completions, levle): ...\n")
+    with pytest.raises(DataError, match=r"takes levle, which is no column of .*rows.jsonl; did you mean level\?"):
+        env_of(tmp_path, ROWS, reward=[f"{tmp_path}/w.py:score"]).start()
+
+
+def test_train_and_test_share_no_prompt_of_messages(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": "1"} for n in range(30)] * 2
+    sides = []
+    for split in ("train", "test"):
+        env = env_of(tmp_path, rows, held_out=0.3, split=split)
+        env.start()
+        sides.append({task["prompt"][0]["content"] for task in env.tasks})
+    assert sides[0] & sides[1] == set()
+    assert len(sides[0] | sides[1]) == 30
+
+
+def test_numbers_are_answers_in_full() -> None:
+    values = ["a", 7, 7.5, 1e20, 1e-7, True, None, [1], float("nan")]
+    assert list(map(as_answer, values)) == ["a", "7", "7.5", "1" + "0" * 20, "0.0000001", None, None, None, None]
+
+
+@pytest.mark.parametrize("reward", [["exact"], ["number"], ["contains"], ["number", "exact"]])
+@pytest.mark.parametrize("gold", ["7", -3, "1,050.50", "9", "-9", "0"])
+def test_answers_prove_the_built_in_rewards(reward: list[str], gold: Any, tmp_path: Path) -> None:
+    proof = prove(env_of(tmp_path, [{"prompt": "a", "answer": gold}], reward=reward))
+    assert proof.failures == []
+    assert (proof.checked, proof.replies) == (1, 3)
+
+
+@pytest.mark.parametrize("gold", ["Paris", "new york", "aa", "Yes."])
+def test_answers_that_are_words_prove_them_too(gold: str, tmp_path: Path) -> None:
+    for reward in ("exact", "contains"):
+        assert prove(env_of(tmp_path, [{"prompt": "a", "answer": gold}], reward=[reward])).failures == []
+
+
+def test_worked_answers_prove_the_reward_number(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "2 + 2 = 4\n#### 4"}]
+    assert prove(env_of(tmp_path, rows, reward=["number"])).holds
+
+
+def test_ones_own_rewards_are_tried_on_every_answer(tmp_path: Path) -> None:
+    tried = reward_file(tmp_path, "return [float(c == a) for c, a in zip(completions, columns['answer'])]")
+    proof = prove(env_of(tmp_path, ROWS[:3], reward=tried))
+    assert (proof.failures, proof.gold, proof.corrupted) == ([], [1.0] * 3, [0.0] * 6)
+    assert proof.lines()[-1].strip() == "on average the gold answers earn 1, the others 0"
+    (tmp_path / "other").mkdir()
+    backwards = reward_file(tmp_path / "other", "return [float(c == '') for c in completions]")
+    failures = prove(env_of(tmp_path, ROWS[:1], reward=backwards)).failures
+    assert failures == [
+        "train row 1: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None"
+    ]
+
+
+def test_a_proof_needs_answers(tmp_path: Path) -> None:
+    env = env_of(tmp_path, [{"prompt": "a"}], reward=reward_file(tmp_path, "return [1.0]"))
+    with pytest.raises(DataError, match=r"train row 1 has no answer.*env.answer_column"):
+        prove(env)
+
+
+def test_it_resumes_where_it_was(tmp_path: Path) -> None:
+    env = env_of(tmp_path, ROWS, shuffle=True)
+    env.draw(7)
+    resumed = env_of(tmp_path, ROWS, shuffle=True)
+    resumed.load_state_dict(json.loads(json.dumps(env.state_dict())))
+    assert [c.query for c in resumed.draw(9)] == [c.query for c in env.draw(9)]

@@ -1,0 +1,331 @@
+"""Reward functions of one's own: what they are given, what they may return, what is said when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.rewards.calls import RewardFunction
+from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
+from rlpost.rewards.score import Score
+from rlpost.settings import ArithmeticSettings, DatasetSettings
+
+
+def finished(*replies: str, prompt: Any = "p?", **columns: list[Any]) -> list[Finished]:
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(replies))]
+    return [Finished(prompt, reply, [1, 2], row, row.get("answer")) for reply, row in zip(replies, rows, strict=True)]
+
+
+def rewards(*functions: Callable[..., Any], weights: list[float] | None = None, accuracy: Any = None) -> Rewards:
+    made = [RewardFunction(f.__name__, f.__name__, f) for f in functions]
+    measure = None if accuracy is None else RewardFunction(accuracy.__name__, accuracy.__name__, accuracy)
+    return Rewards(made, weights or [1.0] * len(made), measure)
+
+
+def from_file(folder: Path, text: str, name: str = "score") -> Rewards:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return Rewards([load_reward(f"{file}:{name}")], [1.0])
+
+
+def values(scores: list[Score]) -> list[float | None]:
+    return [score.reward if score.valid else None for score in scores]
+
+
+def length(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_a_function_is_given_what_it_names_and_nothing_else() -> None:
+    seen: dict[str, Any] = {}
+
+    def score(completion_ids: Any, prompts: Any, level: Any, *, completions: Any) -> list[float]:
+        seen.update(ids=completion_ids, prompts=prompts, level=level, completions=completions)
+        return [1.0, 2.0]
+
+    assert values(rewards(score).score(finished("a", "b", level=[3, 4], other=[5, 6]))) == [1.0, 2.0]
+    assert seen == {"ids": [[1, 2], [1, 2]], "prompts": ["p?", "p?"], "level": [3, 4], "completions": ["a", "b"]}
+
+
+def test_a_function_with_kwargs_is_given_everything() -> None:
+    seen: dict[str, Any] = {}
+
+    def score(prompts: Any, /, **everything: Any) -> list[float]:
+        seen.update(everything)
+        return [0.0]
+
+    rewards(score).score(finished("a", level=[3], prompts=["a column of that name does not count"]))
+    assert set(seen) == {"completions", "completion_ids", "level", "log_metric"}
+
+
+def test_prompts_of_messages_make_completions_of_messages() -> None:
+    seen: list[Any] = []
+
+    def score(prompts: Any, completions: Any) -> list[float]:
+        seen.extend([prompts, completions])
+        return [1.0]
+
+    prompt = [{"role": "user", "content": "p?"}]
+    rewards(score).score(finished("yes", prompt=prompt))
+    assert seen == [[prompt], [[{"role": "assistant", "content": "yes"}]]]
+
+
+def test_rewards_are_added_up_by_weight_and_told_apart() -> None:
+    def one(completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+    [score] = rewards(length, one, weights=[0.5, 2.0]).score(finished("abcd"))
+    assert (score.reward, score.parts) == (4.0, {"length": 4.0, "one": 1.0})  # 0.5 * 4 + 2 * 1
+
+
+def test_two_functions_of_one_name_get_a_suffix(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.py").write_text(f"def score(completions):\n    return [{value}] * len(completions)\n")
+    settings = DatasetSettings(path="x", reward=[f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score", "contains"])
+    loaded = load_rewards(settings)
+    assert loaded is not None
+    [score] = loaded.score(finished("x", answer=["x"]))
+    assert (score.reward, score.parts) == (4.0, {"score": 1.0, "score_2": 2.0, "contains": 1.0})
+
+
+def test_none_leaves_a_reward_out_of_its_row() -> None:
+    def sometimes(completions: list[str]) -> list[float | None]:
+        return [None if text == "no" else 5.0 for text in completions]
+
+    first, second = rewards(length, sometimes).score(finished("yes", "no"))
+    assert (first.reward, first.parts) == (8.0, {"length": 3.0, "sometimes": 5.0})
+    assert (second.reward, second.parts) == (2.0, {"length": 2.0})
+    first, second = rewards(sometimes).score(finished("yes", "no"))
+    assert (first.valid, second.valid) == (True, False)
+    assert second.error == "sometimes returned None: no reward applies to this row"
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [True, False],
+        (1, 0),
+        numpy.array([1.0, 0.0]),
+        [numpy.float32(1), numpy.bool_(False)],
+        torch.tensor([1, 0]),
+        [torch.tensor(1.0), torch.tensor([False])],
+    ],
+    ids=repr,
+)
+def test_bools_and_scalars_of_numpy_and_torch_are_numbers(returned: Any) -> None:
+    def score(completions: list[str]) -> Any:
+        return returned
+
+    assert values(rewards(score).score(finished("a", "b"))) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([1.0], "score returned 1 values: it must return a list of 2 numbers, one a completion"),
+        (None, "score returned None: it must return a list of 2 numbers"),
+        (1.0, "score returned float 1.0: it must return a list of 2 numbers"),
+        ([1.0, "0"], "score returned str '0' at place 1 of its list: each value must be a number or None"),
+        ([[1.0], [0.0]], r"score returned list \[1.0\] at place 0"),
+        ([torch.tensor([1, 2]), 0], "at place 0"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_of_numbers_stops_the_run(returned: Any, said: str) -> None:
+    def score(completions: list[str]) -> Any:
+        return returned
+
+    with pytest.raises(RewardError, match=said):
+        rewards(score).score(finished("a", "b"))
+
+
+def test_rows_that_raise_are_found_and_left_out(tmp_path: Path) -> None:
+    mine = from_file(
+        tmp_path, "def score(completions):\n    return [\n        1 / len(text) for text in completions\n    ]\n"
+    )
+    good, bad, other = mine.score(finished("ab", "", "a"))
+    assert (good.reward, bad.valid, other.reward) == (0.5, False, 1.0)
+    file = tmp_path / "mine.py"
+    assert bad.error == f"{file}:score failed: {file}, line 3: ZeroDivisionError: division by zero"
+
+
+def test_a_function_that_raises_for_every_row_stops_the_run_with_its_line(tmp_path: Path) -> None:
+    mine = from_file(tmp_path, "import sys\ndef score(completions, **kw):\n    sys.exit('no')\n")
+    with pytest.raises(RewardError, match=r"no reward for any of 2 completions.*mine.py, line 3: SystemExit: no"):
+        mine.score(finished("a", "b"))
+    [alone] = mine.score(finished("a"))
+    assert not alone.valid
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_value_that_is_no_finite_number_is_an_error_of_its_row_even_at_weight_0(value: Any) -> None:
+    def score(completions: list[str]) -> list[Any]:
+        return [value if text == "bad" else 1.0 for text in completions]
+
+    good, bad = rewards(length, score, weights=[1.0, 0.0]).score(finished("good", "bad"))
+    assert (good.reward, bad.valid) == (4.0, False)
+    assert "which is no finite number" in (bad.error or "")
+
+
+def test_errors_of_data_are_not_taken_for_the_models() -> None:
+    async def score(completions: list[str]) -> list[float]:
+        raise DataError("the answers cannot be read")
+
+    with pytest.raises(DataError, match="cannot be read"):
+        rewards(score).score(finished("a", "b"))
+
+
+def test_async_functions_are_awaited_together() -> None:
+    said = asyncio.Event()
+
+    async def listen(completions: list[str]) -> list[float]:
+        await asyncio.wait_for(said.wait(), timeout=5)
+        return [1.0 for _ in completions]
+
+    async def speak(completions: list[str]) -> list[float]:
+        said.set()
+        return [2.0 for _ in completions]
+
+    assert values(rewards(listen, speak, length).score(finished("a", "bb"))) == [4.0, 5.0]
+
+
+def test_what_is_kept_between_calls_stays_on_its_event_loop() -> None:
+    loops: list[Any] = []
+
+    async def score(completions: list[str]) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [1.0]
+
+    async def within_a_loop() -> None:
+        mine.score(finished("a"))
+
+    mine = rewards(score)
+    mine.score(finished("a"))
+    asyncio.run(within_a_loop())
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+
+
+def test_rows_of_an_async_function_fail_one_by_one() -> None:
+    async def score(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        if "bad" in completions:
+            raise TimeoutError("no reply")
+        return [1.0 for _ in completions]
+
+    good, bad = rewards(score).score(finished("good", "bad"))
+    assert (good.reward, bad.error) == (1.0, "score failed: TimeoutError: no reply")
+
+
+def test_a_logged_metric_is_a_part_that_is_not_added_up() -> None:
+    def score(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
+        log_metric("brevity", 2)
+        log_metric("brevity", 4)
+        return [1.0 / (len(text) - 1) for text in completions]
+
+    scores = rewards(score).score(finished("ab", "abc"))
+    assert [s.parts for s in scores] == [{"score": 1.0, "brevity": 3.0}, {"score": 0.5, "brevity": 3.0}]
+    assert values(scores) == [1.0, 0.5]
+    good, bad = rewards(score).score(finished("ab", "a"))
+    assert (good.parts, bad.valid) == ({"score": 1.0, "brevity": 3.0}, False)
+
+
+def test_a_logged_metric_needs_a_number_and_a_name_of_its_own() -> None:
+    def score(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
+        log_metric("score", 1)
+        return [1.0]
+
+    def words(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
+        log_metric("said", "much")
+        return [1.0]
+
+    with pytest.raises(RewardError, match="has the name of a reward"):
+        rewards(score).score(finished("a"))
+    [failed] = rewards(words).score(finished("a"))
+    assert "log_metric takes a name and a number, not 'said' and 'much'" in (failed.error or "")
+
+
+def test_accuracy_is_measured_apart_from_the_reward() -> None:
+    def right(completions: list[str]) -> list[bool | None]:
+        return [None if text == "?" else text == "yes" for text in completions]
+
+    scores = rewards(length, accuracy=right).score(finished("yes", "no", "?"))
+    assert [s.accuracy_strict for s in scores] == [s.accuracy_lenient for s in scores] == [1.0, 0.0, None]
+    assert [s.parts for s in scores] == [{"length": 3.0}, {"length": 2.0}, {"length": 1.0}]
+
+
+def test_an_accuracy_is_0_or_1() -> None:
+    with pytest.raises(RewardError, match=r"env.accuracy=length returned 3.0: it must return 0, 1 or None"):
+        rewards(length, accuracy=length).score(finished("yes"))
+
+
+def test_a_reward_that_is_the_accuracy_too_is_called_once() -> None:
+    calls: list[int] = []
+
+    def right(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return [1.0 for _ in completions]
+
+    [score] = rewards(right, accuracy=right).score(finished("a"))
+    assert (score.accuracy_strict, calls) == (1.0, [1])
+
+
+@pytest.mark.parametrize(
+    ("reward", "accuracy", "expected"),
+    [
+        (["number"], None, (0.0, 1.0)),
+        (["contains", "exact"], None, (0.0, 0.0)),
+        (["contains"], None, (None, None)),
+        (["contains"], "number", (0.0, 1.0)),
+        (["number"], "contains", (1.0, 1.0)),
+    ],
+)
+def test_built_in_rewards_measure_accuracy(
+    reward: list[str], accuracy: str | None, expected: tuple[float | None, float | None]
+) -> None:
+    loaded = load_rewards(DatasetSettings(path="x", reward=reward, accuracy=accuracy))
+    assert loaded is not None
+    [score] = loaded.score(finished("It is 7", answer=["7"]))
+    assert (score.accuracy_strict, score.accuracy_lenient) == expected
+
+
+def test_a_missing_column_is_named_with_the_nearest() -> None:
+    def score(completions: Any, answr: Any) -> list[float]:
+        return []
+
+    with pytest.raises(DataError, match=r"score takes answr, which is no column of my.jsonl; did you mean answer\?"):
+        rewards(score).check_columns(["prompt", "answer"], "my.jsonl")
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra"])
+def test_what_rlpost_does_not_offer_is_said(name: str) -> None:
+    made = rewards(eval(f"lambda completions, {name}: []"))
+    with pytest.raises(ConfigError, match=f"takes {name}, which rlpost does not offer: write {name}=None there"):
+        made.check_columns(["prompt"], "my.jsonl")
+    rewards(eval(f"lambda completions, {name}=None, **more: []")).check_columns(["prompt"], "my.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("numbr", r"numbr is no reward; did you mean number\?"),
+        ("{folder}/mine.py:scroe", r"defines no function scroe; did you mean score\?"),
+        ("{folder}/mine.py:LIMIT", "is no function but int"),
+        ("{folder}/mien.py:score", r"there is no file .*mien.py; did you mean .*mine.py\?"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_a_configuration_error(reward: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("LIMIT = 3\ndef score(completions): ...\n")
+    with pytest.raises(ConfigError, match=said):
+        load_reward(reward.format(folder=tmp_path))
+
+
+def test_an_environment_with_a_reward_of_its_own_loads_none() -> None:
+    assert load_rewards(ArithmeticSettings()) is None
