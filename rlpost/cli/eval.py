@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval
 from rlpost.cli.sweep import SweepOptions, sweep
 from rlpost.cli.terminal import print_json, stdout_on_stderr
@@ -55,11 +56,7 @@ def evaluate(
     for flag, given in (("--out", out), ("--name", name), ("--resume", resume), ("--dry-run", dry_run or None)):
         if given is not None:
             raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
-    from rlpost.config.compose import compose
-    from rlpost.rewards.functions import load_rewards
-
-    settings = compose(EVAL, words).settings
-    load_rewards(settings.env)  # the user's file is imported here: what is wrong with it is told at once
+    settings = compose_and_check(EVAL, words, as_json=as_json).settings
     if as_json:
         with stdout_on_stderr():
             result = score(settings)

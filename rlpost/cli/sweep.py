@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpost.cli.checks import compose_and_check
 from rlpost.cli.run_folder import SWEEP_FILE, choose_sweep_folder
 from rlpost.cli.terminal import print_json
 from rlpost.config.registry import Command
@@ -124,14 +125,13 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
 
 def plan(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> Sweep:
     """The sweep with every job composed, and with what its folder says of jobs that are done already."""
-    from rlpost.config.compose import compose
     from rlpost.config.sweep import expand
 
     jobs = expand(words)
     composed = []
     for number, job in enumerate(jobs, start=1):
         try:
-            composed.append(compose(command, job.words))
+            composed.append(compose_and_check(command, job.words, as_json=options.as_json))
         except RlpostError as error:
             where = f"job {number} of {len(jobs)} ({job.title})"
             raise type(error)(f"{where}: {error}; no job was begun") from error

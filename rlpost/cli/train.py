@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_grpo
 from rlpost.cli.results import plan_dict, settings_dict, train_and_print_json
 from rlpost.cli.run_folder import choose_folder, slug
@@ -56,22 +57,17 @@ def grpo(
     plain: Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")] = False,
 ) -> None:
     """Train with GRPO: sample groups of completions, reward them, learn from the differences."""
-    from rlpost.config.compose import compose
     from rlpost.config.registry import TRAIN_GRPO
-    from rlpost.rewards.functions import load_rewards
-    from rlpost.tracking.choice import chosen_tracker
 
     words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
     if multirun:
         options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
         raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))
-    composed = compose(TRAIN_GRPO, words)
+    composed = compose_and_check(TRAIN_GRPO, words, as_json=as_json)
     if cfg:
         print_configuration(composed, as_json=as_json)
         return
-    load_rewards(composed.settings.env)  # the user's file is imported here: what is wrong with it is told at once
     folder = choose_folder(out, name, resume, f"grpo-{composed.choices['env']}-{_model_name(composed)}")
-    chosen_tracker(composed.settings.tracking)  # one that is not installed is named before anything is loaded
     if dry_run and as_json:
         print_json(plan_dict(composed, folder, resume))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,9 +44,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         noted.envs.append(settings)
         return settings
 
-    def evaluate_command(settings: EvalSettings) -> Result:
+    def evaluate_command(settings: EvalSettings, progress: Callable[[int, int], None]) -> Result:
         noted.settings = settings
         print("loading the engine")
+        progress(256, 500)
         return Result()
 
     assemble.evaluate_command = evaluate_command

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.run_folder import choose_folder, slug
+from rlpost.cli.run_folder import SWEEP_FILE, choose_folder, choose_sweep_folder, slug
 from rlpost.errors import ConfigError
 
 
@@ -108,3 +108,32 @@ def test_a_resume_point_that_is_none_is_refused() -> None:
 )
 def test_a_model_path_has_a_short_name(path: str, name: str) -> None:
     assert slug(path) == name
+
+
+def make_sweep(name: str) -> Path:
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / SWEEP_FILE).write_text("{}")
+    return folder
+
+
+def test_a_sweep_has_a_folder_of_its_own() -> None:
+    assert choose_sweep_folder(None, None, None, "s") == Path("runs/s-1")
+    make_sweep("s-1")
+    assert choose_sweep_folder(None, None, None, "s") == Path("runs/s-2")
+    assert choose_sweep_folder(None, None, "auto", "s") == Path("runs/s-1")
+    assert choose_sweep_folder(Path("x"), None, "auto", "s") == Path("x")
+    make_run("one")
+    for name, message in (("s-1", "already holds a sweep"), ("one", "holds a single run")):
+        with pytest.raises(ConfigError, match=message):
+            choose_sweep_folder(None, name, None, "s")
+    for resume in ("latest", "runs/one"):
+        with pytest.raises(ConfigError, match="is for one run"):
+            choose_sweep_folder(None, "s-1", resume, "s")
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_single_run_stays_out_of_a_sweep(resume: str | None) -> None:
+    make_sweep("s-1")
+    with pytest.raises(ConfigError, match="runs/s-1 holds a sweep: add -m"):
+        choose_folder(None, "s-1", resume, "s")
