@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
 from rlpost.screen.curves import area, line, range_around, range_from_zero
-from rlpost.screen.lines import clock, fold
+from rlpost.screen.lines import clock, fold, one_line
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import CURVES, SPEED, State
-from rlpost.text import printable
 
 STOPPING = "stopping: this step is finished and saved first; Ctrl-C again leaves at once"
 HINT = "Ctrl-C finishes the step, saves and stops"
@@ -20,7 +19,8 @@ ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts
 ROOM_FOR_PACE = 60  # columns
 GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
-LEGEND = 88  # columns of the longest legend of the time
+LEGEND = 88  # columns of the longest legend of the time, where each kind takes tens of percent
+ROOM_FOR_LEGEND = 70  # columns that one fits with all but the least shares
 CELL = 20  # columns of a figure with its label
 TURNS = {  # kind of phase -> its name, colour, and its fill where there is no colour
     "sampling": ("rollout", "cyan", "█"),
@@ -120,7 +120,7 @@ class Layout:
     def _foot(self, width: int, height: int) -> list[Text]:
         """The latest notes, and what Ctrl-C does."""
         most = 0 if height < 10 else 1 if height < TALL else 4
-        notes = [Text(printable(note), "yellow") for note in list(self.state.notes)[-most:]] if most else []
+        notes = [Text(one_line(note, width), "yellow") for note in list(self.state.notes)[-most:]] if most else []
         if self.state.stopping:
             return [*notes, Text(STOPPING, "bold yellow")]
         return [*notes, Text(HINT, "dim")] if height >= ROOMY else notes
@@ -131,7 +131,7 @@ class Layout:
         parts = [
             self._curves(width, height),
             self._figures(width, height),
-            self._evaluations(),
+            self._evaluations(width),
             self._time(width, height),
         ]
         least = 3 if self.state.sample is not None else 0  # lines of a completion
@@ -209,25 +209,18 @@ class Layout:
             row.rstrip()
         return rows
 
-    def _evaluations(self) -> list[Text]:
-        """Held-out accuracy at the first evaluation and at the latest."""
-        shown = []
-        for step, metrics in self.state.evaluations:
-            name = next((n for n in ("eval/accuracy_lenient", "eval/reward", "eval/loss") if n in metrics), None)
-            if name is None:
-                return []
-            when = "before training" if step == 0 else f"after step {step}"
-            if name == "eval/accuracy_lenient":
-                low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
-                shown.append((when, f"{metrics[name]:.1%} [{low:.1%}, {high:.1%}]"))
-            else:
-                shown.append((when, f"{metrics[name]:.3f}"))
-        if not shown:
-            return []
-        text = Text("held-out  ", "dim")
-        for i, (when, value) in enumerate(shown):
-            text.append("  →  " if i else "").append(value, "bold").append(f" {when}", "dim")
-        return [text]
+    def _evaluations(self, width: int) -> list[Text]:
+        """Held-out accuracy at the first evaluation and at the latest, with as much about it as there is room for."""
+        shown = [held_out for step, metrics in self.state.evaluations if (held_out := _held_out(step, metrics))]
+        line = Text()
+        for with_first, with_interval in ((True, True), (False, True), (False, False)) if shown else ():
+            line = Text("held-out  ", "dim")
+            for i, (value, interval, when) in enumerate(shown):
+                line.append("  →  " if i else "").append(value, "bold").append(interval if with_interval else "")
+                line.append(f" {when}" if with_first or i or len(shown) == 1 else "", "dim")
+            if line.cell_len <= width:
+                break
+        return [line] if shown else []
 
     def _time(self, width: int, height: int) -> list[Text]:
         """Where the time went so far: a bar and its legend, below it or beside it."""
@@ -240,7 +233,7 @@ class Layout:
         beside = width >= 2 * LEGEND
         bar, legend = Text(), Text()
         cells = _shares(list(spent.values()), width - LEGEND if beside else width)
-        least = 0.005 if width >= LEGEND else 0.05
+        least = 0.01 if width >= ROOM_FOR_LEGEND else 0.05
         for (turn, each), num in zip(spent.items(), cells, strict=True):
             name, colour, fill = turn
             fill = "▆" if self.colour else fill
@@ -253,6 +246,17 @@ class Layout:
         return [bar, legend] if height >= ROOMY else [legend]
 
 
+def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] | None:
+    """What an evaluation found: value, its interval, when."""
+    name = next((n for n in ("eval/accuracy_lenient", "eval/reward", "eval/loss") if n in metrics), None)
+    if name is None:
+        return None
+    form = "{:.1%}" if "accuracy" in name else "{:.3f}"
+    ends = [form.format(metrics[end]) for end in (f"{name}_low", f"{name}_high") if end in metrics]
+    interval = f" [{', '.join(ends)}]" if ends else ""
+    return form.format(metrics[name]), interval, "before training" if step == 0 else f"after step {step}"
+
+
 def _completion(sample: Sample, width: int, room: int) -> list[Text]:
     """What a completion earned, what was asked, and as much of what came back as there is room for."""
     if room <= 0:
@@ -260,12 +264,14 @@ def _completion(sample: Sample, width: int, room: int) -> list[Text]:
     earned = "reward failed" if sample.reward is None else f"reward {sample.reward:g}"
     title = Text(f"step {sample.step}  ", "dim").append(earned, "bold")
     for name, value in sample.reward_parts.items():
-        title.append(f"  {printable(name)} ", "dim").append(f"{value:g}")
+        title.append(f"  {one_line(name, 30)} ", "dim").append(f"{value:g}")
     for name, value in (("lenient", sample.accuracy_lenient), ("strict", sample.accuracy_strict)):
         if value is not None:
             title.append(f"  {name} ", "dim")
             title.append(*{1.0: ("✓", "green"), 0.0: ("✗", "red")}.get(value, (f"{value:.0%}", "")))
-    title.append("  ended by ", "dim").append({"length": "its length"}.get(sample.finish_reason, sample.finish_reason))
+    title.append("  ended by ", "dim").append(
+        "its length" if sample.finish_reason == "length" else one_line(sample.finish_reason, 30)
+    )
     prompt = fold(sample.prompt, width - 2, max(1, (room - 1) // 4))
     lines = [title, *(Text("│ ", "dim").append(line, "cyan") for line in prompt)]
     if room > len(lines):

@@ -76,7 +76,7 @@ def fold(text: str, width: int, most: int) -> list[str]:
 
     Words stay whole where they fit on a line; several empty lines become one.
     """
-    text = text.strip("\r\n")
+    text, width = text.strip("\r\n"), max(1, width)
     reach = 4 * width * most  # more than can be shown: what lies beyond is not looked at
     lines: list[str] = []
     for paragraph in printable(text[:reach].replace("\r\n", "\n").expandtabs(4)).split("\n"):
@@ -89,6 +89,11 @@ def fold(text: str, width: int, most: int) -> list[str]:
         lines = lines[:most] or [""]
         lines[-1] = cut(lines[-1], width - 1) + "…"
     return lines or [""]
+
+
+def one_line(text: str, width: int = WIDTH) -> str:
+    """Anybody's text on one line of at most `width` cells, safe to show."""
+    return fold(" ".join(text.split()), width, 1)[0]
 
 
 def _fold_line(line: str, width: int) -> Iterator[str]:
@@ -104,12 +109,15 @@ def _fold_line(line: str, width: int) -> Iterator[str]:
 
 
 def _words(line: str, width: int) -> Iterator[str]:
-    """Words with the spaces before them; a word wider than a line in pieces that fit."""
+    """Words with the spaces before them; what is wider than a line in pieces that fit."""
     rest = line
     while rest:
         spaces = len(rest) - len(rest.lstrip(" "))
         end = rest.find(" ", spaces)
         word, rest = (rest, "") if end < 0 else (rest[:end], rest[end:])
+        if cell_len(word) > width and spaces:
+            yield " " * min(spaces, width)
+            word = word[spaces:]
         while cell_len(word) > width:
             piece = cut(word, width)
             yield piece or word[0]

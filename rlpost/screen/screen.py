@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rlpost.screen.layout import STOPPING, Layout
-from rlpost.screen.lines import clock, sample_lines, step_line
+from rlpost.screen.lines import clock, one_line, sample_lines, step_line
 from rlpost.screen.record import Record
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import Figures, State
@@ -78,10 +78,10 @@ class Screen:
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
         """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
         with self._lock:
-            self.state.title, self.state.about, self.state.total = printable(title), printable(about), total_steps
+            self.state.title, self.state.about, self.state.total = one_line(title), one_line(about), total_steps
         if self._descriptor is not None:
             self.console.file.flush()
-            last_words = printable(f"the training's process died; what it said last is in {log}")
+            last_words = printable(f"the training's process has died; what it said last is in {log}")
             self._picture = Picture(self._descriptor, self._frame, log=log, last_words=last_words)
 
     def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:

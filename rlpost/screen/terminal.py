@@ -170,8 +170,9 @@ class Picture:
         held = self._lock.acquire(timeout=1)  # by a frame being written; not by the code that the signal interrupted
         self._closed = True
         self._watcher.kill()
-        self._leave()
-        os.write(self._terminal, last_words)
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            self._leave()
+            self._write(last_words)
         if held:
             self._lock.release()
 

@@ -1,0 +1,228 @@
+"""Frames at every size: whole, true, and indifferent to what the model says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlpost.screen.layout import Layout
+from rlpost.screen.sample import Sample
+from rlpost.screen.state import State
+
+SAMPLE = Sample(
+    3,
+    "What is 34 + 57?",
+    "30 + 50 = 80 and 4 + 7 = 11.\nSo 34 + 57 = 91.",
+    1.1,
+    {"answer": 1.0, "format": 0.1},
+    "stop",
+    0.0,
+    1.0,
+)
+FIGURES = {
+    "reward/mean": 0.5,
+    "reward/std": 0.4,
+    "accuracy/lenient": 0.25,
+    "completion/tokens_mean": 15.2,
+    "completion/truncated": 0.03,
+    "sampler/logprob_gap": 0.0154,
+    "entropy": 1.23,
+    "grad_norm": 2.79,
+    "groups/zero_std": 0.125,
+    "ratio/clip_fraction": 0.001,
+    "tokens/generated": 744.0,
+    "time/rollout": 4.0,
+    "time/train": 6.0,
+    "time/step": 10.0,
+    "lr": 1.5e-5,
+    "policy/version": 3.0,
+    "memory/peak_gb": 1.234,
+}
+EVALUATION = {"eval/accuracy_lenient": 0.031, "eval/accuracy_lenient_low": 0.02, "eval/accuracy_lenient_high": 0.05}
+SIZES = [(80, 24), (200, 50), (40, 12), (120, 30), (57, 60), (300, 10), (20, 5), (10, 3), (3, 2), (1, 1)]
+
+
+@pytest.fixture
+def state() -> State:
+    """A run in its fourth step of eight."""
+    time = [0.0]
+    made = State(now=lambda: time[0], title="my-run", about="packaged:smollm2 · Arithmetic · vLLMWrapper", total=8)
+    made.begin_phase("evaluating")
+    time[0] = 10
+    made.begin(0, 8, [(0, EVALUATION)])
+    for step in (1, 2, 3):
+        made.begin_step()
+        made.begin_phase("sampling", "64 completions")
+        time[0] += 4
+        made.begin_phase("training", done=64, total=64)
+        time[0] += 6
+        made.end_step(step, {**FIGURES, "reward/mean": step / 4}, replace(SAMPLE, step=step))
+    made.begin_step()
+    made.begin_phase("sampling", "64 completions")
+    time[0] += 2
+    return made
+
+
+def frame(state: State, width: int, height: int, *, colour: bool = True) -> list[str]:
+    return [line.plain.rstrip() for line in Layout(state, colour=colour).frame(width, height)]
+
+
+def test_the_picture_at_80_by_24(state: State) -> None:
+    state.add_note("out of memory: going on with tokens_per_microbatch=1024")
+    assert frame(state, 80, 24, colour=False) == [
+        " my-run                             packaged:smollm2 · Arithmetic · vLLMWrapper",
+        " ━━━━━━━━━━━━━━━━━━━━━───────────────────────────────────  3/8 steps  0:48 left",
+        " sampling 64 completions  2 s                       10.0 s a step  elapsed 0:42",
+        "",
+        "         reward 0.75                             accuracy 25%",
+        "    0.8 ┤  ▆                                25% ┤███",
+        "        │ ▄█                                    │███",
+        "        │▂██                                    │███",
+        "      0 ┤███                                 0% ┤███",
+        "",
+        " length    15.2 tok  gap       0.015     tok/s     186       grad norm 2.79",
+        " entropy   1.23      zero std  12%       truncated 3%        clipped   0.1%",
+        "",
+        " held-out  3.1% [2.0%, 5.0%] before training",
+        "",
+        " " + 23 * "█" + 35 * "▒" + 20 * "░",  # of 78: 23.4, 35.1 and 19.5, the largest remainder
+        " █ rollout 30%  ▒ train 45%  ░ eval 25%",
+        "",
+        " step 3  reward 1.1  answer 1  format 0.1  lenient ✓  strict ✗  ended by stop",
+        " │ What is 34 + 57?",
+        " │ 30 + 50 = 80 and 4 + 7 = 11.",
+        " │ So 34 + 57 = 91.",
+        " out of memory: going on with tokens_per_microbatch=1024",
+        " Ctrl-C finishes the step, saves and stops",
+    ]
+
+
+def test_the_picture_at_40_by_12(state: State) -> None:
+    assert frame(state, 40, 12) == [
+        " my-run  packaged:smollm2 · Arithmetic…",
+        " ━━━━━━──────────  3/8 steps  0:48 left",
+        " sampling 64 completions  2 s",
+        " reward    0.75      ▂▅█",
+        " accuracy  25%       ███",
+        " length    15.2 tok  gap       0.015",
+        " held-out  3.1% before training",
+        " ▆ rollout 30%  ▆ train 45%  ▆ eval 25%",
+        " step 3  reward 1.1  answer 1  format …",
+        " │ What is 34 + 57?",
+        " │ 30 + 50 = 80 and 4 + 7 = 11.",
+        " │ So 34 + 57 = 91.",
+    ]
+
+
+def test_a_larger_terminal_has_more_curves_and_larger_ones(state: State) -> None:
+    small, large = frame(state, 80, 24), frame(state, 200, 50)
+    assert len(large) == 50
+    titles = [line for line in large if "reward 0.75" in line or "grad norm 2.79" in line]
+    assert [line.split() for line in titles] == [
+        ["reward", "0.75", "accuracy", "25%", "length", "15.2", "tok"],
+        ["gap", "0.015", "entropy", "1.23", "grad", "norm", "2.79"],
+    ]
+    assert sum("│" in line or "┤" in line for line in large) > 2 * sum("│" in line or "┤" in line for line in small)
+    assert any("version   3" in line and "memory    1.2 GB" in line for line in large)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("begun", [False, True])
+def test_every_size_has_a_frame_that_fits(state: State, width: int, height: int, begun: bool) -> None:
+    lines = Layout(state if begun else State(), colour=True).frame(width, height)
+    assert len(lines) <= height
+    assert max(line.cell_len for line in lines) <= max(1, width - 1)
+    if height >= 5:
+        assert len(lines) == height
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b[2J\x1b]0;owned\x07\x9b31m\r",
+        "[bold red]hi[/] [/foo] [link=file:///]x[/link] :smile:",
+        "日本語" * 9999,
+        "x" * 100_000,
+        "e" + "\u0301" * 9999,
+        "\u202eright to left\u2066",
+        "👩\u200d👩\u200d👧🇩🇪❤️" * 999,
+        "\n" * 9999 + "end",
+        "\t" * 99,
+    ],
+)
+@pytest.mark.parametrize(("width", "height"), SIZES[:4])
+def test_hostile_text_leaves_the_frame_intact(state: State, text: str, width: int, height: int) -> None:
+    calm = frame(state, width, height)
+    state.sample = replace(SAMPLE, prompt=text, completion=text, reward_parts={text[:200]: 1.0})
+    state.revision += 1
+    lines = Layout(state, colour=True).frame(width, height)
+    assert len(lines) == height
+    assert max(line.cell_len for line in lines) < width
+    assert [line.plain for line in lines if not line.plain.isprintable()] == []
+    first = next(i for i, line in enumerate(calm) if "step 3  reward" in line)
+    assert [line.plain.rstrip() for line in lines[:first]] == calm[:first]
+
+
+def test_markup_is_shown_and_does_nothing(state: State) -> None:
+    state.sample = replace(SAMPLE, completion="[bold red]hi[/] [/foo]", prompt="[b]?")
+    lines = Layout(state, colour=True).frame(80, 24)
+    shown = next(line for line in lines if "hi" in line.plain)
+    assert shown.plain.rstrip() == " │ [bold red]hi[/] [/foo]"
+    assert {str(span.style) for span in shown.spans} <= {"dim"}
+
+
+def test_a_frame_follows_the_size_and_the_steps(state: State) -> None:
+    layout = Layout(state, colour=True)
+    assert len(layout.frame(80, 24)) == 24
+    assert len(layout.frame(200, 50)) == 50
+    before = layout.frame(80, 24)
+    state.end_step(4, {**FIGURES, "reward/mean": 0.99}, None)
+    assert before != (after := layout.frame(80, 24))
+    assert any("reward 0.99" in line.plain for line in after)
+
+
+def test_what_changes_only_with_steps_is_drawn_once(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(state, colour=True)
+    drawn = []
+    original = layout._body
+    monkeypatch.setattr(layout, "_body", lambda *size: drawn.append(size) or original(*size))
+    for _ in range(5):
+        state.begin_phase("sampling", done=1, total=2)  # the clock and the progress alone
+        layout.frame(80, 24)
+    assert len(drawn) == 1
+    state.begin_phase("training")
+    layout.frame(80, 24)
+    assert len(drawn) == 2
+
+
+def test_stopping_is_said_in_the_picture(state: State) -> None:
+    state.stopping = True
+    lines = frame(state, 80, 24)
+    assert lines[-1] == " stopping: this step is finished and saved first; Ctrl-C again leaves at once"
+    assert "left" not in lines[1]
+
+
+def test_before_the_first_step_the_picture_says_what_is_done() -> None:
+    state = State(total=60)
+    state.begin_phase("evaluating", done=256, total=500)
+    lines = frame(state, 80, 24)
+    assert lines[1].endswith("0/60 steps")
+    assert lines[2].startswith(" evaluating 256/500")
+    assert "the first figures come with the first step" in lines[4]
+
+
+def test_both_evaluations_are_side_by_side_with_what_there_is_room_for(state: State) -> None:
+    later = {name: value * 10 for name, value in EVALUATION.items()}
+    state.end_step(4, {**FIGURES, **later}, None)
+    for width, shown in [
+        (100, "3.1% [2.0%, 5.0%] before training  →  31.0% [20.0%, 50.0%] after step 4"),
+        (76, "3.1% [2.0%, 5.0%]  →  31.0% [20.0%, 50.0%] after step 4"),
+        (50, "3.1%  →  31.0% after step 4"),
+    ]:
+        assert f" held-out  {shown}" in frame(state, width, 24)
+
+
+def test_a_reward_that_failed_is_no_number(state: State) -> None:
+    state.sample = replace(SAMPLE, reward=None, reward_parts={}, accuracy_lenient=None, accuracy_strict=0.5)
+    assert " step 3  reward failed  strict 50%  ended by stop" in frame(state, 80, 24)

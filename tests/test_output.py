@@ -1,0 +1,34 @@
+"""Output of others goes where it is sent, that of C++ and subprocesses too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_everything_written_meanwhile_goes_to_the_file(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    program = (
+        "import os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "from rlpost.output import output_into\n"
+        "print('first')\n"
+        "with output_into(Path(sys.argv[1])):\n"
+        "    print('engine')\n"
+        "    os.write(2, b'from C\\n')\n"
+        "    subprocess.run(['echo', 'child'])\n"
+        "try:\n"
+        "    with output_into(Path(sys.argv[1])):\n"
+        "        raise ValueError('broken')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print('last')\n"
+    )
+    command = [sys.executable, "-c", program, str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    assert (done.stdout, done.stderr) == ("first\nbroken\nlast\n", "")
+    assert log.read_text().splitlines()[0] == "before"
+    assert sorted(log.read_text().splitlines()[1:]) == ["child", "engine", "from C"]
