@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlpost.config.compose import Merged, compose, merge_all
-from rlpost.config.keys import Key, docs_of
+from rlpost.config.keys import Key, as_text, docs_of
 from rlpost.config.meaning import as_json, meaning_of
 from rlpost.config.overrides import shown
 from rlpost.config.provenance import value_of
@@ -63,7 +63,7 @@ def starter(merged: Merged[Any]) -> str:
     """The text of the recipe; it composes to the same settings, with its commented lines or without them."""
     given = {override.key for override in merged.given}
     lines = [
-        f"# rlpost {merged.command.verb}: {', '.join(merged.choices.values())}",
+        f"# {merged.choices['model']} on {merged.choices['env']}",  # what rlpost config list will say of it
         f"command: {merged.command.verb}",
         "",
         "# A line with a # before its key says what holds anyway: take the # away to change it.",
@@ -88,7 +88,7 @@ def _heading(part: str, merged: Merged[Any]) -> list[str]:
 def _line(key: Key, merged: Merged[Any], active: bool) -> str:
     value = value_of(merged, key.name)
     missing = value == MISSING
-    text = f"{key.name}: {yaml_text(as_json(value))}"
+    text = f"{key.name}: {MISSING if missing else yaml_text(as_json(value))}"
     text = text if active and not missing else f"# {text}"
     remarks = ["needs a value" if missing else "", " | ".join(key.choices), meaning_of(merged, key.name)]
     remark = "; ".join(filter(None, remarks))
@@ -100,7 +100,7 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(yaml_text(element) for element in value) + "]"
     if not isinstance(value, str):
-        return yaml.safe_dump(value, width=10**9).removesuffix("\n").removesuffix("\n...")
+        return as_text(value)
     if PLAIN.fullmatch(value) and OmegaConf.create(f"a: {value}").a == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=10**9).rstrip("\n")

@@ -45,13 +45,13 @@ class GRPOSettings:
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
     policy: PolicySettings = MISSING  # what samples the completions
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
     loss: LossSettings = MISSING  # what turns advantages into a gradient
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
+    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
     plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
 
     steps: int = 60  # each: sample, reward, update, push the weights
@@ -99,7 +99,9 @@ class EvalSettings:
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
     policy: PolicySettings = MISSING  # what samples the completions
-    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(temperature=0.0))
+    sampling: SamplingSettings = field(  # how a completion is drawn
+        default_factory=lambda: SamplingSettings(temperature=0.0)
+    )
     plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
     seed: int = 0  # of prompts and sampling
 

@@ -1,0 +1,239 @@
+"""`rlpost config list, show, explain, diff, init`: what they print, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.cli.main import run
+from rlpost.config.compose import compose, merge_all
+from rlpost.config.keys import docs_of
+from rlpost.config.papers import PAPER_VALUES
+from rlpost.config.provenance import owner_of, value_of
+from rlpost.config.registry import COMMANDS, TRAIN_GRPO, all_keys, options, recipes
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """Runs `rlpost config ...` and returns its stdout; nothing may be on stderr."""
+
+    def tell(*words: str, status: int = 0) -> str:
+        assert run(["config", *words]) == status
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return tell
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `rlpost config ...` and returns the one line it is refused with."""
+
+    def refuse(*words: str, status: int = 2) -> str:
+        assert run(["config", *words]) == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    return refuse
+
+
+def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
+    assert told("explain", "loss.clip_high", "loss.clip_high=0.25") == (
+        "loss.clip_high=0.25\n\n"
+        "  type     number\n"
+        "  meaning  the ratio to the old policy counts up to 1 + this\n"
+        "  set by   the command line\n\n"
+        "what was said, the last counts:\n"
+        "  0.2   LossSettings in rlpost/settings/learning.py\n"
+        "  0.25  the command line\n\n"
+        "what papers used:\n"
+        "  0.2   PPO, arXiv:1707.06347, section 6.1, table 1\n"
+        "  0.28  DAPO, arXiv:2503.14476, section 4.1\n\n"
+        "in: rlpost train grpo loss.clip_high=0.25\n"
+    )
+
+
+def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(told: Told) -> None:
+    out = told("explain", "env.max_completion_tokens", "recipe=gsm8k-smollm2-cpu", "env=arithmetic")
+    assert out.startswith("env.max_completion_tokens=48\n")
+    assert "recipes/gsm8k-smollm2-cpu.yaml, line 5 (of another option: without effect)\n" in out
+    assert "set by   EnvSettings in rlpost/settings/env.py\n" in out
+
+
+def test_a_group_is_explained_with_its_options_and_who_chose(told: Told) -> None:
+    out = told("explain", "policy", "policy=vllm")
+    assert out.startswith("policy=vllm\n")
+    assert "set by   the command line\n" in out
+    assert "  *  vllm          vLLM, on a CPU or a GPU\n" in out
+    assert "     transformers  The trainer's own weights" in out
+    assert "policy.kv_cache_gb=1.0" in out
+
+
+def test_a_part_without_options_is_explained_by_its_keys(told: Told) -> None:
+    out = told("explain", "sampling", "eval")
+    assert out.startswith("sampling\n")
+    assert "  sampling.temperature=0.0  0: greedy\n" in out
+    assert "in: rlpost eval\n" in out
+
+
+def test_a_key_of_another_option_is_explained_with_that_option(told: Told) -> None:
+    out = told("explain", "env.digits", "env=arithmetic")
+    assert out.startswith("env.digits=2\n")
+    out = told("explain", "policy.replies")
+    assert "in: rlpost train grpo policy=scripted\n" in out
+
+
+def test_a_key_without_a_value_says_that_it_needs_one(told: Told) -> None:
+    assert "set by   nobody yet: it needs a value\n" in told("explain", "env.reward")
+    assert json.loads(told("explain", "env.reward", "--json"))["value"] is None
+
+
+def test_every_key_is_listed_with_value_and_meaning(told: Told) -> None:
+    out = told("explain")
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0] != ""
+    keys = [line.partition("=")[0] for line in lines if line]
+    assert set(keys) == {key.name for key in merge_all(TRAIN_GRPO).keys}
+    [group_size] = [line for line in lines if line.startswith("group_size=")]
+    assert group_size.split(maxsplit=1) == ["group_size=8", "completions a prompt, G in the paper"]
+    assert told("explain", "train", "grpo") == out
+    assert "env.path=openai/gsm8k" in told("explain", "env=gsm8k")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_key_says_what_it_means(command: Any) -> None:
+    for env in options("env"):
+        for policy in options("policy"):
+            merged = merge_all(command, [f"env={env}", f"policy={policy}"])
+            silent = [
+                k.name for k in merged.keys if not docs_of(owner_of(merged, k.name)).get(k.name.rpartition(".")[2])
+            ]
+            assert silent == []
+
+
+def test_papers_speak_of_keys_that_exist_and_values_that_fit() -> None:
+    assert set(PAPER_VALUES) <= set(all_keys(TRAIN_GRPO))
+    fixed = {"group_size": "prompts_per_step=1", "minibatch_size": "prompts_per_step=512"}
+    for name, values in PAPER_VALUES.items():
+        for value in values:
+            merged = merge_all(TRAIN_GRPO, [f"{name}={value.value}", *([fixed[name]] if name in fixed else [])])
+            assert str(value_of(merged, name)) != ""
+            assert value.paper.arxiv[4] == "."
+
+
+def test_a_misspelt_key_gets_the_right_one(refused: Callable[..., str]) -> None:
+    assert "did you mean optim.lr?" in refused("explain", "optm.lr")
+    assert "did you mean env?" in refused("explain", "evn")
+    assert "it belongs to rlpost train grpo" in refused("explain", "optim.lr", "eval")
+
+
+def test_explain_as_json(told: Told) -> None:
+    meaning = json.loads(told("explain", "optim.lr", "optim.lr=1e-6", "--json"))
+    assert (meaning["key"], meaning["value"], meaning["set_by"]) == ("optim.lr", 1e-6, "the command line")
+    assert [layer["text"] for layer in meaning["layers"]] == ["1.5e-05", "1e-6"]
+    group = json.loads(told("explain", "env", "--json"))
+    assert (group["chosen"], group["set_by"]) == ("arithmetic", "conf/grpo.yaml, line 5")
+    assert {"key": "steps", "value": "60", "meaning": "each: sample, reward, update, push the weights"} in json.loads(
+        told("explain", "--json")
+    )
+
+
+def test_list_and_show_as_json(told: Told) -> None:
+    listed = json.loads(told("list", "--json"))
+    assert listed["model"]["tiny"].startswith("Random weights")
+    assert set(listed["recipe"]) == set(recipes())
+    shown = json.loads(told("show", "eval", "env=gsm8k", "--json"))
+    assert (shown["verb"], shown["choices"]["env"], shown["overrides"]) == ("eval", "gsm8k", ["env=gsm8k"])
+    assert shown["settings"]["sampling"]["temperature"] == 0.0
+
+
+def test_diff_prints_only_what_differs(told: Told) -> None:
+    assert told("diff", "", "steps=61 optim.lr=1.5e-5") == (
+        "       the defaults of train grpo  steps=61 optim.lr=1.5e-5\nsteps  60                          61\n"
+    )
+    assert told("diff", "steps=60", "") == "no setting differs\n"
+
+
+def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(told: Told) -> None:
+    found = json.loads(told("diff", "train grpo env=gsm8k", "eval env=gsm8k", "--json"))
+    assert found["settings"]["steps"] == {"a": "60", "b": "-"}
+    assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
+    assert "env" not in found["settings"]
+
+
+def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(told: Told) -> None:
+    told("diff", "steps=60", "", "--exit-code")
+    told("diff", "steps=61", "", "--exit-code", status=1)
+
+
+def test_diff_of_runs_shows_versions_too(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, lr, torch in (("a", "1e-6", "2.12"), ("b", "1e-5", "2.13")):
+        composed = compose(TRAIN_GRPO, ["env=gsm8k", f"optim.lr={lr}"])
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(composed.yaml)
+        (folder / "overrides.txt").write_text("\n".join(composed.overrides) + "\n")
+        (folder / "command.txt").write_text(f"rlpost train grpo env=gsm8k optim.lr={lr} --name {name}\n")
+        (folder / "environment.json").write_text(json.dumps({"packages": {"torch": torch}, "seed": len(lr)}))
+    out = told("diff", "runs/a", "b")
+    assert out == (
+        "          runs/a  runs/b\noptim.lr  1e-06   1e-05\n\nversions and machine\npackages.torch  2.12  2.13\n"
+    )
+    found = json.loads(told("diff", "runs/a", "gsm8k-smollm2-cpu", "--json"))
+    assert found["environment"] == {}
+    assert found["settings"]["steps"] == {"a": "60", "b": "20"}
+
+
+def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "did you mean gsm8k-smollm2-cpu?" in refused("diff", "gsm8k-smollm-cpu", "")
+    assert "is no run of rlpost" in refused("diff", str(tmp_path), "")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "cannot be read as a run" in refused("diff", str(tmp_path), "", status=3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["train", "grpo", "env=gsm8k", "policy=vllm", "optim.lr=1e-6", "model=me/mine"],
+        ["eval", "policy=scripted", 'policy.replies=["yes: 1", "null", "1e-6", "a # b", "\\u00e9\\t"]'],
+        ["env.system_prompt=Think,\nthen: 'answer' # now", "env.prompt_template=[{question}]", "model.revision=1e-6"],
+    ],
+)
+def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    out = told("init", str(file), *words)
+    command = next(c for c in COMMANDS if f"rlpost {c.verb} recipe={file}\n" in out)
+    wanted = compose(command, [word for word in words if "=" in word]).settings
+    assert compose(command, [f"recipe={file}"]).settings == wanted
+    uncommented = re.sub(r"(?m)^# ([a-z_0-9.]+: )", r"\1", file.read_text())
+    assert len(re.findall(r"(?m)^[a-z_0-9.]+: ", uncommented)) > len(wanted.__dataclass_fields__) + 15
+    file.write_text(uncommented)
+    assert compose(command, [f"recipe={file}"]).settings == wanted
+
+
+def test_init_names_what_still_needs_a_value(told: Told, tmp_path: Path) -> None:
+    out = told("init", str(tmp_path / "own.yaml"), "env=dataset")
+    assert out.startswith("give these a value in it first: env.path, env.reward\n")
+    assert "# env.path: ???" in (tmp_path / "own.yaml").read_text()
+
+
+def test_init_refuses_what_it_cannot_write(refused: Callable[..., str], tmp_path: Path) -> None:
+    taken = tmp_path / "taken.yaml"
+    taken.write_text("command: eval\n")
+    assert "exists already" in refused("init", str(taken))
+    assert taken.read_text() == "command: eval\n"
+    assert "write mine.yaml" in refused("init", "mine")
+    assert "must be at least 2" in refused("init", str(tmp_path / "x.yaml"), "group_size=1")
+    assert not (tmp_path / "x.yaml").exists()
