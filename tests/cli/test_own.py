@@ -162,7 +162,6 @@ def test_showing_a_configuration_runs_no_reward(capsys: pytest.CaptureFixture[st
     Path("r.py").write_text("def score(completions): ...\nraise SystemExit('run')\n")
     words = "env=dataset env.path=rows.jsonl env.reward=./r.py:score"
     assert "./r.py:score" in told(capsys, f"config show {words}")
-    assert "./r.py:score" in told(capsys, f"train grpo {words} --cfg")
 
 
 def test_three_settings_train(capsys: pytest.CaptureFixture[str]) -> None:
