@@ -76,7 +76,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
     )
     eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
-    for each in (env, eval_env):
+    for each in (env, eval_env) if settings.eval.enabled else (env,):
         each.start()  # a bad path or row is found here, before a model is loaded
     base = locate_model(settings.model.path, settings.model.revision)
     folder = checkpoint_model or base

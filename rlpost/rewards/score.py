@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class Score:
     """What an environment thinks of a finished reply.
 
-    `reward` is the sum that is trained on and `parts` its named terms; `accuracy_strict` and
+    `reward` is what is trained on and `parts` what it was made of, by name; `accuracy_strict` and
     `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
     has none. A reward that failed is `valid=False` with its `error`: never a 0.
     """
