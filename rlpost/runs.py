@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.paths import is_run_folder
 from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
 LOG_END = 65536  # bytes of log.txt that are searched for its last word

@@ -10,10 +10,10 @@ from rlpost.cli import config_diff, config_explain, config_init
 from rlpost.cli.completion import complete_group, complete_settings_of_verb
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import SCHEMAS, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable
 
 RECIPES = "recipe"

@@ -6,10 +6,10 @@ import itertools
 import re
 from pathlib import Path
 
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.paths import is_checkpoint_folder, is_run_folder
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it

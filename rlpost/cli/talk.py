@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rlpost.cli.columns import WordWrap
 from rlpost.cli.terminal import DIM, painted, print_error, stdout_on_stderr, table
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.errors import DataError
+from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlpost.config.keys import groups_of
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import COMMANDS, all_keys
 from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
 
 OVERRIDES_HELP = (
     "A key (steps=20), an option (env=gsm8k) or a file of them (recipe=NAME). "

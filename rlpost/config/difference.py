@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from rlpost.config.compose import compose
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.overrides import as_text, shown
 from rlpost.config.paths import is_run_folder
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import Command, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
 ABSENT = "-"  # how a setting that only the other side has is shown

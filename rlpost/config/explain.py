@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.keys import groups_of
-from rlpost.config.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 from rlpost.config.overrides import Override, shown
 from rlpost.config.registry import COMMANDS, Command, all_keys
+from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 
 # what other toolkits call it -> what it is called here
 OTHER_NAMES = {

@@ -13,9 +13,9 @@ from hydra.errors import HydraException
 
 from rlpost.config.keys import NULL, Key
 from rlpost.config.keys import as_text as as_text
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import SCHEMAS, options, recipes
 from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
 from rlpost.user_file import check_defines, check_file, functions_of
 

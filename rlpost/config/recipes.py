@@ -9,11 +9,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.overrides import Override, as_text, shown
 from rlpost.config.registry import COMMANDS, Command, recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
 
 
 def read_recipe(name: str, command: Command[Any]) -> list[Override]:

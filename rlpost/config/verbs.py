@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.config.nearest import did_you_mean, nearest
 from rlpost.config.registry import COMMANDS, TRAIN_GRPO, Command
 from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
 
 
 def verb_and_rest(words: Sequence[str]) -> tuple[Command[Any], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.nearest import edit_distance, nearest, nearest_key, one_edit_apart
+from rlpost.nearest import edit_distance, nearest, nearest_key, one_edit_apart
 
 
 @pytest.mark.parametrize(
