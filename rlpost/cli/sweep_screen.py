@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.cli.columns import fitted_table, one_line
+from rlpost.cli.columns import fitted_table, one_line, width_of
 from rlpost.errors import ConfigError
 from rlpost.runs import metrics_row
 from rlpost.text import printable
@@ -48,12 +48,9 @@ class SweepScreen:
             self._line("stopping: the job under way saves first; Ctrl-C again leaves at once")
         if not self.live:
             return
-        from rich.cells import set_cell_size
-
         state, figure = _under_way(job)
         line = self._row(number, job, "stopping" if stopping else state, figure, seconds)
-        width = shutil.get_terminal_size().columns
-        self.stream.write(f"\r\x1b[2K{set_cell_size(printable(line), width - 1).rstrip()}")
+        self.stream.write(f"\r\x1b[2K{line}")
         self.stream.flush()
 
     def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
@@ -74,8 +71,9 @@ class SweepScreen:
         jobs = self.sweep.jobs
         self._line("")
         width = shutil.get_terminal_size().columns if self.stream.isatty() else None
-        swept = list(jobs[0].job.differs)
-        for line in fitted_table(summary(self.sweep), width, cuttable=range(len(swept))):
+        rows = summary(self.sweep)
+        widest_first = sorted(range(len(jobs[0].job.differs)), key=lambda i: -max(width_of(row[i]) for row in rows))
+        for line in fitted_table(rows, width, cuttable=widest_first):
             self._line(line)
         self._line("")
         left = sum(job.outcome.exit_code != 0 for job in jobs)
@@ -83,15 +81,21 @@ class SweepScreen:
             self._line("stopped: a configuration that cannot work would fail the other jobs too")
         if left:
             where = "" if self.sweep.named else f" --out {self.sweep.folder}"
-            self._line(f"{left} of {len(jobs)} jobs are not done; to go on: the same command with --resume auto{where}")
+            self._line(f"not done: {left} of {len(jobs)} jobs; to go on: the same command with --resume auto{where}")
         self._line(f"results  {self.sweep.folder}/sweep.json")
 
     def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
+        """A job's line, cut to the screen where there is one."""
+        from rich.cells import set_cell_size
+
         from rlpost.screen.lines import clock
 
         total = len(self.sweep.jobs)
         index = f"{number:>{len(str(total))}}/{total}"
-        return f"{index}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}"
+        row = printable(f"{index}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}")
+        if not self.stream.isatty():
+            return row
+        return set_cell_size(row, shutil.get_terminal_size().columns - 1).rstrip()
 
     def _clear(self) -> None:
         if self.live:

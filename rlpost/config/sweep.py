@@ -145,14 +145,11 @@ def _number(value: Decimal) -> str:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-.")
+    return re.sub(r"(?:[^\w.+-]|_)+", "-", text).strip("-.")
 
 
 def _with_names_apart(jobs: Iterable[Job]) -> list[Job]:
-    """Jobs whose names coincide (long paths, texts of signs) get a few letters that depend on their words alone.
-
-    So a job keeps its folder when values are added to the sweep.
-    """
+    """Jobs whose names coincide (long paths, texts of signs) get a few letters that depend on their words alone."""
     jobs = list(jobs)
     names = [job.name for job in jobs]
     return [job if job.name and names.count(job.name) == 1 else _named_apart(job) for job in jobs]

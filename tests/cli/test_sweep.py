@@ -144,7 +144,7 @@ def test_a_failed_job_leaves_the_others_running_and_the_highest_exit_code_counts
     out = capsys.readouterr().out
     assert "failed (4)" in out
     assert "no \\x1b seed=1\n      see runs/bad/seed-1/log.txt" in out
-    assert "3 of 3 jobs are not done; to go on: the same command with --resume auto\n" in out
+    assert "not done: 3 of 3 jobs; to go on: the same command with --resume auto\n" in out
     assert Path("runs/bad/seed-1/log.txt").read_text() == "error: no \x1b seed=1\n"
 
 
