@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.cli.completion import complete_model
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import printable
 
@@ -18,14 +19,18 @@ EXAMPLES = """\b
 Examples:
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
-  echo "What is 2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
+  echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
 
 
 def chat(
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="A run, checkpoint, HF folder, hub id, or an option of model (smollm2)."),
+        typer.Argument(
+            metavar="PATH",
+            help="A run, checkpoint, HF folder, hub id, or an option of model (smollm2).",
+            autocompletion=complete_model,
+        ),
     ],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.7,
@@ -65,9 +70,9 @@ def model_settings(path: str) -> ModelSettings:
     Raises ConfigError, with the nearest name, where it is none of them.
     """
     from rlpost.config.compose import compose
-    from rlpost.config.nearest import did_you_mean, nearest
     from rlpost.config.paths import is_run_folder, resolve_model_path
     from rlpost.config.registry import EVAL, options
+    from rlpost.nearest import did_you_mean, nearest
     from rlpost.runs import RUNS, find_runs
     from rlpost.settings import ModelSettings
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command
+from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, describe, options
 from rlpost.errors import RlpostError
 
 if TYPE_CHECKING:
@@ -116,6 +116,14 @@ def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     return _answers(ctx, [Candidate(name) for name in run_names()], incomplete)
 
 
+def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
+    """A run, or an option of model."""
+    from rlpost.config.candidates import Candidate, run_names
+
+    options_of_model = [Candidate(name, describe("model", name)) for name in options("model")]
+    return _answers(ctx, [*options_of_model, *(Candidate(name, "a run") for name in run_names())], incomplete)
+
+
 def complete_group(ctx: typer.Context, incomplete: str) -> Answers:
     """A group, or `recipe`."""
     from rlpost.config.candidates import Candidate
@@ -126,7 +134,6 @@ def complete_group(ctx: typer.Context, incomplete: str) -> Answers:
 def complete_env(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of an environment."""
     from rlpost.config.candidates import Candidate
-    from rlpost.config.registry import describe, options
 
     return _answers(ctx, [Candidate(name, describe("env", name)) for name in options("env")], incomplete)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rlpost.cli.completion import complete_run
 from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
 from rlpost.text import printable
@@ -44,7 +45,12 @@ app = App(help="Read and export the completions of a run.")
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Show the completions of a step.")
 def show(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's name or folder; the newest where it is left out.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's name or folder; the newest where it is left out.",
+            autocompletion=complete_run,
+        ),
     ] = None,
     step: Annotated[int | None, typer.Option(metavar="N", help="The step; the last where it is left out.")] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="Only this group's completions.")] = None,
@@ -75,7 +81,7 @@ def show(
 
 @app.command("export", epilog=EXPORT_EXAMPLES, short_help="Write the completions to one file.")
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.", autocompletion=complete_run)],
     file: Annotated[str, typer.Argument(metavar="FILE", help="FILE.jsonl, .csv or .parquet; - is JSONL on stdout.")],
     step: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B, both included; either may be left out.")] = "",
     tokens: Annotated[

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from rlpost.cli.completion import complete_run
 from rlpost.cli.usage import App
 
 LIST_EXAMPLES = """\b
@@ -29,7 +30,7 @@ Examples:
 """
 RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
 
-Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP)]
+Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 
 app = App(help="List, show and follow runs.")
 
