@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -26,13 +27,13 @@ def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)
     """List the rewards that need no file, for env.reward of env=dataset."""
     from rlpost.rewards.builtin import BUILT_IN
 
-    docs = {name: " ".join((reward.function.__doc__ or "").split()) for name, reward in BUILT_IN.items()}
+    rewards = [(name, r.judge is not None, inspect.getdoc(r.function) or "") for name, r in BUILT_IN.items()]
     if as_json:
-        print_json([{"name": n, "description": docs[n], "accuracy": bool(r.judge)} for n, r in BUILT_IN.items()])
+        print_json([{"name": n, "accuracy": accuracy, "description": doc} for n, accuracy, doc in rewards])
         return
-    rows = [(name, docs[name] + (" It measures accuracy too." if BUILT_IN[name].judge else "")) for name in BUILT_IN]
-    print("\n".join(fitted(line) for line in table(rows, indent="")))
-    print("\none of your own: rlpost reward new NAME, then env.reward=./NAME.py:NAME")
+    rows = [(name, "reward, accuracy" if accuracy else "reward", doc) for name, accuracy, doc in rewards]
+    print("\n".join(fitted(line) for line in table([("name", "gives", ""), *rows], indent="")))
+    print("\nthe answer is the column env.answer_column; for a reward of your own: rlpost reward new NAME")
 
 
 @app.command("new", epilog=NEW_EXAMPLES)

@@ -17,17 +17,17 @@ Completion = str | Sequence[dict[str, Any]]  # a text, or the messages that answ
 
 
 def exact(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the reply is the answer, white space around both left out."""
+    """1 where the reply is the answer, white space around them aside."""
     return [_exact(text, wanted).reward for text, wanted in _pairs(completions, answer)]
 
 
 def number(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the last number of the reply is the last number of the answer."""
+    """1 where the last numbers of reply and answer are equal."""
     return [_number(text, wanted).reward for text, wanted in _pairs(completions, answer)]
 
 
 def contains(completions: Sequence[Completion], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the answer stands in the reply, letter for letter."""
+    """1 where the answer stands in the reply."""
     return [float(wanted.strip() in text) for text, wanted in _pairs(completions, answer)]
 
 
