@@ -32,6 +32,7 @@ def obey(command: str) -> None:
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.usefixtures("nothing_stays_registered")
 def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for language, name, text in blocks("own-data.md"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.cli.columns import paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.starter_file import write_starter
 from rlpost.cli.terminal import fitted, print_json, table
@@ -99,13 +100,14 @@ def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> 
     """Key, type and default as columns, with the meaning beside them, or below where the screen is too narrow."""
     header = ("key", "type", "default")
     wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
-    if not sys.stdout.isatty() or max(map(len, wide)) <= shutil.get_terminal_size().columns:
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or max(map(len, wide)) <= width:
         return wide
-    first, *lines = table([header, *rows])
-    return [
-        first,
-        *(text for line, meaning in zip(lines, meanings, strict=True) for text in (line, f"      {meaning}")),
-    ]
+    first, *narrow = table([header, *rows])
+    lines = [first]
+    for line, meaning in zip(narrow, meanings, strict=True):
+        lines += [line, *(f"      {part}" for part in paragraph(meaning, width - 6))]
+    return lines
 
 
 @app.command("test", epilog=TEST_EXAMPLES, short_help="Prove that the rewards are right.")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.cli.env import key_lines
 from rlpost.cli.main import run
 
 ROWS = "\n".join(json.dumps({"prompt": f"What is {n} + 1?", "answer": n + 1}) for n in range(30))
@@ -117,6 +118,18 @@ def test_settings_that_need_a_value_are_shown_without_one(capsys: pytest.Capture
     keys = {key["key"]: key for key in json.loads(told(capsys, "env show dataset --json"))["keys"]}
     assert (keys["env.path"]["needed"], keys["env.path"]["default"]) == (True, None)
     assert (keys["env.held_out"]["needed"], keys["env.held_out"]["default"]) == (False, "0.1")
+
+
+def test_meanings_go_below_where_the_screen_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, meanings = [("env.path", "text", "(needed)")], ["a file of your own, which may have a long explanation"]
+    assert key_lines(rows, meanings)[1] == f"  env.path  text  (needed)  {meanings[0]}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert key_lines(rows, meanings)[1:] == [
+        "  env.path  text  (needed)",
+        "      a file of your own, which may have",
+        "      a long explanation",
+    ]
 
 
 def test_rows_prove_a_built_in_reward(capsys: pytest.CaptureFixture[str]) -> None:
