@@ -93,7 +93,8 @@ def fold(text: str, width: int, most: int) -> list[str]:
 
 def one_line(text: str, width: int = WIDTH) -> str:
     """Anybody's text on one line of at most `width` cells, safe to show."""
-    return fold(" ".join(text.split()), width, 1)[0]
+    shown = _tamed(printable(" ".join(text[: 4 * width].split())))
+    return shown if cell_len(shown) <= width and len(text) <= 4 * width else cut(shown, width - 1) + "…"
 
 
 def _fold_line(line: str, width: int) -> Iterator[str]:

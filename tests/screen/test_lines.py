@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from rlpost.screen.lines import clock, cut, fold, sample_lines, step_line
+from rlpost.screen.lines import clock, cut, fold, one_line, sample_lines, step_line
 from rlpost.screen.sample import Sample
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
@@ -119,6 +119,13 @@ def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None
     if width >= 2:  # one cell takes no wide character
         assert max(cell_len(line) for line in lines) <= width
     assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
+
+
+def test_one_line_has_no_breaks_and_as_much_as_fits() -> None:
+    assert one_line("a\nb\t\x1b  c", 20) == "a b \\x1b c"
+    assert one_line("careful: 日本語日本語", 14) == "careful: 日本…"
+    assert one_line("x" * 41, 10) == "x" * 9 + "…"
+    assert one_line("", 10) == ""
 
 
 def test_a_cut_counts_cells() -> None:

@@ -32,6 +32,7 @@ class Terminal:
         self._row = self._column = 0
         self._saved = (0, 0)
         self._rest = ""
+        self._resized = False  # a frame may still be one for another size
 
     def _empty(self) -> list[list[str]]:
         return [[" "] * self.columns for _ in range(self.lines)]
@@ -47,7 +48,7 @@ class Terminal:
 
     def resize(self, columns: int, lines: int) -> None:
         """What does not fit any more is cut off; what is new is empty."""
-        self.columns, self.lines = columns, lines
+        self.columns, self.lines, self._resized = columns, lines, True
         for name in ("_normal", "_other"):
             old = getattr(self, name)
             new = self._empty()
@@ -127,7 +128,9 @@ class Terminal:
                 self.grid[self._row][before] += character
                 return
             if self._column + width > self.columns:
-                assert self.wraps, f"{character!r} has no room on line {self._row}"
+                assert self.wraps or self._resized, f"{character!r} has no room on line {self._row}"
+                if not self.wraps:
+                    return
                 self._put("\r")
                 self._put("\n")
             self.grid[self._row][self._column : self._column + width] = [character, *[""] * (width - 1)]
@@ -143,6 +146,9 @@ class Session:
         self.terminal = Terminal(columns, lines)
         self._ours, theirs = pty.openpty()
         self._resize(columns, lines)
+        attributes = termios.tcgetattr(theirs)
+        attributes[3] &= ~termios.ECHO  # what is typed is not shown
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
         environment: Mapping[str, str] = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
@@ -160,7 +166,8 @@ class Session:
         deadline = time.monotonic() + seconds
         while not seen(self.terminal):
             assert time.monotonic() < deadline, "\n".join(self.terminal.shown)
-            self._read()
+            alive = self.process.poll() is None
+            assert self._read() or alive, "\n".join([f"ended by {self.process.poll()}", *self.terminal.shown])
         return self.terminal
 
     def until_shown(self, text: str) -> Terminal:
@@ -174,6 +181,10 @@ class Session:
             assert time.monotonic() < deadline, "\n".join(self.terminal.shown)
         os.close(self._ours)
         return self.process.wait()
+
+    def type(self, text: str) -> None:
+        """Send what somebody types."""
+        os.write(self._ours, text.encode())
 
     def resize(self, columns: int, lines: int) -> None:
         self.terminal.resize(columns, lines)

@@ -1,0 +1,300 @@
+"""The screen as the loop sees it: plain lines in pipes, a picture on terminals, and the terminal given back."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensordict import TensorDict
+from vt import Session, Terminal
+
+from rlpost.screen import Screen
+from rlpost.screen.layout import STOPPING
+from rlpost.text import printable
+
+Batch = Callable[..., TensorDict]
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\ud800\r0"
+FIGURES = {
+    "reward/mean": 0.5449,
+    "accuracy/lenient": 0.875,
+    "completion/tokens_mean": 11.6,
+    "tokens/generated": 744.0,
+    "time/rollout": 4.0,
+    "time/train": 6.25,
+    "time/step": 10.0,
+}
+# a training that makes a step whenever it reads a line; `what` happens in the third
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from rlpost.screen import Screen
+import rlpost.screen.screen as module
+from rlpost.screen.sample import Sample
+
+log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
+module.Sample = SimpleNamespace(first_of=lambda step, batch: Sample(step, text, text, 1.0, {text[:50]: 1.0}, "stop",
+                                                                    1.0, None))
+screen = Screen(plain=what == "plain")
+asked = []
+
+def interrupted(number, frame):
+    if asked:
+        screen.leave_at_once("left at once")
+        os._exit(130)
+    asked.append(None)
+    screen.stop_asked()
+
+signal.signal(signal.SIGINT, interrupted)
+screen.line("what runs")
+with screen.waiting("loading"):
+    time.sleep(0.1)
+try:
+    screen.open(title="my-run", about="a model", total_steps=3, log=log)
+    screen.begin(0, 3)
+    print("from a library")
+    os.write(2, b"from C\\n")
+    subprocess.run(["echo", "from a child"])
+    for step in (1, 2, 3):
+        screen.begin_step()
+        screen.phase("sampling", "64 completions")
+        if what != "at once":
+            sys.stdin.readline()
+        if step == 3 and what == "raise":
+            raise ValueError("broken")
+        if step == 3 and what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 3 and what == "fail":
+            screen._layout.frame = None
+        if step == 2:
+            screen.note("careful: " + text[:50])
+        screen.step(step, 3, FIGURES, object())
+finally:
+    screen.end()
+print("concluded")
+"""
+PROGRAM = f"FIGURES = {FIGURES}\n{PROGRAM}"
+
+
+def session(tmp_path: Path, what: str = "", *, text: str = "a reply", **options: str | int) -> Session:
+    escaped = text.encode("unicode_escape").decode()
+    return Session(PROGRAM, [str(tmp_path / "log.txt"), what, escaped], **options)  # type: ignore[arg-type]
+
+
+def step(running: Session) -> None:
+    running.type("\n")
+
+
+def in_order(terminal: Terminal, *texts: str) -> None:
+    """Each of `texts` stands on the screen, below the one before."""
+    at = 0
+    for text in texts:
+        found = [i for i, line in enumerate(terminal.shown) if text in line and i >= at]
+        assert found, f"{text!r} is not below line {at} of\n" + "\n".join(terminal.shown)
+        at = found[0] + 1
+
+
+# On a terminal
+
+
+def test_a_terminal_has_a_picture_and_keeps_what_matters_of_it(tmp_path: Path) -> None:
+    running = session(tmp_path)
+    running.until_shown("sampling 64 completions")
+    assert running.terminal.alternate
+    assert not running.terminal.cursor_shown
+    step(running)
+    shown = running.until_shown("1/3 steps").shown
+    assert any("reward 0.54" in line for line in shown)
+    assert any("│ a reply" in line for line in shown)
+    step(running)
+    running.until_shown("careful: a reply")
+    step(running)
+    assert running.end() == 0
+    assert not running.terminal.alternate
+    assert running.terminal.cursor_shown
+    in_order(running.terminal, "what runs", "step 1/3  reward 0.54", "careful", "step 2/3", "step 3/3", "concluded")
+    assert not any("from" in line or "loading" in line for line in running.terminal.shown)
+    log = (tmp_path / "log.txt").read_text()
+    assert all(text in log for text in ("from a library", "from C", "from a child", "careful", "step 3/3  reward"))
+
+
+def test_the_picture_follows_the_size_of_the_terminal(tmp_path: Path) -> None:
+    running = session(tmp_path)
+    step(running)
+    running.until_shown("1/3 steps")
+    for columns, lines in [(120, 40), (40, 12), (20, 5), (80, 24)]:
+        running.resize(columns, lines)
+        # the second line reaches from edge to edge
+        terminal = running.until(lambda t: len(t.shown[1]) == t.columns - 1 and t.shown[1].endswith("left"))
+        assert sum("my-run" in line for line in terminal.shown) == 1  # and nothing is left of another size
+        assert sum("Ctrl-C" in line for line in terminal.shown) == (lines >= 20)
+    step(running)
+    step(running)
+    assert running.end() == 0
+
+
+def test_no_color_takes_the_colours_alone(tmp_path: Path) -> None:
+    for options, coloured in [({}, True), ({"NO_COLOR": "1"}, False)]:
+        running = session(tmp_path, **options)
+        step(running)
+        running.until_shown("1/3 steps")
+        assert running.terminal.alternate
+        assert running.terminal.coloured == coloured
+        step(running)
+        step(running)
+        assert running.end() == 0
+        assert running.terminal.coloured == coloured
+
+
+@pytest.mark.parametrize(("what", "term"), [("plain", "xterm-256color"), ("", "dumb")])
+def test_a_dumb_terminal_and_who_asks_for_it_have_plain_lines(tmp_path: Path, what: str, term: str) -> None:
+    running = session(tmp_path, what, TERM=term, NO_COLOR="1")
+    running.until_shown("from a child")
+    for number in (1, 2, 3):
+        step(running)
+        running.until_shown(f"step {number}/3")
+    assert running.end() == 0
+    in_order(running.terminal, "what runs", "loading ...", "from a library", "step 1/3", "    | a reply", "concluded")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] [/foo] \u202e\x9b31m\r0",
+        "日本語" * 5000,
+        "x" * 100_000,
+        "e" + "\u0301" * 5000,
+        "שלום 👩\u200d👧 🇩🇪 ❤️ " * 500,
+    ],
+)
+def test_hostile_text_leaves_the_picture_as_it_is(tmp_path: Path, text: str) -> None:
+    running = session(tmp_path, text=text[:40_000])
+    step(running)
+    terminal = running.until_shown("1/3 steps")
+    step(running)
+    running.until_shown("careful:")
+    assert terminal.shown[0].startswith(" my-run")
+    assert terminal.shown[-1] == " Ctrl-C finishes the step, saves and stops"
+    assert terminal.shown[-2].startswith(" careful: " + printable(text)[:4])
+    step(running)
+    assert running.end() == 0
+
+
+# The terminal is given back
+
+
+def test_after_an_error_the_terminal_is_as_before_and_shows_the_error(tmp_path: Path) -> None:
+    running = session(tmp_path, "raise")
+    for number in (1, 2):
+        step(running)
+        running.until_shown(f"{number}/3 steps")
+    step(running)
+    assert running.end() == 1
+    assert not running.terminal.alternate
+    assert running.terminal.cursor_shown
+    in_order(running.terminal, "step 1/3", "step 2/3", "Traceback", "ValueError: broken")
+
+
+def test_the_first_interrupt_is_said_in_the_picture_and_the_second_gives_the_terminal_back(tmp_path: Path) -> None:
+    running = session(tmp_path)
+    running.until_shown("sampling 64")
+    running.process.send_signal(signal.SIGINT)
+    running.until_shown(STOPPING)
+    assert running.terminal.alternate
+    running.process.send_signal(signal.SIGINT)
+    assert running.end() == 130
+    assert not running.terminal.alternate
+    assert running.terminal.cursor_shown
+    in_order(running.terminal, "what runs", "left at once")
+
+
+def test_a_process_that_is_killed_leaves_a_usable_terminal_and_says_where_to_look(tmp_path: Path) -> None:
+    running = session(tmp_path, "die", columns=300)
+    for number in (1, 2):
+        step(running)
+        running.until_shown(f"{number}/3 steps")
+    step(running)
+    assert running.end() == -signal.SIGKILL
+    assert not running.terminal.alternate
+    assert running.terminal.cursor_shown
+    in_order(running.terminal, "what runs", f"has died; what it said last is in {tmp_path / 'log.txt'}")
+
+
+def test_a_picture_that_fails_does_not_take_the_training_with_it(tmp_path: Path) -> None:
+    running = session(tmp_path, "fail")
+    for number in (1, 2):
+        step(running)
+        running.until_shown(f"{number}/3 steps")
+    step(running)
+    assert running.end() == 0
+    in_order(running.terminal, "step 1/3", "step 3/3", "concluded")
+
+
+# Elsewhere
+
+
+def plain() -> tuple[Screen, io.StringIO]:
+    shown = io.StringIO()
+    return Screen(Console(file=shown, highlight=False, soft_wrap=True)), shown
+
+
+def test_a_pipe_gets_no_control_character(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log.txt"), "at once", r"\x1b[31mred\u202e"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "TERM": "xterm"})
+    assert done.stderr == "from C\n"
+    assert [c for c in done.stdout if not c.isprintable() and c != "\n"] == []
+    assert done.stdout.splitlines()[:2] == ["what runs", "loading ..."]
+    assert "    | \\x1b[31mred\\u202e" in done.stdout.splitlines()
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_what_the_encoding_does_not_have_is_escaped(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log.txt"), "at once", r"\u65e5"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, check=True, env=environment)
+    assert b"    | \\u65e5" in done.stdout.splitlines()
+
+
+def test_plain_lines_of_a_step_and_now_and_then_a_completion(batch: Batch) -> None:
+    screen, shown = plain()
+    screen.begin(0, 20)
+    for number in range(1, 21):
+        screen.step(number, 20, FIGURES, batch(reward=0.5, text=f"reply {number}"))
+    lines = shown.getvalue().splitlines()
+    assert [line for line in lines if "|" in line] == ["    | reply 1", "    | reply 10", "    | reply 20"]
+    assert lines[:4] == [
+        "step  1/20  reward 0.54  accuracy  88%  tokens 12  186 tok/s  rollout 4.0s train 6.2s  left 3:10",
+        "    What is 34 + 57?",
+        "    | reply 1",
+        "    reward 0.5, stop",
+    ]
+
+
+def test_figures_without_a_batch_are_no_line() -> None:
+    screen, shown = plain()
+    screen.step(0, 5, {"eval/reward": 0.5}, None)
+    assert shown.getvalue() == ""
+
+
+def test_lines_are_whole_and_do_nothing() -> None:
+    screen, shown = plain()
+    screen.line("x" * 300)
+    screen.note(HOSTILE)
+    assert shown.getvalue() == "x" * 300 + "\n" + printable(HOSTILE) + "\n"
+
+
+def test_a_sample_is_the_first_of_its_batch(batch: Batch) -> None:
+    screen, _ = plain()
+    screen.step(1, 2, FIGURES, batch(reward=0.25, text="91", finish_reason="length"))
+    sample = screen.state.sample
+    assert sample is not None
+    assert (sample.step, sample.prompt, sample.completion) == (1, "What is 34 + 57?", "91")
+    assert (sample.reward, sample.finish_reason, sample.accuracy_strict) == (0.25, "length", None)
