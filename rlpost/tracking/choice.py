@@ -45,7 +45,10 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
         case TensorBoardSettings():
             _require("tensorboard", "tensorboard")
             return _choice("tensorboard", "TensorBoardTracker", settings)
-        case WandbSettings(mode=mode):
+        case WandbSettings():
+            mode = settings.mode.value if settings.mode else _wandb_mode()
+            if mode == WandbMode.disabled.value:
+                return None
             _require("wandb", "wandb")
             return _choice(
                 "wandb",
@@ -53,7 +56,7 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
                 settings,
                 project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
                 entity=settings.entity or os.environ.get("WANDB_ENTITY"),
-                mode=mode.value if mode else _wandb_mode(),
+                mode=mode,
                 folder=_absolute(settings.folder or os.environ.get("WANDB_DIR")),
             )
         case TrackioSettings():
