@@ -16,7 +16,7 @@ class WandbMode(Enum):
 
     offline = "offline"
     online = "online"
-    disabled = "disabled"
+    disabled = "disabled"  # nothing is tracked
 
 
 @dataclass

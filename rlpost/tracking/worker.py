@@ -163,7 +163,7 @@ def _within(seconds: float, doing: str, report: IO[str]) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """What went wrong and in what, on one line."""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split()).rstrip(".")
     doing = "".join(f"{note}: " for note in getattr(error, "__notes__", []))
     return f"{doing}{type(error).__name__}{': ' if message else ''}{message}"[:REASON_LENGTH]
 

@@ -44,7 +44,7 @@ class WrongTracker(RecordingTracker):
     def write(self, *call: Any) -> None:
         if call[0] == self.where and (call[0] != "log" or call[1] == 2):
             if self.what == "raise":
-                raise ConnectionError("nobody\nanswers")
+                raise ConnectionError("nobody\nanswers.")
             if self.what == "hang":
                 time.sleep(60)
             if self.what == "exit":

@@ -86,8 +86,8 @@ def test_the_environment_comes_before_the_defaults(
 def test_a_setting_comes_before_the_environment(installed: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KNOWN.split():
         monkeypatch.setenv(name, "online")
-    words = ["tracking.project=a", "tracking.entity=b", "tracking.mode=disabled", "tracking.folder=/c"]
-    expected = {"project": "a", "entity": "b", "mode": "disabled", "folder": "/c"}
+    words = ["tracking.project=a", "tracking.entity=b", "tracking.mode=offline", "tracking.folder=/c"]
+    expected = {"project": "a", "entity": "b", "mode": "offline", "folder": "/c"}
     assert options("tracking=wandb", *words) == expected
     assert options("tracking=trackio", words[0], words[3]) == {"project": "a", "folder": "/c"}
     words = ["tracking.uri=http://a", "tracking.experiment=b"]
@@ -122,6 +122,15 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything
         message = f"tracking={name} needs {name}, which is not installed: pip install 'rlpost[{name}]'"
         assert capsys.readouterr().err == f"error: {message}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_that_is_disabled_need_not_be_installed(
+    installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed()
+    assert chosen("tracking=wandb", "tracking.mode=disabled") is None
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert chosen("tracking=wandb") is None
 
 
 def test_mlflow_needs_a_database_only_for_a_store_of_its_own(installed: Callable[..., None]) -> None:

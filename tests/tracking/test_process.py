@@ -158,7 +158,7 @@ def test_the_traceback_and_what_is_printed_go_to_the_log(tmp_path: Path, capfd: 
         following.close(Status.finished, no_note)
     log = (tmp_path / "log.txt").read_text()
     assert "printed by the tracker\nprinted by what it starts\n" in log
-    assert "ConnectionError: nobody\nanswers" in log
+    assert "ConnectionError: nobody\nanswers." in log
     assert capfd.readouterr() == ("", "")
 
 
