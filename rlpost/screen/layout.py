@@ -91,7 +91,7 @@ class Layout:
     def _bar(self, width: int) -> Text:
         state = self.state
         left = state.left()
-        tail = f"  {state.done}/{state.total} steps"
+        tail = f"  {state.done}/{state.total}" + (" steps" if width >= 36 else "")
         if not state.stopping and state.done < state.total:
             tail += "" if left is None else f"  {clock(left)} left"
         length = max(0, width - len(tail))
