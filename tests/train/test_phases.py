@@ -1,0 +1,68 @@
+"""What a training tells its screen: never a moment without a name."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlpost.config.compose import compose
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.run import Run
+from rlpost.screen import Screen
+from rlpost.settings.run import RunRequest
+from rlpost.train.grpo import train
+
+WORDS = [
+    "model=tiny",
+    "policy=transformers",
+    "prompts_per_step=2",
+    "group_size=2",
+    "env.max_completion_tokens=4",
+    "env.eval_limit=8",
+    "steps=2",
+]
+
+
+def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlpost.envs.arithmetic import ArithmeticEnv
+    from rlpost.rewards.score import Score
+
+    monkeypatch.setattr(ArithmeticEnv, "score", lambda self, c: Score(reward=float(c.sample), parts={}))
+    told: list[tuple[str, str, int | None, int | None]] = []
+
+    def phase(self: Screen, kind: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+        told.append((kind, what, done, total))
+
+    monkeypatch.setattr(Screen, "phase", phase)
+    composed = compose(TRAIN_GRPO, WORDS)
+    train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
+    step = ["sampling", "scoring", "building", "training", "pushing weights"]
+    assert [kind for kind, _ in groupby(told, key=lambda each: each[0])] == [
+        "evaluating",
+        *[*step, "recording"],
+        *[*step, "evaluating", "recording", "saving checkpoint"],
+    ]
+    assert told[:2] == [("evaluating", "", 0, 8), ("evaluating", "", 8, 8)]
+    assert ("sampling", "4 completions", None, None) in told
+    assert ("training", "", 4, 4) in told
+
+
+def test_a_resumed_run_shows_what_was_recorded_before(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/accuracy_lenient": 0.25},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    screen = Screen(Console(file=io.StringIO()))
+    run = Run(RunRequest(tmp_path, None, [], ["rlpost"], ""), seed=0, total_steps=4, screen=screen)
+    assert next(run.steps(done=2)) == 3
+    assert screen.state.series["reward/mean"].means(2) == [0.5, 0.75]
+    assert [step for step, _ in screen.state.evaluations] == [0]
+    assert (screen.state.done, screen.state.total) == (2, 4)
