@@ -96,7 +96,7 @@ class Layout:
             tail += "" if left is None else f"  {clock(left)} left"
         length = max(0, width - len(tail))
         filled = round(length * state.done / max(1, state.total))
-        bar = Text("━" * filled, "green").append("─" * (length - filled), "dim")
+        bar = Text().append("━" * filled, "green").append("─" * (length - filled), "dim")
         return bar.append(tail if length else tail.strip())
 
     def _phase(self, width: int) -> Text:
@@ -178,10 +178,10 @@ class Layout:
         drawn = (area if figure.from_zero else line)(values, rows, low, high)
         scale = [""] * rows
         scale[0], scale[-1] = _scale_label(figure, high), _scale_label(figure, low)
-        title = Text(f"{'':{SCALE}}  {figure.label} ", "dim").append(self._value(name), "bold")
+        title = Text().append(f"{'':{SCALE}}  {figure.label} ", "dim").append(self._value(name), "bold")
         lines = [_fit(title, width, pad=True)]
         for label, row in zip(scale, drawn, strict=True):
-            left = Text(f"{label:>{SCALE}} ", "dim").append("┤" if label else "│", "dim")
+            left = Text().append(f"{label:>{SCALE}} ", "dim").append("┤" if label else "│", "dim")
             lines.append(_fit(left.append(row, figure.colour), width, pad=True))
         return lines
 
@@ -189,7 +189,7 @@ class Layout:
         series = self.state.series[name]
         values = series.means(min(len(series), max(1, width - CELL)))
         [row] = area(values, 1, *range_from_zero(values))
-        left = Text(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<9} ", "bold")
+        left = Text().append(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<9} ", "bold")
         return left.append(row, FIGURES[name].colour)
 
     def _value(self, name: str) -> str:
@@ -203,7 +203,10 @@ class Layout:
         names = [name for name in FIGURES if name not in curves and self._value(name) != "-"]
         across = max(1, (width + 2) // CELL)
         most = across * (1 if height < ROOMY - 6 else 2)
-        cells = [Text(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<10}") for name in names[:most]]
+        cells = [
+            Text().append(f"{FIGURES[name].label:<9} ", "dim").append(f"{self._value(name):<10}")
+            for name in names[:most]
+        ]
         rows = [Text().join(cells[i : i + across]) for i in range(0, len(cells), across)]
         for row in rows:
             row.rstrip()
@@ -214,7 +217,7 @@ class Layout:
         shown = [held_out for step, metrics in self.state.evaluations if (held_out := _held_out(step, metrics))]
         line = Text()
         for with_first, with_interval in ((True, True), (False, True), (False, False)) if shown else ():
-            line = Text("held-out  ", "dim")
+            line = Text().append("held-out  ", "dim")
             for i, (value, interval, when) in enumerate(shown):
                 line.append("  →  " if i else "").append(value, "bold").append(interval if with_interval else "")
                 line.append(f" {when}" if with_first or i or len(shown) == 1 else "", "dim")
@@ -262,7 +265,7 @@ def _completion(sample: Sample, width: int, room: int) -> list[Text]:
     if room <= 0:
         return []
     earned = "reward failed" if sample.reward is None else f"reward {sample.reward:g}"
-    title = Text(f"step {sample.step}  ", "dim").append(earned, "bold")
+    title = Text().append(f"step {sample.step}  ", "dim").append(earned, "bold")
     for name, value in sample.reward_parts.items():
         title.append(f"  {one_line(name, 30)} ", "dim").append(f"{value:g}")
     for name, value in (("lenient", sample.accuracy_lenient), ("strict", sample.accuracy_strict)):
@@ -273,9 +276,11 @@ def _completion(sample: Sample, width: int, room: int) -> list[Text]:
         "its length" if sample.finish_reason == "length" else one_line(sample.finish_reason, 30)
     )
     prompt = fold(sample.prompt, width - 2, max(1, (room - 1) // 4))
-    lines = [title, *(Text("│ ", "dim").append(line, "cyan") for line in prompt)]
+    lines = [title, *(Text().append("│ ", "dim").append(line, "cyan") for line in prompt)]
     if room > len(lines):
-        lines += [Text("│ ", "dim").append(line) for line in fold(sample.completion, width - 2, room - len(lines))]
+        lines += [
+            Text().append("│ ", "dim").append(line) for line in fold(sample.completion, width - 2, room - len(lines))
+        ]
     return lines[:room]
 
 
@@ -306,7 +311,8 @@ def _spread(left: Text, right: Text, width: int) -> Text:
         if room < 12:
             return left
         right = _fit(right, room)
-    return left.append(" " * (width - left.cell_len - right.cell_len)).append_text(right)
+    space = Text(" " * (width - left.cell_len - right.cell_len))
+    return Text().append_text(left).append_text(space).append_text(right)
 
 
 def _fit(line: Text, width: int, *, pad: bool = False) -> Text:

@@ -226,3 +226,24 @@ def test_both_evaluations_are_side_by_side_with_what_there_is_room_for(state: St
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
     state.sample = replace(SAMPLE, reward=None, reward_parts={}, accuracy_lenient=None, accuracy_strict=0.5)
     assert " step 3  reward failed  strict 50%  ended by stop" in frame(state, 80, 24)
+
+
+def test_each_part_has_its_own_style_alone(state: State) -> None:
+    lines = Layout(state, colour=True).frame(80, 24)
+
+    def styles(line: int, text: str) -> set[str]:
+        """Styles that lie on `text`."""
+        at = lines[line].plain.index(text)
+        spans = [span for span in lines[line].spans if span.start < at + len(text) and span.end > at]
+        return {str(span.style) for span in spans} - {""} | ({str(lines[line].style)} - {""})
+
+    assert styles(0, "my-run") == {"bold"}
+    assert styles(0, "vLLMWrapper") == {"dim"}
+    assert styles(1, "━") == {"green"}
+    assert styles(1, "─") == {"dim"}
+    assert styles(1, "left") == set()
+    assert styles(4, "reward") == {"dim"}
+    assert styles(4, "0.75") == {"bold"}
+    assert styles(8, "█") == {"green"}
+    assert styles(8, "0") == {"dim"}
+    assert styles(10, "15.2") == set()
