@@ -18,6 +18,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
+from rlpost.extras import is_installed
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model
 from rlpost.objectives import GRPOLoss, MCAdvantage
 from rlpost.optim import build_optimizer
@@ -25,7 +26,7 @@ from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.policies.vllm import vllm_is_installed, vLLMWrapper
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import (
     AutoPolicySettings,
     EnvSettings,
@@ -165,7 +166,7 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     """`auto` resolved: vLLM where it is installed, else transformers."""
     if not isinstance(settings, AutoPolicySettings):
         return settings
-    return (VLLMSettings if vllm_is_installed() else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
+    return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
 def build_updater(policy: Policy) -> WeightUpdater:

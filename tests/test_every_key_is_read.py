@@ -92,7 +92,7 @@ def start_vllm(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "_InProcessEngine", Engine)
         patch.setattr(vllm, "_OwnProcessEngine", Engine)
-        patch.setattr(vllm, "_check_installed", lambda: None)
+        patch.setattr(vllm, "require_vllm", lambda: None)
         patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
         for engine in ("in_process", "own_process"):
             patch.setattr(torch.cuda, "is_available", lambda: True)

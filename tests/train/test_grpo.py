@@ -20,8 +20,8 @@ from rlpost.assemble import assemble_grpo
 from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import DivergedError
+from rlpost.extras import is_installed
 from rlpost.objectives.grpo import GRPOLoss
-from rlpost.policies.vllm import vllm_is_installed
 from rlpost.settings.run import RunRequest
 from rlpost.train import grpo
 from rlpost.train import update as update_module
@@ -220,7 +220,7 @@ def test_the_checkpoint_is_a_plain_folder_that_trains_on(tmp_path: Path) -> None
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_the_same_training_runs_on_vllm(tmp_path: Path) -> None:
-    if not vllm_is_installed():
+    if not is_installed("vllm"):
         pytest.skip("vLLM is not installed")
     assert run(tmp_path / "r", "policy=vllm", "policy.dtype=float32", "steps=4") == 0
     lines = metrics(tmp_path / "r")[1:]
