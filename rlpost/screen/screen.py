@@ -34,6 +34,7 @@ class Screen:
     The picture fills the terminal from `open` to `end`; lines and notes of that time are printed
     after it, and go to the log at once. Pipes, `TERM=dumb`, `plain` and terminals that do not take
     UTF-8 get one line a step and now and then a completion. `NO_COLOR` takes the colours alone.
+    As a context manager it calls `end`, however it is left.
     Anybody's text is shown as text: control characters visible, markup inert.
     """
 
@@ -47,6 +48,12 @@ class Screen:
         colour = self.console.color_system is not None and not os.environ.get("NO_COLOR")
         self._styled = self.console.is_terminal and colour
         self._layout = Layout(self.state, colour=colour)
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     @property
     def is_live(self) -> bool:

@@ -8,6 +8,7 @@ and one update a step, so the ratio to the old policy is 1 and the clip idle unt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -60,15 +61,13 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
         with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
             parts = assemble_grpo(settings, checkpoint / "model" if checkpoint else None)
             parts.policy.start()
-        try:
+        with screen, contextlib.closing(parts.policy):  # what an engine says while it closes is not for the terminal
             run.catch_signals()
             announce(settings, parts, run)
             parts.collector.on_phase = screen.phase
             progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
             after = learn(settings, parts, run, progress)
-        finally:
-            screen.end()
-            parts.policy.close()
+            screen.phase("closing", "the policy")
         conclude(run, progress.step, progress.eval_before, after)
         return run.exit_code
 

@@ -47,6 +47,7 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
         "evaluating",
         *[*step, "recording"],
         *[*step, "evaluating", "recording", "saving checkpoint"],
+        "closing",
     ]
     assert told[:2] == [("evaluating", "", 0, 8), ("evaluating", "", 8, 8)]
     assert ("sampling", "4 completions", None, None) in told
