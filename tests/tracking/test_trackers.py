@@ -169,9 +169,10 @@ def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
 
 def trackio_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Points, dict[str, Any], list[str]]:
     """(points, configuration, runs) as trackio's own storage reads them."""
-    storage = pytest.importorskip("trackio.sqlite_storage")
-    monkeypatch.setattr(storage, "TRACKIO_DIR", folder)
-    storage = storage.SQLiteStorage
+    from trackio import sqlite_storage
+
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", folder)
+    storage: Any = sqlite_storage.SQLiteStorage
     points: Points = {}
     for row in storage.get_logs("rlpost", "run"):
         for name, number in row.items():
@@ -181,7 +182,6 @@ def trackio_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Point
 
 
 def test_trackio_holds_the_numbers_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
     attempt(TrackioSettings(), tmp_path / "run", BEFORE, -1, Status.finished)
     points, config, _ = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
     assert points == expected(BEFORE)
@@ -190,7 +190,6 @@ def test_trackio_holds_the_numbers_of_metrics_jsonl(tmp_path: Path, monkeypatch:
 
 
 def test_trackio_drops_the_steps_that_were_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
     crash_and_resume(TrackioSettings(), tmp_path / "run")
     points, _, runs = trackio_points(tmp_path / "run" / "trackio", monkeypatch)
     assert points == expected(BEFORE[:3] + AFTER)
@@ -198,7 +197,6 @@ def test_trackio_drops_the_steps_that_were_undone(tmp_path: Path, monkeypatch: p
 
 
 def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path) -> None:
-    pytest.importorskip("trackio")
     settings = TrackioSettings(folder=str(tmp_path / "shared"))
     attempt(settings, tmp_path / "run", BEFORE, -1, Status.finished)
     (tmp_path / "elsewhere").mkdir()
@@ -216,17 +214,18 @@ def test_trackio_does_not_go_on_with_another_run_of_that_name(tmp_path: Path) ->
 
 def mlflow_history(folder: Path) -> tuple[Points, Any]:
     """(points, the run) as MLflow's own client reads them."""
-    tracking = pytest.importorskip("mlflow.tracking")
-    client = tracking.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}")
-    [run] = client.search_runs([client.get_experiment_by_name("rlpost").experiment_id])
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("rlpost")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
     names = run.data.metrics
     history: Callable[[str], Any] = lambda name: client.get_metric_history(run.info.run_id, name)  # noqa: E731
     return {name: sorted((point.step, point.value) for point in history(name)) for name in names}, run
 
 
 def test_mlflow_holds_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
     attempt(MLflowSettings(), tmp_path / "run", BEFORE, -1, Status.stopped)
     points, run = mlflow_history(tmp_path / "run")
     assert points == expected(BEFORE)
@@ -236,8 +235,6 @@ def test_mlflow_holds_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
 
 
 def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
     crash_and_resume(MLflowSettings(), tmp_path / "run")
     points, run = mlflow_history(tmp_path / "run")
     assert points == {name: sorted(values) for name, values in expected(BEFORE + AFTER).items()}
