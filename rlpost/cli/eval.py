@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +10,7 @@ import typer
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval
 from rlpost.cli.sweep import SweepOptions, sweep
-from rlpost.cli.terminal import print_json, stdout_on_stderr
+from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP
 from rlpost.errors import ConfigError
 from rlpost.text import printable
@@ -74,10 +71,3 @@ def score(settings: EvalSettings) -> EvalResult:
         return evaluate_command(settings, lambda done, total: show_status(f"evaluating: {done} of {total} prompts"))
     finally:
         show_status("")
-
-
-def show_status(text: str) -> None:
-    """One line that the next one replaces, where a person is looking."""
-    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        width = shutil.get_terminal_size().columns
-        print(f"\r\x1b[2K{printable(text)[: width - 1]}", end="", file=sys.stderr, flush=True)

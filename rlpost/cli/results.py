@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.cli.terminal import print_json, stdout_on_stderr
+from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs import read_run
 from rlpost.settings.run import RunRequest
@@ -43,6 +44,16 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
     }
 
 
+def load_training() -> Callable[[GRPOSettings, RunRequest], int]:
+    """The training loop, imported: the three seconds in which nothing else could say that something happens."""
+    show_status("loading torch ...")
+    try:
+        from rlpost.train.grpo import train
+    finally:
+        show_status("")
+    return train
+
+
 def train_and_print_json(settings: GRPOSettings, request: RunRequest) -> int:
     """Train with everything on stderr and the result on stdout; returns the exit code.
 
@@ -50,8 +61,7 @@ def train_and_print_json(settings: GRPOSettings, request: RunRequest) -> int:
     """
     started, error, exit_code = time.monotonic(), None, 0
     with stdout_on_stderr():
-        from rlpost.train.grpo import train
-
+        train = load_training()
         try:
             exit_code = train(settings, request)
         except ConfigError:

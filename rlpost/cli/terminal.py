@@ -22,6 +22,13 @@ def print_error(message: str) -> None:
     print(f"{painted('error:', RED, sys.stderr)} {printable(message)}", file=sys.stderr)
 
 
+def show_status(text: str) -> None:
+    """One line that the next one replaces, where a person is looking; an empty one takes it away."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        width = shutil.get_terminal_size().columns
+        print(f"\r\x1b[2K{printable(text)[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+
 def takes_colour(stream: TextIO) -> bool:
     """Whether a person is looking at `stream` on a terminal that has colours, and wants them."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -9,7 +9,7 @@ import typer
 
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_grpo
-from rlpost.cli.results import plan_dict, settings_dict, train_and_print_json
+from rlpost.cli.results import load_training, plan_dict, settings_dict, train_and_print_json
 from rlpost.cli.run_folder import choose_folder, slug
 from rlpost.cli.sweep import SweepOptions, sweep
 from rlpost.cli.terminal import print_json
@@ -77,9 +77,7 @@ def grpo(
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj], composed.yaml, plain)
     if as_json:
         raise typer.Exit(train_and_print_json(composed.settings, request))
-    from rlpost.train.grpo import train
-
-    raise typer.Exit(train(composed.settings, request))
+    raise typer.Exit(load_training()(composed.settings, request))
 
 
 def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
