@@ -14,7 +14,7 @@ Not equal, since each side is run as its users would run it on a CPU:
 - rlpost samples with what `policy=auto` finds (vLLM in bfloat16, where it is installed); TRL samples
   with transformers, since its vLLM mode does not work on a CPU.
 - rlpost computes a group's prompt once and packs by its own rule; TRL pads prompts and completions to
-  one rectangle and trains in microbatches of 4 completions, the fastest there, (--trl-microbatch). Its gradient
+  one rectangle and trains in microbatches of 4 completions (--trl-microbatch), its fastest here. Its gradient
   checkpointing, on by default, is off here, which is faster.
 - The samplers draw from different random numbers, so completions differ. They shrink as the model
   learns, on both sides, so only the first steps are compared; mean lengths are printed beside the
