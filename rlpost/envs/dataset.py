@@ -52,7 +52,7 @@ class DatasetEnv(DatasetChatEnv):
         assert rewards is not None
         super().start()
         columns = list(dict.fromkeys(str(name) for task in self.tasks for name in task))
-        rewards.check_columns(columns, self.settings.path)
+        rewards.offer_columns(columns, self.settings.path)
         known = all(function.reference in BUILT_IN for function in rewards.functions)
         self.max_reward = sum(rewards.weights) if known else None
         self.has_accuracy = known and rewards.accuracy is not None

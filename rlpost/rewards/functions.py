@@ -10,8 +10,8 @@ an environment does not know the trainer's step, and rollouts have no columns fo
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.calls import Outcome, RewardFunction, call_all
-from rlpost.rewards.score import Score
+from rlpost.rewards.score import TAKEN, Score
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARDS
 from rlpost.user_file import check_defines, import_file
@@ -101,6 +101,7 @@ class Rewards:
         self.functions = functions
         self.weights = weights
         self.accuracy = accuracy
+        self.columns: Sequence[str] = ()
         self.judge = BUILT_IN[accuracy.reference].judge if accuracy and accuracy.reference in BUILT_IN else None
         self._called = list(functions)
         if accuracy and not self.judge and accuracy.reference not in [f.reference for f in functions]:
@@ -112,8 +113,12 @@ class Rewards:
         named = {f.reference for f in (*self.functions, self.accuracy) if f is not None}
         return [name for name in BUILT_IN if name in named]
 
-    def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Raise DataError for a function that wants something which is neither offered nor a column of `source`."""
+    def offer_columns(self, columns: Sequence[str], source: str) -> None:
+        """Offer `columns` from now on, None for a row without one.
+
+        Raises DataError for a function that wants what is neither offered nor a column of `source`.
+        """
+        self.columns = columns
         for function in self._called:
             if function.reference in BUILT_IN:
                 continue
@@ -134,7 +139,9 @@ class Rewards:
         Raises RewardError where a function returns something else than one number or None for each,
         and where not one of several conversations could be scored.
         """
-        outcomes = call_all(self._called, lambda function, rows: _offer(function, [batch[i] for i in rows]), len(batch))
+        outcomes = call_all(
+            self._called, lambda function, rows: self._offer(function, [batch[i] for i in rows]), len(batch)
+        )
         scores = [self._add_up(outcomes, row) for row in range(len(batch))]
         errors = [score.error for score in scores if not score.valid]
         if len(errors) == len(batch) > 1:
@@ -144,6 +151,21 @@ class Rewards:
                 verdict = self.judge(conversation.reply, conversation.answer or "")
                 score.accuracy_strict, score.accuracy_lenient = verdict.accuracy_strict, verdict.accuracy_lenient
         return scores
+
+    def _offer(self, function: RewardFunction, batch: Sequence[Finished]) -> dict[str, Any]:
+        """What `function` can take, one list each; `answer` is for a built-in what it compares with, else a column.
+
+        Columns are copies, so that no function changes the rows that other steps and functions see.
+        """
+        names = dict.fromkeys([*self.columns, *(name for finished in batch for name in finished.columns)])
+        offered: dict[str, Any] = {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
+        if function.reference in BUILT_IN:
+            offered["answer"] = [finished.answer for finished in batch]
+        return offered | {
+            "prompts": [deepcopy(finished.prompt) for finished in batch],
+            "completions": [finished.completion for finished in batch],
+            "completion_ids": [list(finished.reply_ids) for finished in batch],
+        }
 
     def _add_up(self, outcomes: Sequence[Outcome], row: int) -> Score:
         """The score of one row from what each function said of it."""
@@ -166,11 +188,11 @@ class Rewards:
         return score
 
     def _metrics(self, outcomes: Sequence[Outcome], row: int) -> dict[str, float]:
-        """What the functions gave `log_metric`. Raises RewardError for the name of a reward."""
+        """What the functions gave `log_metric`. Raises RewardError for a name that is taken."""
         metrics = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
-        for function in self.functions:
-            if function.name in metrics:
-                raise RewardError(f"log_metric({function.name!r}, ...) has the name of a reward: choose another")
+        for name in (*TAKEN, *(function.name for function in self.functions)):
+            if name in metrics:
+                raise RewardError(f"log_metric({name!r}, ...): reward/{name} is another figure; choose another name")
         return metrics
 
     def _measure(self, score: Score, function: RewardFunction, outcome: Outcome, row: int) -> None:
@@ -190,26 +212,15 @@ def _complaint(function: RewardFunction, value: float | None) -> str | None:
     return f"{function.reference} returned {value}, which is no finite number"
 
 
-def _offer(function: RewardFunction, batch: Sequence[Finished]) -> dict[str, Any]:
-    """What `function` can take, one list each; `answer` is for a built-in what it compares with, else a column."""
-    names = dict.fromkeys(name for finished in batch for name in finished.columns)
-    offered: dict[str, Any] = {name: [finished.columns.get(name) for finished in batch] for name in names}
-    if function.reference in BUILT_IN:
-        offered["answer"] = [finished.answer for finished in batch]
-    return offered | {
-        "prompts": [finished.prompt for finished in batch],
-        "completions": [finished.completion for finished in batch],
-        "completion_ids": [finished.reply_ids for finished in batch],
-    }
-
-
 def _named_apart(functions: Sequence[RewardFunction]) -> list[RewardFunction]:
-    """The functions, `_2` and so on after a name that occurred before."""
-    seen: Counter[str] = Counter()
+    """The functions, `_2` and so on after a name that occurred before or is taken."""
+    used: set[str] = set(TAKEN)
     apart = []
     for function in functions:
-        seen[function.name] += 1
-        count = seen[function.name]
-        name = function.name if count == 1 else f"{function.name}_{count}"
+        name, count = function.name, 1
+        while name in used:
+            count += 1
+            name = f"{function.name}_{count}"
+        used.add(name)
         apart.append(RewardFunction(name, function.reference, function.function, function.file))
     return apart

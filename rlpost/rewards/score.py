@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlpost.errors import ConfigError
+
+TAKEN = ("mean", "std", "failed")  # reward/mean, reward/std and reward/failed are the step's own figures
+
 
 @dataclass(slots=True)
 class Score:
@@ -11,7 +15,8 @@ class Score:
 
     `reward` is what is trained on and `parts` what it was made of, by name; `accuracy_strict` and
     `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
-    has none. A reward that failed is `valid=False` with its `error`: never a 0.
+    has none. A reward that failed is `valid=False` with its `error`: never a 0. Raises ConfigError
+    for a part whose name in the metrics is taken.
     """
 
     reward: float
@@ -20,3 +25,7 @@ class Score:
     accuracy_lenient: float | None = None
     valid: bool = True
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        if taken := next((name for name in self.parts if name in TAKEN), None):
+            raise ConfigError(f"a part of a reward is named {taken}, but reward/{taken} is a figure of the whole step")

@@ -95,6 +95,45 @@ def test_two_functions_of_one_name_get_a_suffix(tmp_path: Path) -> None:
     assert (score.reward, score.parts) == (4.0, {"score": 1.0, "score_2": 2.0, "contains": 1.0})
 
 
+def test_no_reward_takes_the_name_of_a_steps_own_figure_or_of_another(tmp_path: Path) -> None:
+    names = ("mean", "score", "score", "score_2", "mean_2")
+    for place, name in enumerate(names):
+        (tmp_path / f"r{place}.py").write_text(f"def {name}(completions):\n    return [1] * len(completions)\n")
+    reward = [f"{tmp_path}/r{place}.py:{name}" for place, name in enumerate(names)]
+    loaded = load_rewards(DatasetSettings(path="x", reward=reward))
+    assert loaded is not None
+    [score] = loaded.score(finished("x"))
+    assert (score.reward, list(score.parts)) == (5.0, ["mean_2", "score", "score_2", "score_2_2", "mean_2_2"])
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "failed"])
+def test_an_environments_score_has_no_part_of_such_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"a part of a reward is named {name}"):
+        Score(1.0, {name: 1.0})
+
+
+def test_a_column_that_only_other_rows_have_is_none() -> None:
+    def score(completions: list[str], hint: list[str | None]) -> list[float]:
+        return [float(h is None) for h in hint]
+
+    made = rewards(score)
+    made.offer_columns(["prompt", "hint"], "my.jsonl")
+    assert values(made.score(finished("a", "b", prompt="p"))) == [1.0, 1.0]
+
+
+def test_what_a_function_does_to_its_lists_changes_nothing() -> None:
+    def greedy(completions: list[str], completion_ids: list[list[int]], tags: list[list[str]]) -> list[float]:
+        completion_ids[0].clear()
+        return [float(len(tags[0].pop()))]
+
+    def other(completions: list[str], completion_ids: list[list[int]], tags: list[list[str]]) -> list[float]:
+        return [float(len(tags[0]) + len(completion_ids[0]))]
+
+    batch = finished("a", tags=[["abc"]])
+    for _ in range(2):
+        assert [s.parts for s in rewards(greedy, other).score(batch)] == [{"greedy": 3.0, "other": 3.0}]
+
+
 def test_none_leaves_a_reward_out_of_its_row() -> None:
     def sometimes(completions: list[str]) -> list[float | None]:
         return [None if text == "no" else 5.0 for text in completions]
@@ -246,8 +285,13 @@ def test_a_logged_metric_needs_a_number_and_a_name_of_its_own() -> None:
         log_metric("said", "much")
         return [1.0]
 
-    with pytest.raises(RewardError, match="has the name of a reward"):
-        rewards(score).score(finished("a"))
+    def mean(completions: list[str], log_metric: Callable[[str, Any], None]) -> list[float]:
+        log_metric("mean", 5)
+        return [1.0]
+
+    for function, name in ((score, "score"), (mean, "mean")):
+        with pytest.raises(RewardError, match=f"reward/{name} is another figure; choose another name"):
+            rewards(function).score(finished("a"))
     [failed] = rewards(words).score(finished("a"))
     assert "log_metric takes a name and a number, not 'said' and 'much'" in (failed.error or "")
 
@@ -301,15 +345,15 @@ def test_a_missing_column_is_named_with_the_nearest() -> None:
         return []
 
     with pytest.raises(DataError, match=r"score takes answr, which is no column of my.jsonl; did you mean answer\?"):
-        rewards(score).check_columns(["prompt", "answer"], "my.jsonl")
+        rewards(score).offer_columns(["prompt", "answer"], "my.jsonl")
 
 
 @pytest.mark.parametrize("name", ["trainer_state", "log_extra"])
 def test_what_rlpost_does_not_offer_is_said(name: str) -> None:
     made = rewards(eval(f"lambda completions, {name}: []"))
     with pytest.raises(ConfigError, match=f"takes {name}, which rlpost does not offer: write {name}=None there"):
-        made.check_columns(["prompt"], "my.jsonl")
-    rewards(eval(f"lambda completions, {name}=None, **more: []")).check_columns(["prompt"], "my.jsonl")
+        made.offer_columns(["prompt"], "my.jsonl")
+    rewards(eval(f"lambda completions, {name}=None, **more: []")).offer_columns(["prompt"], "my.jsonl")
 
 
 @pytest.mark.parametrize(
