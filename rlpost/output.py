@@ -25,10 +25,12 @@ def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _flush()
-        for number, copy in zip(numbers, kept, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)
+        try:
+            _flush()
+        finally:  # a full disk refuses what was written, and the error has to be seen
+            for number, copy in zip(numbers, kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 @contextmanager

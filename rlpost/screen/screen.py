@@ -163,7 +163,8 @@ class Screen:
         self.console.print(Text(shown, style=style if self._styled else ""))
 
     def _log(self, text: str) -> None:
-        print(printable(text), flush=True)  # stdout leads into the log while there is a picture
+        with contextlib.suppress(OSError):  # a full disk ends the run where its records are written, with advice
+            print(printable(text), flush=True)  # stdout leads into the log while there is a picture
 
 
 def _descriptor_for_pictures(console: Console) -> int | None:

@@ -93,7 +93,8 @@ class Waiting:
 
     def __exit__(self, *error: object) -> None:
         self._ticker.stop()
-        os.write(self._descriptor, ERASE_LINE)
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            os.write(self._descriptor, ERASE_LINE)
         os.close(self._descriptor)
 
     def _tick(self) -> None:
@@ -163,7 +164,8 @@ class Picture:
                 self._leave()
         if self._previous is not None:
             signal.signal(signal.SIGTSTP, self._previous)
-        self._opened.close()
+        with contextlib.suppress(OSError):  # what was written last may not have fitted into the log
+            self._opened.close()
 
     def leave_at_once(self, last_words: bytes) -> None:
         """Give the terminal back and write `last_words`, in a signal's function and just before the process ends."""

@@ -202,6 +202,21 @@ def test_after_an_error_the_terminal_is_as_before_and_shows_the_error(tmp_path: 
     in_order(running.terminal, "step 1/3", "step 2/3", "Traceback", "ValueError: broken")
 
 
+def test_a_log_on_a_full_disk_hides_neither_the_error_nor_what_was_said(tmp_path: Path) -> None:
+    program = """
+from pathlib import Path
+from rlpost.screen import Screen
+with Screen() as screen:
+    screen.open(title="my-run", about="a model", total_steps=3, log=Path("/dev/full"))
+    screen.note("careful")
+    raise ValueError("the disk is full")
+"""
+    running = Session(program, [])
+    assert running.end() == 1
+    in_order(running.terminal, "careful", "ValueError: the disk is full")
+    assert not any("OSError" in line for line in running.terminal.shown)
+
+
 def test_the_first_interrupt_is_said_in_the_picture_and_the_second_gives_the_terminal_back(tmp_path: Path) -> None:
     running = session(tmp_path)
     running.until_shown("sampling 64")
