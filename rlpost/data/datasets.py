@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -172,7 +173,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(_text(path).splitlines(keepends=True), strict=True)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)  # a record ends at \n or \r alone
     try:
         for row in reader:
             if None in row:

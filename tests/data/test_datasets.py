@@ -31,6 +31,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     assert [load_rows(str(path), "train", held_out=0) for path in files] == [ROWS] * 4
 
 
+def test_a_cell_of_csv_may_hold_any_sign_that_ends_no_line(tmp_path: Path) -> None:
+    text = 'question,answer\na\u2028b\x0cc\x85d,1\n"e\nf\u2028g",2\n'
+    rows = load_rows(str(written(tmp_path, "a.csv", text)), "train", held_out=0)
+    assert [row["question"] for row in rows] == ["a\u2028b\x0cc\x85d", "e\nf\u2028g"]
+
+
 def test_a_folder_is_read_by_split(tmp_path: Path) -> None:
     written(tmp_path, "train.jsonl", LINES)
     written(tmp_path, "test.csv", "question,answer\n3+3?,6\n")
