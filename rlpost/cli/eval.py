@@ -9,7 +9,8 @@ import typer
 
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval
-from rlpost.cli.sweep import SweepOptions, sweep
+from rlpost.cli.sweep import sweep
+from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP
 from rlpost.errors import ConfigError

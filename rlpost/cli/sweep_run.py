@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlpost.cli.sweep import Outcome, Sweep, SweepJob, SweepOptions
+from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.sweep_screen import SweepScreen
 from rlpost.config.paths import is_run_folder
 from rlpost.errors import CheckpointError, ConfigError

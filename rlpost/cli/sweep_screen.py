@@ -13,7 +13,7 @@ from rlpost.runs import metrics_row
 from rlpost.text import printable
 
 if TYPE_CHECKING:
-    from rlpost.cli.sweep import Sweep, SweepJob
+    from rlpost.cli.sweep_jobs import Sweep, SweepJob
 
 ROW_END = 16384  # bytes of metrics.jsonl that hold its last row
 LONGEST_CELL = 32

@@ -11,7 +11,8 @@ from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_grpo
 from rlpost.cli.results import load_training, plan_dict, settings_dict, train_and_print_json
 from rlpost.cli.run_folder import choose_folder, slug
-from rlpost.cli.sweep import SweepOptions, sweep
+from rlpost.cli.sweep import sweep
+from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
 from rlpost.settings import DatasetSettings, EnvSettings

@@ -15,7 +15,7 @@ import pytest
 
 from rlpost.cli import sweep_run
 from rlpost.cli.main import run
-from rlpost.cli.sweep import Outcome, Sweep, SweepJob
+from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob
 from rlpost.cli.sweep_screen import summary
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_GRPO
