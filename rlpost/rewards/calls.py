@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.text import printable
 from rlpost.user_file import named, where_in
+
+TIMEOUT_SECONDS = 600.0  # longest wait for a call, where nothing else is said
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -75,6 +79,10 @@ class Outcome:
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
 
 
+class _TooLong(BaseException):
+    """A plain function has not returned in time; no Exception, which the function might catch."""
+
+
 @dataclass
 class _Call:
     """One call of a function on some rows, and what came of it."""
@@ -124,20 +132,20 @@ def call_all(
     functions: Sequence[RewardFunction],
     offer: Callable[[RewardFunction, Sequence[int]], Mapping[str, Any]],
     count: int,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Outcome]:
     """What each function says of rows 0 to `count` - 1, all at once; async ones run concurrently.
 
     `offer(function, rows)` is what it can take. A function that raises is called again row by row,
-    to find the rows at fault. Raises RewardError for a result that is no list of as many numbers;
-    ConfigError and DataError pass through.
+    to find the rows at fault. Raises RewardError for a result that is no list of as many numbers,
+    and for a call that takes longer than `timeout_seconds`; ConfigError and DataError pass through.
     """
-    whole = _run([_Call(function, offer(function, range(count)), count) for function in functions])
+    whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
     outcomes = []
     for call in whole:
         if isinstance(call.result, BaseException) and count > 1:
-            single = [
-                c.outcome() for c in _run([_Call(call.function, offer(call.function, [i]), 1) for i in range(count)])
-            ]
+            calls = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
+            single = [c.outcome() for c in _run(calls, timeout_seconds)]
             outcomes.append(
                 Outcome(
                     [value for o in single for value in o.values],
@@ -150,14 +158,54 @@ def call_all(
     return outcomes
 
 
-def _run(calls: list[_Call]) -> list[_Call]:
+def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
     """Make the calls: plain functions one after the other, what they leave to be awaited then all together."""
     for call in calls:
-        call.begin()
+        try:
+            with _interrupted_after(timeout_seconds):
+                call.begin()
+        except _TooLong:
+            for other in calls:
+                if inspect.iscoroutine(other.result):
+                    other.result.close()
+            raise _late([call], timeout_seconds) from None
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
-        asyncio.run_coroutine_threadsafe(_together(waiting), _loop()).result()
+        together = asyncio.run_coroutine_threadsafe(_together(waiting), _loop())
+        try:
+            together.result(timeout_seconds)
+        except TimeoutError:
+            error = _late([call for call in waiting if inspect.isawaitable(call.result)], timeout_seconds)
+            together.cancel()
+            raise error from None
     return calls
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise _TooLong in a block that takes longer; in the main thread only, where Python can interrupt it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _late(calls: Sequence[_Call], seconds: float) -> RewardError:
+    names = ", ".join(dict.fromkeys(call.function.reference for call in calls))
+    return RewardError(
+        f"{names} did not return within {seconds:g} s: give what it waits for a deadline, or raise "
+        "env.reward_timeout_seconds"
+    )
 
 
 async def _together(calls: Sequence[_Call]) -> None:

@@ -19,7 +19,7 @@ from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.builtin import BUILT_IN
-from rlpost.rewards.calls import Outcome, RewardFunction, call_all
+from rlpost.rewards.calls import TIMEOUT_SECONDS, Outcome, RewardFunction, call_all
 from rlpost.rewards.score import TAKEN, Score
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARDS
@@ -85,6 +85,7 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
         _named_apart(functions),
         settings.reward_weights or [1.0] * len(functions),
         None if accuracy is None else load_reward(accuracy),
+        settings.reward_timeout_seconds,
     )
 
 
@@ -96,11 +97,16 @@ class Rewards:
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], weights: Sequence[float], accuracy: RewardFunction | None = None
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float],
+        accuracy: RewardFunction | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.functions = functions
         self.weights = weights
         self.accuracy = accuracy
+        self.timeout_seconds = timeout_seconds
         self.columns: Sequence[str] = ()
         self.judge = BUILT_IN[accuracy.reference].judge if accuracy and accuracy.reference in BUILT_IN else None
         self._called = list(functions)
@@ -136,11 +142,14 @@ class Rewards:
     def score(self, batch: Sequence[Finished]) -> list[Score]:
         """One score a conversation; what could not be scored is `valid=False` with its error.
 
-        Raises RewardError where a function returns something else than one number or None for each,
-        and where not one of several conversations could be scored.
+        Raises RewardError where a function returns something else than one number or None for each, or
+        nothing in time, and where not one of several conversations could be scored.
         """
         outcomes = call_all(
-            self._called, lambda function, rows: self._offer(function, [batch[i] for i in rows]), len(batch)
+            self._called,
+            lambda function, rows: self._offer(function, [batch[i] for i in rows]),
+            len(batch),
+            self.timeout_seconds,
         )
         scores = [self._add_up(outcomes, row) for row in range(len(batch))]
         errors = [score.error for score in scores if not score.valid]

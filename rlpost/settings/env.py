@@ -88,6 +88,7 @@ class DatasetSettings(EnvSettings):
     prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
     accuracy: str | None = None  # a reward of 0 and 1 that measures accuracy; None: exact or number, if used
+    reward_timeout_seconds: float = 600.0  # longest wait for one call of a reward, after which the run stops
     test_path: str | None = None  # where the split test is; None: in path, or held out
     held_out: float = 0.1  # share of the prompts kept for test where no file of its own holds that split
     config: str | None = None  # configuration of a hub dataset
@@ -100,6 +101,7 @@ class DatasetSettings(EnvSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         between("env.held_out", self.held_out, 0.0, 1.0)
+        between("env.reward_timeout_seconds", self.reward_timeout_seconds, 0.001, 86400.0)
         if not self.reward:
             raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):

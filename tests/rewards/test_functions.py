@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,41 @@ def test_what_is_kept_between_calls_stays_on_its_event_loop() -> None:
     asyncio.run(within_a_loop())
     assert loops[0] is loops[1]
     assert not loops[0].is_closed()
+
+
+async def awaits(completions: list[str]) -> list[float]:
+    await asyncio.sleep(60)
+    return [1.0]
+
+
+async def blocks(completions: list[str]) -> list[float]:
+    time.sleep(1.5)
+    return [1.0]
+
+
+def sleeps(completions: list[str]) -> list[float]:
+    try:
+        time.sleep(60)
+    except Exception:  # noqa: BLE001  as a client that tries again does
+        return [1.0]
+    return [1.0]
+
+
+@pytest.mark.parametrize("function", [awaits, blocks, sleeps])
+def test_a_function_that_does_not_return_stops_the_run_by_name(function: Callable[..., Any]) -> None:
+    async def quick(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    made = Rewards([RewardFunction(f.__name__, f.__name__, f) for f in (quick, function)], [1.0, 1.0], None, 0.2)
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=f"^{function.__name__} did not return within 0.2 s: give what it waits for"):
+        made.score(finished("a", "b"))
+    assert time.monotonic() - began < 1.4
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    if function is blocks:
+        time.sleep(1.5)  # the one event loop is free again
+    assert values(rewards(quick).score(finished("a"))) == [1.0]
 
 
 def test_rows_of_an_async_function_fail_one_by_one() -> None:
