@@ -20,11 +20,12 @@ Z_95 = 1.959964
 
 @dataclass(frozen=True)
 class Proportion:
-    """A share with its 95% Wilson score interval (Wilson 1927)."""
+    """A share of `trials` with its 95% Wilson score interval (Wilson 1927)."""
 
     value: float
     low: float
     high: float
+    trials: int
 
     @classmethod
     def of(cls, successes: float, trials: int) -> Proportion:
@@ -32,7 +33,7 @@ class Proportion:
         share, spread = successes / trials, Z_95**2 / trials
         centre = (share + spread / 2) / (1 + spread)
         half = Z_95 / (1 + spread) * sqrt(share * (1 - share) / trials + spread / (4 * trials))
-        return cls(share, max(0.0, centre - half), min(1.0, centre + half))
+        return cls(share, max(0.0, centre - half), min(1.0, centre + half), trials)
 
     def __str__(self) -> str:
         return f"{self.value:6.1%}  [{self.low:.1%}, {self.high:.1%}]"
@@ -62,13 +63,17 @@ class EvalResult:
             ("truncated", self.truncated),
         ]
         lines = [f"{self.num_prompts} prompts, 95% intervals"]
-        lines += [f"  {name:<20}{share}" for name, share in rows if share is not None]
+        lines += [f"  {name:<20}{share}{self.extent(share)}" for name, share in rows if share is not None]
         parts = ", ".join(f"{name} {value:.3f}" for name, value in self.reward_parts.items())
         lines.append(f"  {'reward':<20}{self.reward_mean:6.3f}" + (f"   ({parts})" if parts else ""))
         lines.append(f"  {'tokens per answer':<20}{self.tokens_mean:6.1f}")
         if self.num_failed:
             lines.append(f"  {'reward failed':<20}{self.num_failed:6d}   (left out above)")
         return lines
+
+    def extent(self, share: Proportion) -> str:
+        """What to say of a share that only some prompts have, as where a reward of accuracy returned None."""
+        return "" if share.trials == self.num_prompts else f" of {share.trials} prompts"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -87,6 +92,8 @@ class EvalResult:
             share: Proportion | None = getattr(self, name)
             if share is not None:
                 values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
+                if share.trials != self.num_prompts:
+                    values[f"eval/{name}_prompts"] = float(share.trials)
         return values
 
 

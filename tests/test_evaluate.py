@@ -16,6 +16,7 @@ from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
+from rlpost.train.narration import evaluation_line
 
 GREEDY = SamplingSettings(temperature=0.0)
 Make = Callable[..., Conversation]
@@ -63,6 +64,22 @@ def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Mak
     assert result.tokens_mean == pytest.approx((2 + 4 + 2) / 3)  # sampled ids only
 
 
+def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> None:
+    played = four(conversation)
+    played[1].accuracy_lenient = None
+    result = summarise(played)
+    lines = result.lines()
+    assert lines[:3] == [
+        "3 prompts, 95% intervals",
+        "  accuracy, lenient    50.0%  [9.5%, 90.5%] of 2 prompts",
+        "  accuracy, strict     33.3%  [6.1%, 79.2%]",
+    ]
+    assert evaluation_line(result, "now").startswith("held-out now:  accuracy 50.0% [9.5%, 90.5%] of 2 prompts  reward")
+    metrics = result.metrics()
+    assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
+    assert "eval/accuracy_strict_prompts" not in metrics
+
+
 def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
     assert summarise(four(conversation)).lines() == [
         "3 prompts, 95% intervals",
@@ -95,7 +112,12 @@ def test_a_measure_the_task_does_not_have_is_none_and_no_metric(conversation: Ma
     assert (result.accuracy_lenient, result.accuracy_strict) == (None, None)
     assert not [name for name in result.metrics() if "accuracy" in name]
     assert result.as_dict()["accuracy_strict"] is None
-    assert result.as_dict()["truncated"] == {"value": 0.0, "low": 0.0, "high": pytest.approx(0.6576, abs=1e-4)}
+    assert result.as_dict()["truncated"] == {
+        "value": 0.0,
+        "low": 0.0,
+        "high": pytest.approx(0.6576, abs=1e-4),
+        "trials": 2,
+    }
     assert [line.split()[0] for line in result.lines()] == ["2", "truncated", "reward", "tokens"]
 
 
@@ -154,7 +176,7 @@ def test_progress_is_told_between_rounds_of_256(tiny_tokenizer: Any) -> None:
     policy = Reader(tiny_tokenizer)
     progress = lambda done, total: told.append((done, total))  # noqa: E731
     evaluate(sums(), policy, num_prompts=300, sampling=GREEDY, progress=progress)
-    assert told == [(256, 300), (300, 300)]
+    assert told == [(0, 300), (256, 300), (300, 300)]
     assert [size for size, _ in policy.asked] == [256, 44]
 
 

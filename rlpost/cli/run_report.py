@@ -207,7 +207,9 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
             lines.append(f"{measure:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
     evaluations = [e for before in (True, False) if (e := record.evaluation(before=before))]
     if lines and evaluations:
-        lines.append(f"greedy, on {evaluations[-1]['eval/prompts']:.0f} prompts, 95% intervals")
+        latest = evaluations[-1]
+        prompts = number(latest, "eval/accuracy_lenient_prompts") or latest["eval/prompts"]
+        lines.append(f"greedy, on {prompts:.0f} prompts, 95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
 
 

@@ -66,7 +66,7 @@ class StepText:
         if share is None or low is None or high is None:
             return ""
         when = "before training" if row["step"] == 0 else f"after step {row['step']}"
-        prompts = number(row, "eval/prompts") or 0
+        prompts = number(row, "eval/accuracy_lenient_prompts") or number(row, "eval/prompts") or 0
         return f"held-out accuracy {share:.1%} [{low:.1%}, {high:.1%}] {when}, {prompts:.0f} prompts"
 
 

@@ -39,8 +39,9 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
 def evaluation_line(result: EvalResult, when: str) -> str:
     """An evaluation on one line: accuracy with its 95% interval, reward, length."""
     accuracy = result.accuracy_lenient
+    interval = f"[{accuracy.low:.1%}, {accuracy.high:.1%}]{result.extent(accuracy)}" if accuracy is not None else ""
     figures = [
-        "" if accuracy is None else f"accuracy {accuracy.value:.1%} [{accuracy.low:.1%}, {accuracy.high:.1%}]",
+        "" if accuracy is None else f"accuracy {accuracy.value:.1%} {interval}",
         f"reward {result.reward_mean:.3f}",
         f"tokens {result.tokens_mean:.0f}",
         f"truncated {result.truncated.value:.0%}" if result.truncated.value else "",
@@ -68,6 +69,6 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
             screen.line(f"  {before['eval/reward']:.3f}   ->   {after.reward_mean:.3f}", "bold")
         for name, share in shares.items():
             value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
-            screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}", "bold")
+            screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}{after.extent(share)}", "bold")
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
     screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
