@@ -104,10 +104,17 @@ def _run(folder: Path) -> Side:
 
 
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
-    """The options a run chose; none where its settings no longer compose, since its own values are shown anyway."""
+    """The options a run chose; none where its settings no longer compose, since its own values are shown anyway.
+
+    A plugin that the run names is not imported: whoever looks at a run has not asked for its code.
+    """
     verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
+    env = {}
+    if any(word.startswith("plugin=") for word in overrides):
+        env = dict(word.split("=", 1) for word in overrides if word.startswith("env="))
+        overrides = [word for word in overrides if not word.startswith(("plugin=", "env=", "env."))]
     try:
-        return compose(verb_and_rest(verb)[0], overrides).choices
+        return compose(verb_and_rest(verb)[0], overrides).choices | env
     except RlpostError:
         return {}
 

@@ -195,6 +195,19 @@ def test_diff_of_runs_shows_versions_too(told: Told, tmp_path: Path, monkeypatch
     assert found["settings"]["steps"] == {"a": "60", "b": "20"}
 
 
+def test_diff_runs_nothing_that_a_run_names(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit('this ran')\n")
+    for name, env in (("a", "largest"), ("b", "gsm8k")):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("steps: 60\n")
+        (run / "environment.json").write_text("{}")
+        (run / "overrides.txt").write_text(f"plugin={tmp_path}/code.py\nenv={env}\nenv.numbers=3\nmodel=tiny\n")
+        (run / "command.txt").write_text("rlpost train grpo\n")
+    assert told("diff", "a", "b") == "     runs/a   runs/b\nenv  largest  gsm8k\n"
+
+
 def test_diff_refuses_what_is_neither(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "did you mean gsm8k-smollm2-cpu?" in refused("diff", "gsm8k-smollm-cpu", "")
     assert "is no run of rlpost" in refused("diff", str(tmp_path), "")
