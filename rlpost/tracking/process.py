@@ -112,16 +112,23 @@ class TrackerProcess:
         """What the ended process has said."""
         assert self._process is not None
         assert self._process.stdout is not None
+        self._kill()  # whoever it left behind may hold the pipe open
         word = self._process.stdout.read().strip()
         if word != DONE:
             self._given_up = word or f"its process ended with code {self._process.returncode}"
         self._end()
 
-    def _end(self) -> None:
-        """End the process and what it has started."""
+    def _kill(self) -> None:
+        """Kill the process and what it has started."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        """End the process and what it has started, and close the pipes."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

@@ -35,7 +35,7 @@ class RecordingTracker:
 
 
 class WrongTracker(RecordingTracker):
-    """In the call `where` (`log` means that of step 2) does `what`: raise, hang, exit, leave or print."""
+    """In the call `where` (`log` means that of step 2) does `what`: raise, hang, exit, leave, fork or print."""
 
     def __init__(self, file: str, where: str, what: str) -> None:
         super().__init__(file)
@@ -51,6 +51,9 @@ class WrongTracker(RecordingTracker):
                 raise SystemExit("asked for a login")
             if self.what == "leave":
                 os._exit(7)
+            if self.what == "fork" and os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
             print("printed by the tracker", flush=True)
             subprocess.run(["echo", "printed by what it starts"], check=True)
         super().write(*call)

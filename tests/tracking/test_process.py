@@ -149,6 +149,15 @@ def test_a_wait_that_can_be_felt_is_announced_and_ctrl_c_ends_it(tmp_path: Path)
     assert notes == ["waiting for fake to finish, at most 20 s; Ctrl-C leaves without it"]
 
 
+def test_a_process_that_a_tracker_leaves_behind_is_ended_and_not_waited_for(tmp_path: Path) -> None:
+    following = tracker(tmp_path / "r", "fork", "finish")
+    write(tmp_path / "r", {"step": 1})
+    following.start(-1)
+    began = time.monotonic()
+    assert following.close(Status.finished, no_note) is None
+    assert time.monotonic() - began < 20
+
+
 def test_the_traceback_and_what_is_printed_go_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for what in ("print", "raise"):
         following = tracker(tmp_path, what, "finish")
