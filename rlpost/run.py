@@ -63,6 +63,7 @@ class Run:
         self.tracker = tracker
         self.exit_code = 0
         self._kept_step = -1  # the last step that resuming kept
+        self._is_ours = False  # whether the folder's record is this attempt's
         self._tracker_is_lost = False
         self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
@@ -72,13 +73,16 @@ class Run:
         with self._writing("give another --out"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            self._write_request()
+            begins = self.request.resume is None or not checkpoints(self.folder / "checkpoints")
+            if begins:
+                self._write_request()
             handler = logging.FileHandler(self.folder / "log.txt")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
-        log.info("%s: %s", BEGAN, shlex.join(self.request.command))
         self._log_handler = handler
+        if begins:
+            self._say_begun()
         return self
 
     def __exit__(
@@ -87,7 +91,9 @@ class Run:
         for number, previous in self._previous_signals.items():
             signal.signal(number, previous)
         self._finish_tracking(Status.failed if error else Status.stopped if self.stopping else Status.finished)
-        if error is not None:
+        if error is not None and not self._is_ours:
+            log.error("not resumed by %s: %s", shlex.join(self.request.command), error)
+        elif error is not None:
             log.error("%s %s: %s", FAILED, kind.__name__ if kind else "", error)
         else:
             log.info(STOPPED if self.stopping else FINISHED)
@@ -163,8 +169,14 @@ class Run:
         self.screen.step(step, self.total_steps, metrics, batch)
 
     def forget_after(self, step: int) -> None:
-        """Drop what the steps after `step` left, their checkpoints too: they are about to be done again."""
+        """Drop what the steps after `step` left, their checkpoints too: they are about to be done again.
+
+        From here on the folder's record is this attempt's; one that is refused before leaves it as it was.
+        """
         with self._writing("make it writable, then --resume again"):
+            if not self._is_ours:
+                self._write_request()
+                self._say_begun()
             dropped = drop_checkpoints_after(self.folder / "checkpoints", step)
             file = self.folder / "metrics.jsonl"
             if file.is_file():
@@ -231,6 +243,10 @@ class Run:
                         f"{self.folder} is in use by another rlpost process: give another --name"
                     ) from error
                 time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+
+    def _say_begun(self) -> None:
+        log.info("%s: %s", BEGAN, shlex.join(self.request.command))
+        self._is_ours = True
 
     def _write_request(self) -> None:
         (self.folder / "config.yaml").write_text(self.request.config_yaml)

@@ -67,6 +67,37 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 # What it holds
 
 
+def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with make(folder) as run:
+        save(folder, 4)
+        run.record(4, FIGURES)
+    names = ("config.yaml", "overrides.txt", "command.txt", "environment.json", "metrics.jsonl")
+    before = {name: (folder / name).read_bytes() for name in names}
+
+    def refuse() -> None:
+        with make(folder, resume="auto", total_steps=9, config="steps: 9\n") as run:
+            assert run.resume_from is not None
+            raise ConfigError("--resume: the run began with another seed; keep it")
+
+    with pytest.raises(ConfigError, match="keep it"):
+        refuse()
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    assert "not resumed" in (folder / "log.txt").read_text()
+    assert read_run(folder).state is RunState.finished
+
+
+def test_a_resume_is_written_down_once_it_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with make(folder):
+        save(folder, 4)
+    with make(folder, resume="auto", total_steps=9, config="steps: 9\n") as run:
+        run.forget_after(4)
+        assert read_run(folder).config == {"steps": 9}
+        assert read_run(folder).state is RunState.running
+    assert (folder / "command.txt").read_text() == "rlpost train 'a b'\n" * 2
+
+
 def test_what_was_asked_is_written_down(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with make(folder):
