@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs.base import EnvBase
 from rlpost.envs.build import build_env
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
@@ -56,7 +56,8 @@ class GRPOParts:
     model: PreTrainedModel
     reference: PreTrainedModel | None  # frozen; None without a KL term
     policy: Policy
-    eval_env: EnvBase
+    env: DatasetChatEnv
+    eval_env: DatasetChatEnv
     collector: LLMCollector
     buffer: ReplayBuffer
     objective: GRPOLoss
@@ -118,6 +119,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         model=model,
         reference=load_model(base, settings.model).requires_grad_(False) if settings.loss.kl_coef > 0 else None,
         policy=policy,
+        env=env,
         eval_env=eval_env,
         collector=collector,
         buffer=buffer,

@@ -262,6 +262,15 @@ class DatasetChatEnv(ChatEnv):
         self.start()
         return self._rows.count()
 
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """How many prompts of this split are also prompts of `other`; reads the rows of both."""
+        return len(self._openings() & other._openings())
+
+    def _openings(self) -> set[str]:
+        """How the conversation about each row begins; none where tasks are made rather than kept as rows."""
+        self.start()
+        return {repr(self.opening_messages(row)) for row in getattr(self._rows, "rows", ())}
+
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""
         self.start()

@@ -90,6 +90,11 @@ class GRPOSettings:
             )
         if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 samples each group G times alike: training needs it above 0")
+        if isinstance(self.env, EnvSettings) and self.env.split == "test" and self.eval.enabled:
+            raise ConfigError(
+                "env.split=test would train on the prompts that are held out to measure it: leave it out, or add "
+                "eval.enabled=false"
+            )
 
 
 @dataclass

@@ -27,6 +27,11 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     ]
     for line in lines:
         run.screen.line(line)
+    if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
+        run.screen.note(
+            f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called held-out "
+            "are not: take them out of one of the two"
+        )
     engine = type(parts.policy).__name__
     run.screen.open(
         title=run.folder.name,

@@ -54,6 +54,17 @@ def reward_short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArithmeticEnv, "score", score)
 
 
+def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, numbers in (("train", range(12)), ("test", range(10, 14))):
+        rows = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = [f"env.path={tmp_path}", "env.reward=number", "env.eval_limit=2", "steps=1"]
+    assert run(tmp_path / "shared", "env=dataset", *words) == 0
+    assert "2 of 4 held-out prompts are trained on too" in capsys.readouterr().out
+    assert run(tmp_path / "apart", "env=dataset", *words, "env.limit=10") == 0
+    assert "trained on too" not in capsys.readouterr().out
+
+
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
     composed = compose(TRAIN_GRPO, [*TINY, *words])
     request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
