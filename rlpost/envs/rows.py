@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 
@@ -45,8 +48,19 @@ class OrderedRows:
         return len(self.rows)
 
     def fingerprint(self) -> str:
-        """What a saved position depends on besides the seed, in words."""
-        return f"{len(self.rows)} rows, {'shuffled' if self.shuffle else 'in order'}"
+        """What a saved position depends on besides the seed, in words; their content too, where JSON can write it."""
+        order = "shuffled" if self.shuffle else "in order"
+        return f"{len(self.rows)} rows, {order}" + (f", content {self._digest}" if self._digest else "")
+
+    @cached_property
+    def _digest(self) -> str:
+        """A few letters that depend on every field of every row; empty where a row holds what JSON does not."""
+        if not isinstance(self.rows, list):  # reading all of another sequence may take its time
+            return ""
+        try:
+            return hashlib.blake2b(json.dumps(self.rows, sort_keys=True).encode(), digest_size=4).hexdigest()
+        except (TypeError, ValueError):
+            return ""
 
     def _fetch(self, numbers: list[int]) -> Sequence[Mapping[str, Any]]:
         fetch_many = getattr(self.rows, "__getitems__", None)

@@ -264,3 +264,11 @@ def test_it_resumes_where_it_was(tmp_path: Path) -> None:
     resumed = env_of(tmp_path, ROWS, shuffle=True)
     resumed.load_state_dict(json.loads(json.dumps(env.state_dict())))
     assert [c.query for c in resumed.draw(9)] == [c.query for c in env.draw(9)]
+
+
+def test_it_does_not_resume_with_as_many_other_rows(tmp_path: Path) -> None:
+    state = env_of(tmp_path, ROWS).state_dict()
+    changed = [{**ROWS[0], "answer": "changed"}, *ROWS[1:]]
+    with pytest.raises(DataError, match=r"taken with 40 rows, in order, content \w+, and this dataset has 40 rows"):
+        env_of(tmp_path, changed).load_state_dict(state)
+    env_of(tmp_path, ROWS).load_state_dict(state)
