@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rlpost.config.paths import MANIFEST, checkpoints, step_of
 from rlpost.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
 LATEST = "latest"
@@ -94,16 +94,10 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, resume from another one")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, in the order of their steps."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
-    return sorted(found, key=_step_of)
-
-
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     """Remove the checkpoints of later steps, point `latest` at what is left, and return those removed."""
-    kept = [path for path in checkpoints(folder) if _step_of(path) <= step]
-    dropped = [path for path in checkpoints(folder) if _step_of(path) > step]
+    kept = [path for path in checkpoints(folder) if step_of(path) <= step]
+    dropped = [path for path in checkpoints(folder) if step_of(path) > step]
     if dropped:
         if kept:
             _point_latest(folder, kept[-1].name)
@@ -112,10 +106,6 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     for path in dropped:
         shutil.rmtree(path)
     return dropped
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:

@@ -210,4 +210,4 @@ def describe(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     name = (config.get("architectures") or ["unknown architecture"])[0]
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    return f"{name}, {size / 1e6:.0f} MB of weights"
+    return f"{name}, {size / 1e6:.0f} MB of weights" if size >= 1e6 else f"{name}, {size / 1e3:.0f} kB of weights"

@@ -23,7 +23,8 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.checkpoint import MANIFEST, checkpoints, drop_checkpoints_after, verify
+from rlpost.checkpoint import drop_checkpoints_after, verify
+from rlpost.config.paths import MANIFEST, checkpoints
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts

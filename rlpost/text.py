@@ -1,4 +1,4 @@
-"""Anybody's text, made safe to show."""
+"""Text to show: anybody's, made safe, and things counted."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def printable(text: str) -> str:
     spaces other than the plain one.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

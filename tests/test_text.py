@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.text import printable
+from rlpost.text import counted, printable
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,7 @@ def test_whatever_comes_in_can_be_encoded_and_is_inert() -> None:
     shown = printable(everything + "\udfff")
     shown.encode()
     assert all(c.isprintable() or c in "\n\t" for c in shown)
+
+
+def test_one_thing_is_counted_without_an_s() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

@@ -12,11 +12,15 @@ from rlpost.extras import require_vllm
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
+    from rlpost.config.overrides import Override
 
 
-def compose_and_check(command: Command[S], words: Sequence[str], *, as_json: bool) -> Composed[S]:
+def compose_and_check(
+    command: Command[S], words: Sequence[str], kept: Sequence[Override] = (), *, as_json: bool
+) -> Composed[S]:
     """The configuration, its files of rewards imported, its engine and tracker looked for.
 
+    `kept` is what a run was asked that is to go on.
     What the user's files print while they are imported goes to stderr where stdout is for JSON.
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
@@ -26,7 +30,7 @@ def compose_and_check(command: Command[S], words: Sequence[str], *, as_json: boo
     from rlpost.tracking.choice import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
-        composed = compose(command, words)
+        composed = compose(command, words, kept)
         load_rewards(composed.settings.env)
     if isinstance(composed.settings.policy, VLLMSettings):
         require_vllm()

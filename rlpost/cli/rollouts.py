@@ -13,7 +13,7 @@ import typer
 from rlpost.cli.completion import complete_run
 from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
-from rlpost.text import printable
+from rlpost.text import counted, printable
 
 SHOW_EXAMPLES = """\b
 Examples:
@@ -102,7 +102,7 @@ def export(
             print(line)
         return
     count = export_rollouts(folder, steps, target, tokens=target.suffix != ".csv" if tokens is None else tokens)
-    print(printable(f"{count:,} completions of {len(steps)} steps in {target}"))
+    print(printable(f"{count:,} completions of {counted(len(steps), 'step')} in {target}"))
 
 
 def _steps(folder: Path) -> list[int]:

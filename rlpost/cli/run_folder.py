@@ -6,8 +6,8 @@ import itertools
 import re
 from pathlib import Path
 
-from rlpost.config.paths import is_checkpoint_folder, is_run_folder
-from rlpost.errors import ConfigError
+from rlpost.config.paths import checkpoints, is_checkpoint_folder, is_run_folder, never_began
+from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
@@ -20,8 +20,9 @@ NAMELESS = re.compile(r"model|checkpoints|latest|step-\d+")  # folders inside a 
 def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
     """The run folder that `--out`, `--name` and `--resume` ask for; `runs/STEM-N` where they leave it open.
 
-    Nothing is created. Raises ConfigError for a name that is taken or cannot be one, and for a
-    `--resume` that finds nothing.
+    Nothing is created, and a run that failed before it did anything leaves its name free. Raises
+    ConfigError for a name that is taken or cannot be one, and for a `--resume` that finds no run;
+    CheckpointError for one that finds a run without a checkpoint.
     """
     asked = _asked(out, name)
     if asked is not None and (asked / SWEEP_FILE).is_file():
@@ -31,6 +32,14 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     if resume in RESUME_WORDS:
         return _resumed(asked, resume, stem)
     return _resumed_from(asked, resume)
+
+
+def run_to_resume(out: Path | None, name: str | None, resume: str) -> Path | None:
+    """The run that `--resume` goes on with; None where only the settings can say which it is.
+
+    Raises ConfigError for a `--resume` that is no run and no checkpoint.
+    """
+    return _asked(out, name) if resume in RESUME_WORDS else _run_at(resume)
 
 
 def choose_sweep_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
@@ -72,7 +81,7 @@ def _named(name: str) -> Path:
 def _new(asked: Path | None, stem: str) -> Path:
     if asked is None:
         return _first_free(stem)
-    if is_run_folder(asked):
+    if is_run_folder(asked) and not never_began(asked):
         raise ConfigError(f"{asked} already holds a run: add --resume auto to go on with it, or give another --name")
     return asked
 
@@ -81,6 +90,8 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
     """`auto` begins where there is nothing to resume, `latest` does not."""
     folder = asked if asked is not None else _last_numbered(stem)
     if folder is not None and is_run_folder(folder):
+        if resume == "latest" and not checkpoints(folder / "checkpoints"):
+            raise CheckpointError(f"--resume latest: {folder} has no complete checkpoint; leave --resume out")
         return folder
     if resume == "latest":
         where = folder if folder is not None else RUNS / f"{stem}-1"
@@ -89,21 +100,27 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
 
 
 def _resumed_from(asked: Path | None, resume: str) -> Path:
-    source = expanded(resume)
-    if not source.is_dir():
-        hint = did_you_mean(nearest(resume, RESUME_WORDS), "give auto, latest, a run folder or a checkpoint")
-        raise ConfigError(f"--resume {resume}: there is no such folder{hint}")
-    if is_checkpoint_folder(source):
-        run = source.parent.parent
-    elif is_run_folder(source):
-        run = source
-    else:
-        raise ConfigError(f"--resume {resume} is neither a run folder nor one of its checkpoints/step-...")
+    run = _run_at(resume)
     if asked is None:
         return run
     if is_run_folder(asked) and asked.resolve() != run.resolve():
         raise ConfigError(f"{asked} already holds another run than --resume {resume}: give another --name")
     return asked
+
+
+def _run_at(resume: str) -> Path:
+    """The run that a path means, its own or that of one of its checkpoints."""
+    source = expanded(resume)
+    if not source.is_dir():
+        named = RUNS / resume if is_run_folder(RUNS / resume) else None
+        meant = f"--resume {named}" if named else nearest(resume, RESUME_WORDS)
+        hint = did_you_mean(meant, "give auto, latest, a run folder or a checkpoint")
+        raise ConfigError(f"--resume {resume}: there is no such folder{hint}")
+    if is_checkpoint_folder(source):
+        return source.parent.parent
+    if is_run_folder(source):
+        return source
+    raise ConfigError(f"--resume {resume} is neither a run folder nor one of its checkpoints/step-...")
 
 
 def _first_free(stem: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
 from rlpost.runs import RunRecord, RunState, number
-from rlpost.text import printable
+from rlpost.text import counted, printable
 
 HEADER = ("run", "state", "steps", "reward", "accuracy", "age", "model", "env")
 RIGHT = range(2, 6)  # the columns of figures
@@ -243,7 +244,8 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
     if record.state is RunState.unknown:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
-        troubles.append(("go on", f"the same command with --resume auto --out {folder}"))
+        again = "rlpost train grpo --resume" if _checkpoints(folder) else "the same command with --resume auto --out"
+        troubles.append(("go on", f"{again} {shlex.quote(str(folder))}"))
     return troubles
 
 
@@ -252,7 +254,7 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
     kept = _checkpoints(folder)
     names = ", ".join(path.name for path in kept) if kept else "none"
     rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
-    parts = [("checkpoints", names), ("rollouts", f"{len(rollouts)} steps" if rollouts else "none")]
+    parts = [("checkpoints", names), ("rollouts", counted(len(rollouts), "step") if rollouts else "none")]
     used = {name: bytes_of(folder / name) for name in ("checkpoints", "rollouts")}
     of_which = ", ".join(f"{name} {size(count)}" for name, count in used.items() if count)
     parts.append(("size", size(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))

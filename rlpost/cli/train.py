@@ -10,7 +10,8 @@ import typer
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_grpo
 from rlpost.cli.results import load_training, plan_dict, settings_dict, train_and_print_json
-from rlpost.cli.run_folder import choose_folder, slug
+from rlpost.cli.resume import check_kept, kept_settings, point_of
+from rlpost.cli.run_folder import choose_folder, run_to_resume, slug
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
@@ -48,7 +49,8 @@ def grpo(
         str | None,
         typer.Option(
             metavar="auto|latest|PATH",
-            help="Go on with a run: from its latest checkpoint (auto begins one if there is none), or from PATH.",
+            help="Go on with a run and its settings: from its latest checkpoint (auto begins a run where there is "
+            "none), or from PATH.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would run, stop.")] = False,
@@ -64,11 +66,18 @@ def grpo(
     if multirun:
         options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
         raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))
-    composed = compose_and_check(TRAIN_GRPO, words, as_json=as_json)
+    run = run_to_resume(out, name, resume) if resume is not None else None
+    kept = kept_settings(run, resume) if run and resume else []
+    composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
+    if resume is not None and run is None:  # the settings given now say which run is meant
+        run = out = choose_folder(None, None, resume, _stem(composed))
+        kept = kept_settings(run, resume)
+        composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
+    check_kept(composed, kept)
     if cfg:
         print_configuration(composed, as_json=as_json)
         return
-    folder = choose_folder(out, name, resume, f"grpo-{composed.choices['env']}-{_model_name(composed)}")
+    folder = choose_folder(out, name, resume, _stem(composed))
     if dry_run and as_json:
         print_json(plan_dict(composed, folder, resume))
         return
@@ -102,13 +111,18 @@ def plan_lines(composed: Composed[GRPOSettings], folder: Path, resume: str | Non
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {env.max_completion_tokens} tokens each",
         f"steps   {settings.steps}, seed {settings.seed}",
-        f"writes  {folder}" + (f", resuming ({resume})" if resume is not None else ""),
+        f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
     ]
     return [printable(line) for line in lines]
 
 
 def _rewards_of(env: EnvSettings) -> str:
     return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
+
+
+def _stem(composed: Composed[GRPOSettings]) -> str:
+    """What a run is called that nobody named, but for its number."""
+    return f"grpo-{composed.choices['env']}-{_model_name(composed)}"
 
 
 def _model_name(composed: Composed[GRPOSettings]) -> str:

@@ -62,13 +62,14 @@ class Merged(Generic[S]):
     given: list[Override]
 
 
-def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
+def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Composed[S]:
     """The settings of `command` under the words `key=value` of a command line.
 
-    Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
+    `kept` is what a run was asked that is to go on: the words replace it as they do a recipe's
+    lines. Imports neither torch nor transformers. Raises ConfigError for every word, recipe, file of
     conf/ and combination that cannot work, and DataError for a local `env.path` that is missing.
     """
-    merged = merge_all(command, words)
+    merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
     if settings.plugin != _plugins(merged.given):
         raise ConfigError(
@@ -79,12 +80,12 @@ def compose(command: Command[S], words: Sequence[str] = ()) -> Composed[S]:
     return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
 
 
-def merge_all(command: Command[S], words: Sequence[str] = ()) -> Merged[S]:
-    """The values under `words` before the settings classes check them.
+def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Merged[S]:
+    """The values under `kept` and `words` before the settings classes check them.
 
     Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
     """
-    overrides = _expand(command, parse_words(words))
+    overrides = _expand(command, parse_words(words), kept)
     load_plugins(_plugins(overrides))
     groups = groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
@@ -102,12 +103,12 @@ def merge_all(command: Command[S], words: Sequence[str] = ()) -> Merged[S]:
     return Merged(command, config, choices, list(keys.values()), texts, overrides)
 
 
-def _expand(command: Command[Any], given: list[Override]) -> list[Override]:
-    """The recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
+def _expand(command: Command[Any], given: list[Override], kept: Sequence[Override]) -> list[Override]:
+    """What is kept, the recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
     users = [model_path(o) for o in given if o.key != "recipe"]
-    overrides = merge([model_path(o) for o in from_recipe], users)
+    overrides = merge(kept, merge([model_path(o) for o in from_recipe], users))
     for override in overrides:
         if reason := names_code(override):
             raise _at(override, reason)

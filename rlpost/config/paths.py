@@ -13,6 +13,7 @@ from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
 from rlpost.user_file import check_defines, check_file, functions_of
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
@@ -33,6 +34,23 @@ def is_run_folder(folder: Path) -> bool:
 def is_checkpoint_folder(folder: Path) -> bool:
     """Whether this is one checkpoint of a run: `runs/NAME/checkpoints/step-000050`."""
     return (folder / "model" / "config.json").is_file()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, in the order of their steps."""
+    found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def never_began(run: Path) -> bool:
+    """Whether a run ended before it did anything: nothing was measured, and nothing saved."""
+    metrics = run / "metrics.jsonl"
+    return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
 
 
 def resolve_model_path(path: str) -> str:

@@ -29,13 +29,11 @@ from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.screen import Screen
 from rlpost.settings import GRPOSettings, SamplingSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.run import MUST_STAY, RunRequest
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude, evaluation_line
 from rlpost.train.state import restore_state, trainer_state
 from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
-
-MUST_STAY = ("seed", "prompts_per_step", "group_size")  # settings a resumed run cannot change
 
 log = logging.getLogger("rlpost")
 
@@ -177,6 +175,9 @@ def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path)
     progress = Progress(**state["progress"])
     run.forget_after(progress.step)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
+    if progress.step >= settings.steps:
+        done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
+        run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
     return progress
 
 

@@ -9,6 +9,7 @@ from rlpost.evaluate import EvalResult
 from rlpost.models import describe
 from rlpost.run import Run
 from rlpost.settings import GRPOSettings
+from rlpost.text import counted
 
 
 def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
@@ -16,13 +17,14 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     completions = settings.prompts_per_step * settings.group_size
     size = sum(p.numel() for p in parts.model.parameters())
     source = getattr(settings.env, "path", None)
+    data = type(settings.env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
     lines = [
-        f"model   {settings.model.path}: {describe(parts.model_folder)}, {size / 1e6:.3g}M parameters, {parts.device}",
-        f"data    {type(settings.env).__name__.removesuffix('Settings')}" + (f" from {source}" if source else ""),
+        f"model   {settings.model.path}: {describe(parts.model_folder)}, {_short(size)} parameters, {parts.device}",
+        f"data    {data}" + (f", {_prompts(settings, parts)}" if source else ""),
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
-        f"work    {settings.steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} completions = "
-        f"{completions}, at most {settings.env.max_completion_tokens} tokens each, lr {settings.optim.lr:g}, "
-        f"seed {settings.seed}",
+        f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+        f"{settings.group_size} completions = {completions}, at most {settings.env.max_completion_tokens} tokens each",
+        f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else ""),
     ]
     for line in lines:
@@ -35,10 +37,23 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     engine = type(parts.policy).__name__
     run.screen.open(
         title=run.folder.name,
-        about=f"{settings.model.path} · {lines[1].split(maxsplit=1)[1]} · {engine}",
+        about=f"{settings.model.path} · {data} · {engine}",
         total_steps=settings.steps,
         log=run.folder / "log.txt",
     )
+
+
+def _prompts(settings: GRPOSettings, parts: GRPOParts) -> str:
+    held_out = f", {parts.eval_env.num_tasks} held out" if settings.eval.enabled else ""
+    return f"{counted(parts.env.num_tasks, 'prompt')}{held_out}"
+
+
+def _short(count: int) -> str:
+    """Three digits of a large number: 90.6k, 135M, 1.54B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def evaluation_line(result: EvalResult, when: str) -> str:
@@ -61,7 +76,10 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
     if run.stopping:
         named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
         where = "" if named else f" --out {run.folder}"
-        screen.note(f"stopped after step {step}; to go on: the same command with --resume auto{where}")
+        again = f"the same command with --resume auto{where}"
+        if step > 0:  # there is a checkpoint, and with it the settings
+            again = f"rlpost train grpo --resume {shlex.quote(str(run.folder))}"
+        screen.note(f"stopped after step {step}; to go on: {again}")
         return
     if before is not None and after is not None:
         screen.line("")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.run_folder import SWEEP_FILE, choose_folder, choose_sweep_folder, slug
-from rlpost.errors import ConfigError
+from rlpost.config.paths import MANIFEST
+from rlpost.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +19,12 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_run(name: str, *, checkpoint: bool = False) -> Path:
     folder = Path("runs") / name
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("")
+    (folder / "metrics.jsonl").write_text('{"step": 30}\n')
     if checkpoint:
         model = folder / "checkpoints" / "step-000030" / "model"
         model.mkdir(parents=True)
         (model / "config.json").write_text("{}")
+        (model.parent / MANIFEST).write_text("{}")
     return folder
 
 
@@ -71,8 +73,21 @@ def test_auto_resumes_what_is_there_and_begins_what_is_not() -> None:
     assert choose_folder(None, None, "auto", "s") == Path("runs/s-10")
 
 
-def test_latest_needs_a_run() -> None:
-    make_run("sums")
+def test_a_run_that_failed_before_it_did_anything_leaves_its_name_free() -> None:
+    folder = make_run("sums")
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "command.txt").write_text("rlpost train grpo env=dataset\n")
+    assert choose_folder(None, "sums", None, "s") == folder
+    (folder / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        choose_folder(None, "sums", None, "s")
+
+
+def test_latest_needs_a_run_with_a_checkpoint() -> None:
+    make_run("sums", checkpoint=True)
+    make_run("short")
+    with pytest.raises(CheckpointError, match="--resume latest: runs/short has no complete checkpoint"):
+        choose_folder(None, "short", "latest", "s")
     assert choose_folder(None, "sums", "latest", "s") == Path("runs/sums")
     for name in ("new", None):
         with pytest.raises(ConfigError, match="--resume latest: there is no run in runs/"):
@@ -94,6 +109,9 @@ def test_a_checkpoint_or_run_folder_is_resumed_in_place_or_elsewhere() -> None:
 def test_a_resume_point_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"did you mean latest\?"):
         choose_folder(None, None, "lastest", "s")
+    make_run("sums")
+    with pytest.raises(ConfigError, match=r"did you mean --resume runs/sums\?"):
+        choose_folder(None, None, "sums", "s")
     Path("empty").mkdir()
     with pytest.raises(ConfigError, match="neither a run folder nor"):
         choose_folder(None, None, "empty", "s")

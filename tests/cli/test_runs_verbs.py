@@ -16,7 +16,7 @@ import pytest
 
 from rlpost.cli import run_report
 from rlpost.cli.main import run as rlpost
-from rlpost.runs import BEGAN, FAILED
+from rlpost.runs import BEGAN, FAILED, STOPPED
 from tests.run_folders import evaluation, make_run, step_row, verdict
 
 ROWS = [{"step": 0, **evaluation(0.1, 0.0, 0.2)}, step_row(1, 0.25), step_row(2, 0.75, **evaluation(0.58, 0.5, 0.7))]
@@ -120,6 +120,15 @@ def test_show_says_what_is_missing_and_hides_nothing_of_a_failure(capsys: pytest
     ):
         assert expected in out
     assert "\x1b" not in out
+
+
+def test_show_gives_the_command_that_goes_on_from_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(Path("a b"), log=verdict(STOPPED))
+    model = run / "checkpoints" / "step-000002" / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text("{}")
+    assert rlpost(["runs", "show", "./a b"]) == 0
+    assert "go on       rlpost train grpo --resume 'a b'\n" in capsys.readouterr().out
 
 
 def test_show_as_json_holds_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,10 @@ def test_held_out_prompts_that_are_trained_on_are_said(tmp_path: Path, capsys: p
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     words = [f"env.path={tmp_path}", "env.reward=number", "env.eval_limit=2", "steps=1"]
     assert run(tmp_path / "shared", "env=dataset", *words) == 0
-    assert "2 of 4 held-out prompts are trained on too" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 of 4 held-out prompts are trained on too" in said
+    assert f"data    Dataset from {tmp_path}, 12 prompts, 4 held out\n" in said
+    assert "work    1 step of 2 prompts x 4 completions = 8, at most 6 tokens each\nlr      0.001, seed 0\n" in said
     assert run(tmp_path / "apart", "env=dataset", *words, "env.limit=10") == 0
     assert "trained on too" not in capsys.readouterr().out
 
@@ -149,10 +152,17 @@ def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int 
         assert work() == expected
 
 
-def test_sigterm_saves_and_gives_143(tmp_path: Path) -> None:
+def test_sigterm_saves_and_gives_143(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop_in_step(1, lambda: run(tmp_path / "r", "steps=9", "eval.enabled=false"), 143, signal.SIGTERM)
+    assert f"stopped after step 1; to go on: rlpost train grpo --resume {tmp_path}/r\n" in capsys.readouterr().out
     assert (tmp_path / "r/checkpoints/latest/manifest.json").is_file()
     assert (tmp_path / "r/checkpoints/latest").resolve().name == "step-000001"
+
+
+def test_resuming_what_is_done_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
+    assert run(tmp_path, "steps=1", "eval.enabled=false", resume="auto") == 0
+    assert "nothing is left to do: 1 step is done; give more steps to go on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [["passes=2"], ["minibatch_size=4"], ["loss.kl_coef=0.1"]])

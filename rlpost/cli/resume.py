@@ -1,0 +1,72 @@
+"""`--resume`: a run goes on with its own settings, under those that the command line gives now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlpost.cli.run_folder import RESUME_WORDS, SWEEP_FILE
+from rlpost.config.paths import MANIFEST, checkpoints, resolve_model_path, step_of
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.home import expanded
+from rlpost.settings.run import MUST_STAY
+
+if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
+    from rlpost.config.overrides import Override
+    from rlpost.settings import GRPOSettings
+
+
+def kept_settings(run: Path, resume: str) -> list[Override]:
+    """What `run` was asked, to compose under the words given now.
+
+    Nothing where there is no checkpoint to go on from, for then the run begins anew, and for a job
+    that its sweep resumes, which is told everything. Raises CheckpointError where the run does not
+    say what it was asked.
+    """
+    if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
+        return []
+    if not checkpoints(run / "checkpoints"):
+        return []
+    from rlpost.config.overrides import Override
+
+    file = run / "overrides.txt"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): leave --resume out to begin anew") from error
+    parts = [(number, *line.partition("=")) for number, line in enumerate(lines, start=1)]
+    return [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]
+
+
+def check_kept(composed: Composed[GRPOSettings], kept: list[Override]) -> None:
+    """Raise ConfigError where the words given now change what a run cannot change while it goes on."""
+    if not kept:
+        return
+    from rlpost.config.compose import merge_all
+    from rlpost.config.overrides import as_text
+
+    before, now = merge_all(TRAIN_GRPO, [], kept).config, composed.settings
+    changed = {key: (before[key], getattr(now, key)) for key in MUST_STAY}
+    if _is_there(before.model.path):
+        changed["model.path"] = (before.model.path, now.model.path)
+    for key, (old, new) in changed.items():
+        if old != new:
+            raise ConfigError(f"--resume: the run began with {key}={as_text(old)}, not {as_text(new)}; keep it")
+
+
+def point_of(folder: Path, resume: str) -> str:
+    """Where a run in `folder` that is resumed goes on, as `--dry-run` says it."""
+    source = folder if resume in RESUME_WORDS else expanded(resume)
+    found = [source] if (source / MANIFEST).is_file() else checkpoints(source / "checkpoints")
+    return f"going on after step {step_of(found[-1])}" if found else "beginning: it has no checkpoint yet"
+
+
+def _is_there(model_path: str) -> bool:
+    """Whether a model's path still means something: a folder may have been moved since the run began."""
+    try:
+        resolve_model_path(model_path)
+    except ConfigError:
+        return False
+    return True

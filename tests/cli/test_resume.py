@@ -1,0 +1,105 @@
+"""`--resume`: which settings a run goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import run
+from rlpost.cli.run_folder import SWEEP_FILE
+from rlpost.config.paths import MANIFEST
+
+ASKED = ["model=tiny", "policy=scripted", "prompts_per_step=2", "group_size=2", "env.digits=3", "optim.lr=3e-05"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(folder: Path, *, steps: int) -> None:
+    """A run as far as `--resume` looks at it before anything is loaded."""
+    model = folder / "checkpoints" / f"step-{steps:06d}" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model.parent / MANIFEST).write_text("{}")
+    (folder / "overrides.txt").write_text("".join(f"{word}\n" for word in ASKED))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert run(["train", "grpo", *words, "--dry-run", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["train", "grpo", *words, "--dry-run"]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_settings_under_those_given_now(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    for words in (["--name", "sums", "--resume", "auto"], ["--resume", "runs/sums"]):
+        plan = planned(capsys, *words, "steps=90", "optim.lr=1e-5")
+        assert plan["folder"] == "runs/sums"
+        assert plan["choices"]["model"] == "tiny"
+        assert (plan["settings"]["env"]["digits"], plan["settings"]["prompts_per_step"]) == (3, 2)
+        assert (plan["settings"]["steps"], plan["settings"]["optim"]["lr"]) == (90, 1e-5)
+        assert plan["overrides"] == [*ASKED[:-1], "steps=90", "optim.lr=1e-05"]
+
+
+def test_without_a_name_the_settings_given_now_say_which_run_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/grpo-arithmetic-tiny-4"), steps=30)
+    plan = planned(capsys, "model=tiny", "--resume", "auto")
+    assert (plan["folder"], plan["settings"]["env"]["digits"]) == ("runs/grpo-arithmetic-tiny-4", 3)
+
+
+def test_a_fork_takes_the_settings_along(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    plan = planned(capsys, "--resume", "runs/sums/checkpoints/step-000030", "--name", "fork")
+    assert (plan["folder"], plan["settings"]["env"]["digits"]) == ("runs/fork", 3)
+
+
+def test_a_run_without_a_checkpoint_begins_anew_with_what_is_given_now(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    (Path("runs/sums/checkpoints/step-000030") / MANIFEST).unlink()
+    assert planned(capsys, "--name", "sums", "--resume", "auto")["settings"]["env"]["digits"] == 2
+
+
+def test_a_job_that_its_sweep_resumes_is_told_everything_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/lrs/lr-1"), steps=30)
+    Path("runs/lrs", SWEEP_FILE).write_text("{}")
+    assert planned(capsys, "--out", "runs/lrs/lr-1", "--resume", "auto")["settings"]["env"]["digits"] == 2
+    assert planned(capsys, "--resume", "runs/lrs/lr-1")["settings"]["env"]["digits"] == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("seed=4", "the run began with seed=0, not 4; keep it"),
+        ("group_size=4", "the run began with group_size=2, not 4; keep it"),
+        ("model=smollm2", "the run began with model.path=builtin:tiny, not packaged:smollm2; keep it"),
+    ],
+)
+def test_what_must_stay_is_asked_before_anything_is_loaded(
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    assert message in refused(capsys, "--name", "sums", "--resume", "auto", word)
+
+
+def test_a_setting_that_is_no_longer_one_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    with Path("runs/sums/overrides.txt").open("a") as file:
+        file.write("env.operators=[add]\n")
+    assert "runs/sums/overrides.txt, line 7: env.operators is no setting" in refused(
+        capsys, "--name", "sums", "--resume", "auto"
+    )
+
+
+def test_the_plan_says_where_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    for name, point in (("sums", "going on after step 30"), ("new", "beginning: it has no checkpoint yet")):
+        assert run(["train", "grpo", "--name", name, "--resume", "auto", "--dry-run"]) == 0
+        assert f"writes  runs/{name}, {point}\n" in capsys.readouterr().out
