@@ -140,7 +140,7 @@ def test(
             print("\n".join(f"  {printable(line)}" for line in proofs[split].lines()))
     if as_json:
         print_json({split: dataclasses.asdict(proof) for split, proof in proofs.items()})
-    if any(proof.failures for proof in proofs.values()):
+    if any(proof.failures or not proof.tells_apart for proof in proofs.values()):
         raise typer.Exit(FAILED)
 
 

@@ -29,14 +29,22 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether something was checked and nothing failed."""
-        return self.checked > 0 and not self.failures
+        return self.checked > 0 and not self.failures and self.tells_apart
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether gold replies earn more than the others on average, as far as that is in doubt."""
+        return not (self.gold and self.corrupted) or fmean(self.gold) > fmean(self.corrupted)
 
     def lines(self) -> list[str]:
         """The findings for a person, the first ten failures among them."""
         told = [f"  {failure}" for failure in self.failures[:SHOWN]]
         if len(self.failures) > SHOWN:
             told.append(f"  ... and {len(self.failures) - SHOWN} more")
-        verdict = "all scored rightly" if self.holds else f"{len(self.failures)} scored wrongly"
+        rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
+        verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
+        if not self.failures and not self.tells_apart:
+            verdict = "the reward does not tell them apart"
         if not self.checked:
             verdict = "there is no gold answer to check"
         if self.gold and self.corrupted:
@@ -50,8 +58,8 @@ def prove(env: EnvBase) -> Proof:
     """Score the gold reply and the corrupted replies of every task of the environment's split.
 
     Gold has to earn `max_reward` and both accuracies, corrupted less and neither; where `max_reward`
-    is not known, every reply has to be scored and none to earn more than the gold one. Raises
-    DataError where the environment's data cannot be read.
+    is not known, every reply has to be scored, none to earn more than the gold one, and the gold ones
+    more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
     proof = Proof()

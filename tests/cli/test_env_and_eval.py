@@ -17,7 +17,7 @@ from rlpost.settings import EvalSettings, GSM8KSettings
 
 class Proof:
     def __init__(self, failures: list[str]) -> None:
-        self.checked = 2
+        self.checked, self.tells_apart = 2, True
         self.failures = failures
 
     def lines(self) -> list[str]:

@@ -189,3 +189,10 @@ def test_three_settings_train(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "held-out reward before and after training" in out
     assert "0.100   ->   0.100" in out
+
+
+def test_a_reward_that_tells_nothing_apart_fails_its_test(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(ROWS)
+    Path("flat.py").write_text("def score(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    said = told(capsys, "env test dataset env.path=rows.jsonl env.reward=./flat.py:score env.split=train", 3)
+    assert "the reward does not tell them apart" in said

@@ -243,13 +243,22 @@ def test_ones_own_rewards_are_tried_on_every_answer(tmp_path: Path) -> None:
     tried = reward_file(tmp_path, "return [float(c == a) for c, a in zip(completions, columns['answer'])]")
     proof = prove(env_of(tmp_path, ROWS[:3], reward=tried))
     assert (proof.failures, proof.gold, proof.corrupted) == ([], [1.0] * 3, [0.0] * 6)
-    assert proof.lines()[-1].strip() == "on average the gold answers earn 1, the others 0"
+    assert proof.lines() == [
+        "3 gold answers and 6 corrupted ones: no corrupted one earns more than its gold answer",
+        "  on average the gold answers earn 1, the others 0",
+    ]
     (tmp_path / "other").mkdir()
     backwards = reward_file(tmp_path / "other", "return [float(c == '') for c in completions]")
     failures = prove(env_of(tmp_path, ROWS[:1], reward=backwards)).failures
     assert failures == [
         "train row 1: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None"
     ]
+
+
+def test_a_reward_that_gives_everything_the_same_proves_nothing(tmp_path: Path) -> None:
+    proof = prove(env_of(tmp_path, ROWS[:3], reward=reward_file(tmp_path, "return [0.5 for _ in completions]")))
+    assert not proof.holds
+    assert proof.lines()[0] == "3 gold answers and 6 corrupted ones: the reward does not tell them apart"
 
 
 def test_a_proof_needs_answers(tmp_path: Path) -> None:
