@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
+from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
+
+DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
 class DType(Enum):
@@ -37,3 +41,8 @@ class ModelSettings:
     dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
     autocast: Autocast = Autocast.bfloat16  # format of the trainer's matrix products
     device: str = "auto"  # auto: cuda where there is one, else cpu
+
+    def __post_init__(self) -> None:
+        if not DEVICE.fullmatch(self.device):
+            hint = "; did you mean cuda?" if self.device.lower() in ("gpu", "nvidia", "cuda") else ""
+            raise ConfigError(f"model.device={self.device} is unknown: it is auto, cpu, cuda, cuda:N, mps or xpu{hint}")

@@ -52,6 +52,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "no such function": (f"{OWN} env.path=rows.jsonl env.reward=./fine.py:scoer", 2, "did you mean score?"),
     "built-in reward misspelt": (f"{OWN} env.path=rows.jsonl env.reward=numbr", 2, "did you mean number?"),
     "no reward": (f"{OWN} env.path=rows.jsonl", 2, "env.reward"),
+    "a device that is none": ("train grpo model.device=gpu", 2, "model.device=gpu is unknown: it is auto, cpu, cuda"),
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
 }
 
