@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +34,11 @@ def init(
     command, overrides = verb_and_rest(words or [])
     from rlpost.config.starter import write_starter
 
-    needed = write_starter(file.expanduser(), command, overrides)
+    needed, typed = write_starter(file.expanduser(), command, overrides)
     if needed:
         print(f"give these a value in it first: {', '.join(needed)}")
-    print(printable(f"wrote {file}; use it with: rlpost {command.verb} recipe={_as_recipe(file)}"))
+    using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
+    print(printable(f"wrote {file}; use it with: rlpost {command.verb} {using}"))
 
 
 def _as_recipe(file: Path) -> str:

@@ -71,10 +71,7 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     """
     merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
-    if settings.plugin != _plugins(merged.given):
-        raise ConfigError(
-            "plugin stands in conf/, which is read after plugins: give plugin=FILE, or put it in a recipe"
-        )
+    _check_code(settings, merged.given)
     _check_paths(settings)
     yaml_text = OmegaConf.to_yaml(merged.config)
     return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
@@ -222,6 +219,19 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     assert isinstance(settings, command.settings)
     return settings
+
+
+def _check_code(settings: GRPOSettings | EvalSettings, given: Sequence[Override]) -> None:
+    """Raise ConfigError where a file of conf/ names a Python file to run."""
+    named = [] if settings.plugin == _plugins(given) else ["plugin"]
+    if isinstance(settings.env, DatasetSettings):
+        files = {"env.reward": settings.env.reward, "env.accuracy": [settings.env.accuracy or ""]}
+        words = {override.key for override in given}
+        named += [key for key, rewards in files.items() if key not in words and any(".py" in r for r in rewards)]
+    for key in named:
+        raise ConfigError(
+            f"{key} stands in conf/, and a YAML file cannot name code to run: give {key}=FILE on the command line"
+        )
 
 
 def _check_paths(settings: GRPOSettings | EvalSettings) -> None:

@@ -55,6 +55,11 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     return [*kept, *given]
 
 
+def is_code(override: Override) -> bool:
+    """Whether an override names a Python file to run, which only a command line may, not a YAML file."""
+    return override.key in ("plugin", "env.reward", "env.accuracy") and ".py" in override.text
+
+
 def names_code(override: Override) -> str | None:
     """Why an override is refused that would name code to run or refer to another value, else None."""
     if "_target_" in override.key:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rlpost.config.compose import Merged, compose, merge_all
 from rlpost.config.keys import Key, as_text, docs_of
 from rlpost.config.meaning import as_json, meaning_of
-from rlpost.config.overrides import shown
+from rlpost.config.overrides import is_code, shown
 from rlpost.config.provenance import value_of
 from rlpost.config.registry import Command, options
 from rlpost.errors import CheckpointError, ConfigError
@@ -36,8 +36,11 @@ PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
 VALUE_COLUMN = 48  # where the comments begin
 
 
-def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> list[str]:
-    """Write the recipe of `command` under `words` to a new file; returns the keys that still need a value.
+def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Write the recipe of `command` under `words` to a new file.
+
+    Returns the keys that still need a value, and the words that have to stand beside the recipe on a
+    command line because they name code.
 
     Raises ConfigError where the file exists or is no .yaml, and what `compose` raises for words that
     cannot work; CheckpointError where it cannot be written.
@@ -56,12 +59,16 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> li
             stream.write(starter(merged))
     except OSError as error:
         raise CheckpointError(f"cannot write {shown(str(file))}: {error.strerror}; give another place") from None
-    return needed
+    return needed, [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
 
 
 def starter(merged: Merged[Any]) -> str:
-    """The text of the recipe; it composes to the same settings, with its commented lines or without them."""
+    """The text of the recipe; it composes to the same settings, with its commented lines or without them.
+
+    Code is the exception: a recipe cannot name it, so those words stay on the command line.
+    """
     given = {override.key for override in merged.given}
+    code = {override.key for override in merged.given if is_code(override)}
     lines = [
         f"# {merged.choices['model']} on {merged.choices['env']}",  # what rlpost config list will say of it
         f"command: {merged.command.verb}",
@@ -73,7 +80,7 @@ def starter(merged: Merged[Any]) -> str:
         if (now := key.name.rpartition(".")[0]) != part:
             part = now
             lines += ["", *_heading(part, merged)]
-        lines.append(_line(key, merged, key.name in given or key.name in LIKELY))
+        lines.append(_line(key, merged, key.name in given or key.name in LIKELY, key.name in code))
     return "\n".join(lines) + "\n"
 
 
@@ -85,12 +92,13 @@ def _heading(part: str, merged: Merged[Any]) -> list[str]:
     return [f"# {meaning}: {' | '.join(options(part))}", f"{part}: {merged.choices[part]}"]
 
 
-def _line(key: Key, merged: Merged[Any], active: bool) -> str:
+def _line(key: Key, merged: Merged[Any], active: bool, code: bool) -> str:
     value = value_of(merged, key.name)
     missing = value == MISSING
     text = f"{key.name}: {MISSING if missing else yaml_text(as_json(value))}"
-    text = text if active and not missing else f"# {text}"
-    remarks = ["needs a value" if missing else "", " | ".join(key.choices), meaning_of(merged, key.name)]
+    text = text if active and not missing and not code else f"# {text}"
+    first = "needs a value" if missing else "on the command line only, since it names code" if code else ""
+    remarks = [first, " | ".join(key.choices), meaning_of(merged, key.name)]
     remark = "; ".join(filter(None, remarks))
     return f"{text.ljust(VALUE_COLUMN)}  # {remark}" if remark else text
 

@@ -236,6 +236,17 @@ def test_init_writes_a_recipe_of_the_same_settings(words: list[str], told: Told,
     assert compose(command, [f"recipe={file}"]).settings == wanted
 
 
+def test_init_leaves_code_to_the_command_line(told: Told, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    reward = f"env.reward={tmp_path}/r.py:score"
+    file = tmp_path / "own.yaml"
+    out = told("init", str(file), "env=dataset", "env.path=me/rows", reward)
+    assert out.endswith(f"use it with: rlpost train grpo recipe={file} {reward}\n")
+    assert re.search(r"(?m)^# env.reward: .*# on the command line only, since it names code", file.read_text())
+    wanted = compose(TRAIN_GRPO, ["env=dataset", "env.path=me/rows", reward]).settings
+    assert compose(TRAIN_GRPO, [f"recipe={file}", reward]).settings == wanted
+
+
 def test_init_names_what_still_needs_a_value(told: Told, tmp_path: Path) -> None:
     out = told("init", str(tmp_path / "own.yaml"), "env=dataset")
     assert out.startswith("give these a value in it first: env.path, env.reward\n")

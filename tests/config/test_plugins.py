@@ -74,10 +74,27 @@ def test_a_file_of_conf_may_build_on_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert getattr(settings.env, "depth", None) == 9
 
 
-def test_a_recipe_may_name_a_plugin(tmp_path: Path) -> None:
-    path = plugin(tmp_path, ENV).removeprefix("plugin=")
-    (tmp_path / "r.yaml").write_text(f"command: train grpo\nplugin: {path}\nenv: mine\n")
-    composed = compose(TRAIN_GRPO, [f"recipe={tmp_path / 'r.yaml'}"])
+@pytest.mark.parametrize("line", ["plugin: mine.py", "env.reward: [./r.py:score, exact]", "env.accuracy: r.py:right"])
+def test_a_recipe_names_no_code(line: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"command: train grpo\nenv: dataset\n{line}\n")
+    with pytest.raises(ConfigError, match=r"r.yaml, line 3: a YAML file cannot name code to run; .* on the command"):
+        compose(TRAIN_GRPO, [f"recipe={tmp_path / 'r.yaml'}"])
+
+
+def test_a_file_of_conf_names_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "env").mkdir(parents=True)
+    (tmp_path / "conf" / "env" / "mine.yaml").write_text(
+        "defaults: [dataset_schema, _self_]\npath: me/rows\nreward: ['./r.py:score']\n"
+    )
+    with pytest.raises(ConfigError, match=r"env.reward stands in conf/, and a YAML file cannot name code to run"):
+        compose(TRAIN_GRPO, ["env=mine"])
+    assert compose(TRAIN_GRPO, ["env=mine", "env.reward=exact"]).choices["env"] == "mine"
+
+
+def test_a_recipe_may_choose_what_a_plugin_on_the_command_line_registers(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("command: train grpo\nenv: mine\nenv.depth: 5\n")
+    composed = compose(TRAIN_GRPO, [f"recipe={tmp_path / 'r.yaml'}", plugin(tmp_path, ENV)])
     assert composed.choices["env"] == "mine"
 
 
