@@ -84,12 +84,12 @@ def test_a_recipe_names_no_code(line: str, tmp_path: Path) -> None:
 def test_a_file_of_conf_names_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "env").mkdir(parents=True)
-    (tmp_path / "conf" / "env" / "mine.yaml").write_text(
+    (tmp_path / "conf" / "env" / "rows.yaml").write_text(
         "defaults: [dataset_schema, _self_]\npath: me/rows\nreward: ['./r.py:score']\n"
     )
     with pytest.raises(ConfigError, match=r"env.reward stands in conf/, and a YAML file cannot name code to run"):
-        compose(TRAIN_GRPO, ["env=mine"])
-    assert compose(TRAIN_GRPO, ["env=mine", "env.reward=exact"]).choices["env"] == "mine"
+        compose(TRAIN_GRPO, ["env=rows"])
+    assert compose(TRAIN_GRPO, ["env=rows", "env.reward=exact"]).choices["env"] == "rows"
 
 
 def test_a_recipe_may_choose_what_a_plugin_on_the_command_line_registers(tmp_path: Path) -> None:
