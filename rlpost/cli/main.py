@@ -15,8 +15,9 @@ from rlpost import __version__
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import completion, config, env, info, reward, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
+from rlpost.cli.complaint import explain_usage
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
-from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, explain_usage
+from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
 from rlpost.errors import RlpostError
 
 BEGIN = """\b
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except typer.TyperException as error:
-        return _report_usage(error)
+        return _report_usage(error, arguments)
     except RlpostError as error:
         print_error(str(error))
         return error.exit_code
@@ -108,8 +109,8 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _report_usage(error: typer.TyperException) -> int:
-    message = explain_usage(error)
+def _report_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
+    message = explain_usage(error, typer.main.get_command(app), arguments)
     if "\n" in message:  # the help that a group without a verb prints
         print(message, file=sys.stderr)
     else:

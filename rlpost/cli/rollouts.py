@@ -55,7 +55,7 @@ def show(
     step: Annotated[int | None, typer.Option(metavar="N", help="The step; the last where it is left out.")] = None,
     group: Annotated[int | None, typer.Option(metavar="G", help="Only this group's completions.")] = None,
     sample: Annotated[int | None, typer.Option(metavar="S", help="Only this sample of each group.")] = None,
-    sort: Annotated[Order | None, typer.Option(help="The greatest first.")] = None,
+    sort: Annotated[Order | None, typer.Option(metavar="reward|length|advantage", help="The greatest first.")] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "--worst", help="The least first.")] = False,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Whole prompts and completions.")] = False,

@@ -53,7 +53,7 @@ def grpo(
             "none), or from PATH.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would run, stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")] = False,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")] = False,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,

@@ -1,7 +1,8 @@
-"""How verbs are declared and show their help, and what a misspelt verb or flag was probably meant as."""
+"""How verbs are declared and show their help, and what a misspelt verb was probably meant as."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -19,18 +20,20 @@ OVERRIDES_HELP = (
 SECTIONS = TRAIN, LOOK, PREPARE = "Train and try", "Look at runs", "Choose and prepare"  # of rlpost --help
 MULTIRUN_HELP = "Run once for each combination of several values: optim.lr=1e-5,3e-5 seed=0,1."
 JSON_HELP = "Print JSON on stdout, everything else on stderr."
+# verbs that other tools have -> the verb or flag of the same group here
+OTHER_VERBS = {"help": "--help", "version": "--version", "ls": "list", "follow": "tail", "doctor": "info"}
 
 
 class Verb(TyperCommand):
     """A verb whose help writes its arguments as they are typed, without the types that Python gives them."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", *(_as_typed(parameter) for parameter in self.params if _is_argument(parameter))]
+        return ["[OPTIONS]", *(as_typed(parameter) for parameter in self.params if is_argument(parameter))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        declared: list[Any] = [parameter for parameter in self.params if _is_argument(parameter)]
-        arguments = [(_as_typed(argument), argument.help or "") for argument in declared]
-        options = [p.get_help_record(ctx) for p in self.get_params(ctx) if not _is_argument(p)]
+        declared: list[Any] = [parameter for parameter in self.params if is_argument(parameter)]
+        arguments = [(as_typed(argument), argument.help or "") for argument in declared]
+        options = [p.get_help_record(ctx) for p in self.get_params(ctx) if not is_argument(p)]
         for title, rows in (("Arguments", arguments), ("Options", [row for row in options if row is not None])):
             if rows:
                 with formatter.section(title):
@@ -77,25 +80,21 @@ class App(typer.Typer):
         return super().command(name, cls=cls, **settings)
 
 
-def explain_usage(error: typer.TyperException) -> str:
-    """Typer's complaint about the command line as one line; an unknown flag gets the nearest one."""
-    context: Any = getattr(error, "ctx", None)
-    if not hasattr(error, "possibilities") or context is None:
-        return error.format_message()
-    flag: str = getattr(error, "option_name", "")
-    key = flag.lstrip("-").replace("-", "_")
-    flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
-    near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
-    if near is None and _is_setting(key):
-        return f"{flag}: settings are written without dashes; write {key}=VALUE"
-    return f"{context.command_path} has no option {flag}{did_you_mean(near, f'see {context.command_path} --help')}"
+def command_of(root: Any, arguments: Sequence[str]) -> Any:
+    """The verb that a command line is for, or the group where it names none."""
+    command = root
+    for word in arguments:
+        if isinstance(command, TyperGroup):
+            command = command.commands.get(word, command)
+    return command
 
 
-def _is_argument(parameter: Any) -> bool:
+def is_argument(parameter: Any) -> bool:
+    """Whether a parameter is an argument rather than an option."""
     return parameter.param_type_name == "argument"
 
 
-def _as_typed(parameter: Any) -> str:
+def as_typed(parameter: Any) -> str:
     """An argument in a usage line: `A`, `[GROUP]`, `[KEY=VALUE]...`; what has brackets already stays as it is."""
     word = parameter.metavar or parameter.name.upper()
     if "[" in word:
@@ -108,17 +107,19 @@ def _section(verb: Any) -> str:
     return getattr(verb, "rich_help_panel", None) or "Verbs"
 
 
-def _is_setting(key: str) -> bool:
+def is_setting(key: str) -> bool:
     """Whether this is, or by its dot was meant as, a setting."""
     return "." in key or any(key in all_keys(c) or key in groups_of(c.settings) for c in COMMANDS)
 
 
 def _unknown_verb(group: TyperGroup, context: Any, word: str) -> str:
     path = context.command_path
-    verbs = list(group.commands)
+    verbs = group.list_commands(context)
     if "=" in word:
         return f"{path} needs a verb before {word}: {' or '.join(f'{path} {verb}' for verb in verbs)}"
-    near = nearest(word, verbs)
+    flags = [name for parameter in group.params for name in parameter.opts]
+    known = OTHER_VERBS.get(word)
+    near = known if known in (*verbs, *flags, "--help") else nearest(word, verbs)
     if near is not None:
         meant = f"{path} {near}"
     else:  # perhaps a verb of another group, as in `rlpost grpo`

@@ -57,9 +57,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train grpo --optim.lr=3", "--optim.lr: settings are written without dashes; write optim.lr=VALUE"),
         ("train grpo --group-size 3", "write group_size=VALUE"),
         ("train grpo --bananas", "rlpost train grpo has no option --bananas; see rlpost train grpo --help"),
-        ("train grpo --seed many", "--seed"),
+        ("train grpo --seed many", "--seed many is of the wrong type: it takes a whole number"),
+        ("chat x --temperature hot", "--temperature hot is of the wrong type: it takes a number"),
+        ("chat x --top-p 3", "--top-p 3 is out of range: it must be at most 1"),
+        ("rollouts show x --limit 0", "--limit 0 is out of range: it must be at least 1"),
+        ("rollouts show x --sort rewrd", "--sort rewrd is unknown: it is one of reward, length, advantage; did you"),
+        ("runs tail x -n -1", "-n/--lines -1 is out of range"),
         ("train grpo --seed -1", "seed=-1 is out of range"),
-        ("train grpo --resume", "--resume"),
+        ("train grpo --resume", "--resume needs a value: write --resume auto|latest|PATH"),
+        ("rollouts show x --sort", "--sort needs a value: write --sort reward|length|advantage"),
+        ("train grpo --config x.yaml", "has no option --config; did you mean recipe=FILE.yaml?"),
+        ("-V", "rlpost has no option -V; did you mean --version?"),
+        ("chat", "rlpost chat needs PATH: write rlpost chat PATH; see rlpost chat --help"),
+        ("config diff a", "rlpost config diff needs B: write rlpost config diff A B; see"),
+        ("rollouts export all.csv", "needs FILE: write rlpost rollouts export RUN FILE; see"),
+        ("info please", "rlpost info does not take please; see rlpost info --help"),
+        ("help", "rlpost has no verb help; did you mean rlpost --help?"),
+        ("version", "rlpost has no verb version; did you mean rlpost --version?"),
+        ("runs ls", "rlpost runs has no verb ls; did you mean rlpost runs list?"),
         ("train grpo optm.lr=1", "optm.lr is no setting of rlpost train grpo; did you mean optim.lr?"),
         ("train grpo +steps=1", "write steps=1"),
         ("eval optim.lr=1", "it belongs to rlpost train grpo"),
@@ -150,12 +165,12 @@ def test_an_interrupt_is_exit_130(training: types.SimpleNamespace) -> None:
 def test_a_dry_run_says_what_would_run_and_does_not(
     training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["recipe=gsm8k-smollm2-cpu", "model.device=a\x1b[31mb", "--dry-run", "--name", "x"]
+    words = ["recipe=gsm8k-smollm2-cpu", "env.path=a\x1b[31mb", "--dry-run", "--name", "x"]
     assert run(["train", "grpo", *words]) == 0
     assert training.request is None
     assert capsys.readouterr().out.splitlines() == [
-        "model   smollm2 (packaged:smollm2), float32 weights, device a\\x1b[31mb",
-        "data    gsm8k from openai/gsm8k, train split",
+        "model   smollm2 (packaged:smollm2), float32 weights, device auto",
+        "data    gsm8k from a\\x1b[31mb, train split",
         "policy  auto, temperature 1",
         "step    4 prompts x 4 completions = 16, at most 128 tokens each",
         "steps   20, seed 0",
