@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.paths import is_run_folder
+from rlpost.config.paths import SWEEP_FILE, is_run_folder
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 
@@ -218,6 +218,9 @@ def find_run(name: str | None) -> Path:
     for candidate in (path, inside) if _is_path(name) else (inside, path):
         if is_run_folder(candidate):
             return candidate
+    for candidate in (path, inside):
+        if (candidate / SWEEP_FILE).is_file():
+            raise ConfigError(f"{candidate} is a sweep of several runs: see rlpost runs list {candidate}")
     if path.is_dir():
         raise ConfigError(f"{name} is no run folder: it holds neither command.txt nor metrics.jsonl")
     if _is_path(name):

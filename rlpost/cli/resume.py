@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlpost.cli.run_folder import RESUME_WORDS, SWEEP_FILE
-from rlpost.config.paths import MANIFEST, checkpoints, resolve_model_path, step_of
+from rlpost.cli.run_folder import RESUME_WORDS
+from rlpost.config.paths import MANIFEST, SWEEP_FILE, checkpoints, resolve_model_path, step_of
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded

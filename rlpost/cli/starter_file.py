@@ -48,7 +48,7 @@ def write_starter(kind: str, name: str, out: Path | None) -> str:
 def _check_name(kind: str, name: str) -> None:
     """Raise ConfigError for a name that is no Python name, or that would hide something of that name."""
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.ASCII) or keyword.iskeyword(name):
-        fitting = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower() or kind
+        fitting = re.sub(r"\W+", "_", name.removesuffix(".py"), flags=re.ASCII).strip("_").lower() or kind
         fitting = fitting if fitting[0].isalpha() and not keyword.iskeyword(fitting) else f"my_{fitting}"
         raise ConfigError(f"{name!r} is no Python name, which the file and its code need; write {fitting}")
     installed = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.cli.run_folder import SWEEP_FILE
+from rlpost.config.paths import SWEEP_FILE
 from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError
 

@@ -16,6 +16,7 @@ from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
+from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import printable
@@ -63,6 +64,8 @@ def grpo(
     from rlpost.config.registry import TRAIN_GRPO
 
     words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
+    if seed is not None and any(word.startswith("seed=") for word in words[:-1]):
+        raise ConfigError("--seed and seed= both set the seed: give one of them")
     if multirun:
         options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
         raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))

@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
-from rlpost.config.paths import check_data_path, check_reward, resolve_model_path
+from rlpost.config.paths import check_data_path, check_reward, is_run_folder, resolve_model_path
 from rlpost.config.plugins import load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, search_folders
@@ -238,6 +238,8 @@ def _check_paths(settings: GRPOSettings | EvalSettings) -> None:
     path = settings.model.path
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
+    if is_run_folder(Path("runs") / path) and not Path(path).is_dir():
+        raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
     resolve_model_path(path)
     for key in ("path", "test_path"):
         if isinstance(data := getattr(settings.env, key, None), str):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override, shown
+from rlpost.config.paths import DATA_FILES
 from rlpost.config.registry import COMMANDS, Command, all_keys
 from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 
@@ -27,6 +28,14 @@ OTHER_NAMES = {
     "max_prompt_length": "env.max_prompt_tokens",
     "dataset": "env",
     "task": "env",
+    "data": "env.path",
+    "data_path": "env.path",
+    "dataset_name": "env.path",
+    "train_file": "env.path",
+    "reward_fn": "env.reward",
+    "reward_funcs": "env.reward",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
     "num_iterations": "passes",
     "engine": "policy",
 }
@@ -39,6 +48,8 @@ def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], 
     inside = [key for key in keys if key.startswith(f"{override.key}.")]
     if inside:
         return f"{name} is a group of settings: set {', '.join(inside)}"
+    if override.key == "recipe":
+        return "recipe is no setting but a file of them: rlpost config list prints those there are"
     everywhere = all_keys(command)
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
@@ -47,10 +58,16 @@ def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], 
         if override.key in all_keys(other) or override.key in groups_of(other.settings):
             return f"{name} is no setting of {verb}: it belongs to rlpost {other.verb}"
     candidates = [*keys, *groups_of(command.settings), "recipe", *everywhere]
-    near = one_typo_away(override.key, candidates)
+    near = _of_that_name(override.key, candidates) or one_typo_away(override.key, candidates)
     known = OTHER_NAMES.get(override.key.rpartition(".")[2].lower())
     near = near or (known if known in candidates else nearest_key(override.key, candidates))
     return f"{name} is no setting of {verb}{did_you_mean(near, f'see rlpost config show {command.verb}')}"
+
+
+def _of_that_name(word: str, keys: Sequence[str]) -> str | None:
+    """The keys that end in `word`, where there are several: `model.path or env.path` for `path`."""
+    named = list(dict.fromkeys(key for key in keys if key.endswith(f".{word}")))
+    return " or ".join(named) if len(named) > 1 else None
 
 
 def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
@@ -58,6 +75,9 @@ def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
     hint = did_you_mean(nearest(override.text, known), f"it is one of {', '.join(known)}")
     if override.key == "model" and (Path("runs") / override.text).is_dir() and override.text:
         hint = f"; did you mean model=runs/{override.text}?"
+    if override.key == "env" and override.text.endswith((".py", *DATA_FILES)):
+        own = f"plugin={shown(override.text)} env=NAME" if override.text.endswith(".py") else ""
+        hint = f"; write {own or f'env=dataset env.path={shown(override.text)}'}"
     if override.text.startswith("["):
         hint = "; it takes one option, not a list"
     elif "," in override.text:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,7 +14,8 @@ from hydra.errors import HydraException
 
 from rlpost.config.keys import NULL, Key
 from rlpost.config.keys import as_text as as_text
-from rlpost.config.registry import SCHEMAS, options, recipes
+from rlpost.config.paths import DATA_FILES
+from rlpost.config.registry import COMMANDS, SCHEMAS, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 
@@ -35,7 +37,7 @@ def parse_words(words: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for a word that is no `key=value`.
     """
-    overrides = [_parse_word(word, words[i + 1 : i + 2]) for i, word in enumerate(words)]
+    overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 : i + 2]) for i, word in enumerate(words)]
     return list({override.key: override for override in overrides}.values())
 
 
@@ -93,30 +95,40 @@ def shown(text: str, longest: int = 60) -> str:
     return line if len(line) <= longest else f"{line[:longest]}..."
 
 
-def _parse_word(word: str, following: Iterable[str]) -> Override:
+def _parse_word(word: str, before: Sequence[str], following: Iterable[str]) -> Override:
     key, equals, text = word.partition("=")
     if word.startswith("-"):
         raise ConfigError(f"{shown(word)}: settings are written without dashes; write {shown(word.lstrip('-'))}")
     if word.startswith(("+", "~")):
         bare = shown(word.lstrip("+~"))
-        raise ConfigError(
-            f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; write {bare}"
-        )
+        advice = f"write {bare}" if equals else "leave it out"
+        raise ConfigError(f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; {advice}")
     spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following)
     if not key.strip() or spaced:
         raise ConfigError(f"{shown(word)}: a setting is one word without spaces around the =; write key=value")
+    if not equals and any("=" in b and b.endswith((",", "[")) for b in before):
+        together = shown(f"{before[0]}{word}")
+        raise ConfigError(f"{shown(before[0])} {shown(word)}: a value has no spaces; write {together}, or quote it")
     if not equals:
-        raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_option(word)}")
+        raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_setting(word)}")
     if not text and any("=" not in f for f in following):
         raise ConfigError(f"{shown(word)} has no value: write it without spaces around the =, as in steps=20")
     return Override(key, text)
 
 
-def _as_option(word: str) -> str:
-    """The setting that a bare word was probably meant as: `model=qwen` for `qwen`."""
-    meant = next((f"{group}={word}" for group in SCHEMAS if word in options(group)), None)
-    meant = meant or (f"recipe={word}" if word in recipes() else None)
-    return did_you_mean(meant) or ", as in steps=20"
+def _as_setting(word: str) -> str:
+    """What a bare word was probably meant as: `model=qwen` for `qwen`, `recipe=my.yaml` for a file of that name."""
+    verbs = {part for command in COMMANDS for part in command.verb.split()}
+    meant = next((f"{group}={word}" for group in SCHEMAS if word in options(group) and word not in verbs), None)
+    if word in recipes() or word.endswith((".yaml", ".yml")):
+        meant = f"recipe={word}"
+    elif word.endswith(DATA_FILES):
+        meant = f"env=dataset env.path={word}"
+    elif word.endswith(".py"):
+        meant = f"plugin={word}"
+    elif Path(word).is_dir():
+        meant = f"model={word}" if "/" in word else f"model=./{word}"
+    return did_you_mean(shown(meant) if meant else None) or ", as in steps=20"
 
 
 def _unquoted(text: str) -> str:

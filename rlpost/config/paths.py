@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.nearest import did_you_mean, nearest, one_typo_away
 from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
 from rlpost.user_file import check_defines, check_file, functions_of
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -134,6 +135,9 @@ def _model_folder(folder: Path, path: str) -> Path:
                 f"model.path={path} is a run without a finished checkpoint: resume it, or give another model"
             )
         return latest
+    if (folder / SWEEP_FILE).is_file():
+        jobs = sorted(job.name for job in folder.iterdir() if is_run_folder(job))
+        raise ConfigError(f"model.path={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
     raise ConfigError(
         f"model.path={path} holds no model: there is no config.json in it, and it is no run or checkpoint of rlpost"
     )
@@ -145,5 +149,10 @@ def _nearby(missing: Path) -> str:
         names = sorted(p.name for p in missing.parent.iterdir())
     except OSError:  # the folder above is missing or closed, so there is nothing to suggest
         return f"; there is no folder {missing.parent} either" if not missing.parent.exists() else ""
-    near = nearest(missing.name, names)
+    # an ending that both have does not make two names alike
+    ending = missing.suffix
+    of_its_kind = {Path(name).stem: name for name in names if ending and Path(name).suffix == ending}
+    near = of_its_kind.get(nearest(missing.stem, of_its_kind) or "") or (
+        one_typo_away(missing.name, names) if of_its_kind else nearest(missing.name, names)
+    )
     return did_you_mean(str(missing.parent / near) if near else None)

@@ -46,7 +46,9 @@ def find_recipe(name: str) -> Path:
         return file
     known = recipes()
     if name not in known:
-        hint = did_you_mean(nearest(name, known), f"the recipes are {', '.join(known)}")
+        here = next((file for ending in (".yaml", ".yml") if expanded(file := f"{name}{ending}").is_file()), None)
+        near = nearest(name, known) if here is None or not name else f"recipe={here}"
+        hint = did_you_mean(near, f"the recipes are {', '.join(known)}")
         raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
     return known[name]
 

@@ -153,7 +153,7 @@ class DatasetEnv(DatasetChatEnv):
             if self.prompt_template is not None and asked is None:  # it writes the prompt from other fields
                 self._of_messages = False
                 return self._template_complaint(row)
-            hint = "" if asked else ", or name another column with env.prompt_column"
+            hint = "" if asked else "; name one of them with env.prompt_column"
             return column, missing(column, row) + hint
         prompt = row[column]
         if self._of_messages is None:
@@ -189,7 +189,7 @@ class DatasetEnv(DatasetChatEnv):
         if not built_in and self.settings.answer_column is None:
             return None
         if column not in row:
-            hint = "" if self.settings.answer_column else ", or name another column with env.answer_column"
+            hint = "" if self.settings.answer_column else "; name one of them with env.answer_column"
             return column, missing(column, row) + hint
         if not built_in:
             return None

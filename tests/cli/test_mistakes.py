@@ -53,6 +53,35 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "built-in reward misspelt": (f"{OWN} env.path=rows.jsonl env.reward=numbr", 2, "did you mean number?"),
     "no reward": (f"{OWN} env.path=rows.jsonl", 2, "env.reward"),
     "a device that is none": ("train grpo model.device=gpu", 2, "model.device=gpu is unknown: it is auto, cpu, cuda"),
+    "space after a comma": ("train grpo -m optim.lr=1e-5, 3e-5", 2, "a value has no spaces; write optim.lr=1e-5,3e-5"),
+    "space in a list": (
+        "train grpo env.operations=[add, subtract]",
+        2,
+        "write env.operations=[add,subtract], or quote",
+    ),
+    "a recipe without its key": ("train grpo my.yaml", 2, "did you mean recipe=my.yaml?"),
+    "a recipe without its ending": ("train grpo recipe=my", 2, "recipe=my is unknown; did you mean recipe=my.yaml?"),
+    "rows without their key": ("train grpo rows.jsonl", 2, "did you mean env=dataset env.path=rows.jsonl?"),
+    "rows for an environment": ("train grpo env=rows.jsonl", 2, "write env=dataset env.path=rows.jsonl"),
+    "a plugin for an environment": ("train grpo env=./fine.py", 2, "write plugin=./fine.py env=NAME"),
+    "a run without its key": ("eval runs/taken", 2, "did you mean model=runs/taken?"),
+    "a run's name for a path": ("eval model.path=taken", 2, "did you mean model=runs/taken?"),
+    "a sweep for a model": ("eval model=runs/lrs", 2, "runs/lrs is a sweep of several runs: name one of a, b"),
+    "a verb too many": ("eval grpo", 2, "grpo is no setting: settings are written key=value, as in steps=20"),
+    "half a key": ("train grpo path=rows.jsonl", 2, "did you mean model.path or env.path?"),
+    "another tool's key": (
+        "train grpo data=rows.jsonl",
+        2,
+        "data is no setting of rlpost train grpo; did you mean env.path?",
+    ),
+    "removing a setting": ("train grpo ~env", 2, "every setting has its place already; leave it out"),
+    "two seeds": ("train grpo --seed 1 seed=2", 2, "--seed and seed= both set the seed"),
+    "explaining a recipe": ("config explain recipe", 2, "recipe is no setting but a file of them: rlpost config list"),
+    "nothing near": (f"{OWN} env.path=zzzz.jsonl env.reward=number", 3, "env.path=zzzz.jsonl does not exist\n"),
+    "a module for a file": (f"{OWN} env.path=rows.jsonl env.reward=fine:score", 2, "did you mean fine.py?"),
+    "two colons": (f"{OWN} env.path=rows.jsonl env.reward=./fine.py::score", 2, "did you mean ./fine.py?"),
+    "a file for a name": ("reward new mine.py", 2, "write mine\n"),
+    "a sweep for a run": ("runs show lrs", 2, "runs/lrs is a sweep of several runs: see rlpost runs list runs/lrs"),
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
 }
 
@@ -81,6 +110,10 @@ def place(folder: Path) -> None:
     """What the mistakes above point at."""
     (folder / "folder").mkdir()
     (folder / "runs" / "taken" / "checkpoints").mkdir(parents=True)
+    for job in ("a", "b"):
+        (folder / "runs" / "lrs" / job / "checkpoints").mkdir(parents=True)
+    (folder / "runs" / "lrs" / "sweep.json").write_text("{}")
+    (folder / "my.yaml").write_text("command: train grpo\nsteps: 3\n")
     (folder / "pickled").mkdir()
     (folder / "pickled" / "config.json").write_text("{}")
     (folder / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
@@ -143,7 +176,7 @@ def test_what_the_command_shows_is_answered_before_anything_heavy_is_imported(
     mistake: str, seen: dict[str, Any]
 ) -> None:
     code, out, err, heavy = seen[mistake]
-    assert VISIBLE[mistake][2] in one_line(err)
+    assert VISIBLE[mistake][2] in f"{one_line(err)}\n"
     assert code == VISIBLE[mistake][1]
     assert (out, err.count("\n"), heavy) == ("", 1, [])
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.cli.run_folder import SWEEP_FILE
-from rlpost.config.paths import MANIFEST
+from rlpost.config.paths import MANIFEST, SWEEP_FILE
 
 ASKED = ["model=tiny", "policy=scripted", "prompts_per_step=2", "group_size=2", "env.digits=3", "optim.lr=3e-05"]
 

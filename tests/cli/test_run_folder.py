@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.cli.run_folder import SWEEP_FILE, choose_folder, choose_sweep_folder, slug
-from rlpost.config.paths import MANIFEST
+from rlpost.cli.run_folder import choose_folder, choose_sweep_folder, slug
+from rlpost.config.paths import MANIFEST, SWEEP_FILE
 from rlpost.errors import CheckpointError, ConfigError
 
 

@@ -94,12 +94,12 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"answer": "1"}, "field 'prompt': missing; the row has answer, or name another column with env.prompt_column"),
+        ({"answer": "1"}, "field 'prompt': missing; the row has answer; name one of them with env.prompt_column"),
         ({"promt": "a", "answer": "1"}, "missing; did you mean promt? the row has promt, answer"),
         ({"prompt": " ", "answer": "1"}, "field 'prompt': is empty"),
         ({"prompt": 3, "answer": "1"}, "field 'prompt': must be text or a list of messages, and is int"),
         ({"prompt": CHAT, "answer": "1"}, "field 'prompt': is a list where the first row has text"),
-        ({"prompt": "a"}, "field 'answer': missing; the row has prompt, or name another column with env.answer_column"),
+        ({"prompt": "a"}, "field 'answer': missing; the row has prompt; name one of them with env.answer_column"),
         ({"prompt": "a", "answer": None}, "field 'answer': must be text or a number, and is null"),
         ({"prompt": "a", "answer": True}, "field 'answer': must be text or a number, and is bool"),
         ({"prompt": "a", "answer": " "}, "field 'answer': is empty"),
