@@ -49,18 +49,33 @@ def difference_lines(found: Difference) -> list[str]:
     titles = ("", found.a.name, found.b.name)
     lines = ["no setting differs"]
     if found.settings:
-        lines = table([titles, *((key, *pair) for key, pair in found.settings.items())], indent="")
+        lines = table([titles, *((key, *map(_text, pair)) for key, pair in found.settings.items())], indent="")
     if found.environment:
-        rows = [(key, *pair) for key, pair in found.environment.items()]
+        rows = [(key, *map(_text, pair)) for key, pair in found.environment.items()]
         lines += ["", "versions and machine", *table(rows, indent="")]
     return lines
 
 
 def difference_as_dict(found: Difference) -> dict[str, Any]:
-    """The difference as JSON has it."""
+    """The difference as JSON has it; a side that lacks a setting is left out of it."""
+    from rlpost.config.difference import ABSENT
+
+    def values(pairs: dict[str, tuple[Any, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            key: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
+            for key, pair in pairs.items()
+        }
+
     return {
         "a": found.a.name,
         "b": found.b.name,
-        "settings": {key: {"a": left, "b": right} for key, (left, right) in found.settings.items()},
-        "environment": {key: {"a": left, "b": right} for key, (left, right) in found.environment.items()},
+        "settings": values(found.settings),
+        "environment": values(found.environment),
     }
+
+
+def _text(value: Any) -> str:
+    from rlpost.config.difference import ABSENT
+    from rlpost.config.overrides import as_text
+
+    return "-" if value is ABSENT else as_text(value)

@@ -89,7 +89,7 @@ def key_table(keys: list[KeyLine]) -> list[str]:
     """Keys with their values and meanings; an empty line before each group of them."""
     lines: list[str] = []
     group = ""
-    for key, line in zip(keys, table([(f"{k.key}={k.value}", k.meaning) for k in keys]), strict=True):
+    for key, line in zip(keys, table([(f"{k.key}={k.text}", k.meaning) for k in keys]), strict=True):
         part = key.key.rpartition(".")[0]
         if part != group and lines:
             lines.append("")

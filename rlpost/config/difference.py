@@ -6,13 +6,14 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlpost.config.compose import compose
-from rlpost.config.overrides import as_text, shown
+from rlpost.config.overrides import shown
 from rlpost.config.paths import is_run_folder
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import Command, recipes
@@ -21,26 +22,37 @@ from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
-ABSENT = "-"  # how a setting that only the other side has is shown
+
+
+class Absent(Enum):
+    """In place of the value of a setting that only the other side has."""
+
+    absent = "-"
+
+
+ABSENT = Absent.absent
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: its settings as texts, chosen options included, and for a run what it ran on."""
+    """One of the two: its settings, chosen options included, and for a run what it ran on."""
 
     name: str
-    settings: dict[str, str]
-    environment: dict[str, str] | None
+    settings: dict[str, Any]
+    environment: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Key -> the two texts, for all keys that differ; `environment` only between two runs."""
+    """Key -> the two values, `ABSENT` where a side lacks it, for all keys that differ.
+
+    `environment` only between two runs.
+    """
 
     a: Side
     b: Side
-    settings: dict[str, tuple[str, str]]
-    environment: dict[str, tuple[str, str]]
+    settings: dict[str, tuple[Any, Any]]
+    environment: dict[str, tuple[Any, Any]]
 
 
 def difference(a: str, b: str) -> Difference:
@@ -54,9 +66,20 @@ def difference(a: str, b: str) -> Difference:
     return Difference(left, right, _differing(left.settings, right.settings), environments)
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in (*a, *b)}
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in _together(a, b)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _together(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The keys of `a`, and after the last of each group those that only `b` has of it."""
+    keys = list(a)
+    for key in b:
+        if key not in a:
+            group = key.rpartition(".")[0]
+            last = max((i for i, known in enumerate(keys) if known.rpartition(".")[0] == group), default=len(keys) - 1)
+            keys.insert(last + 1, key)
+    return keys
 
 
 def _side(text: str) -> Side:
@@ -119,10 +142,10 @@ def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
         return {}
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> text."""
-    flat: dict[str, str] = {}
+def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    flat: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: as_text(value)}
+        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
     return flat

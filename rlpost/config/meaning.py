@@ -25,7 +25,8 @@ class KeyLine:
     """A key in a list: its present value and its meaning."""
 
     key: str
-    value: str
+    value: Any  # as JSON has it
+    text: str  # as a command line has it
     meaning: str
 
 
@@ -117,7 +118,13 @@ def _exists(owner: str) -> bool:
 
 
 def _line(key: Key, told: Provenance[Any]) -> KeyLine:
-    return KeyLine(key.name, as_text(value_of(told.merged, key.name)), meaning_of(told.merged, key.name))
+    value = value_of(told.merged, key.name)
+    return KeyLine(key.name, _json_value(value), as_text(value), meaning_of(told.merged, key.name))
+
+
+def _json_value(value: Any) -> Any:
+    """A value that nobody has given yet is null."""
+    return None if value == MISSING else as_json(value)
 
 
 def _key_meaning(key: Key, told: Provenance[Any], typed: str) -> KeyMeaning:
@@ -126,7 +133,7 @@ def _key_meaning(key: Key, told: Provenance[Any], typed: str) -> KeyMeaning:
     return KeyMeaning(
         key=key.name,
         command=typed,
-        value=None if value == MISSING else as_json(value),
+        value=_json_value(value),
         text=as_text(value),
         type=key.type_name,
         meaning=meaning_of(told.merged, key.name),

@@ -143,9 +143,12 @@ def test_explain_as_json(told: Told) -> None:
     assert [layer["text"] for layer in meaning["layers"]] == ["1.5e-05", "1e-6"]
     group = json.loads(told("explain", "env", "--json"))
     assert (group["chosen"], group["set_by"]) == ("arithmetic", "conf/grpo.yaml, line 5")
-    assert {"key": "steps", "value": "60", "meaning": "each: sample, reward, update, push the weights"} in json.loads(
-        told("explain", "--json")
-    )
+    assert {
+        "key": "steps",
+        "value": 60,
+        "text": "60",
+        "meaning": "each: sample, reward, update, push the weights",
+    } in json.loads(told("explain", "--json"))
 
 
 def test_list_and_show_as_json(told: Told) -> None:
@@ -166,9 +169,16 @@ def test_diff_prints_only_what_differs(told: Told) -> None:
 
 def test_diff_of_recipes_of_two_verbs_marks_what_one_lacks(told: Told) -> None:
     found = json.loads(told("diff", "train grpo env=gsm8k", "eval env=gsm8k", "--json"))
-    assert found["settings"]["steps"] == {"a": "60", "b": "-"}
+    assert found["settings"]["steps"] == {"a": 60}
     assert found["settings"]["env.split"] == {"a": "train", "b": "test"}
     assert "env" not in found["settings"]
+
+
+def test_diff_keeps_the_keys_of_a_group_together(told: Told) -> None:
+    keys = [line.split()[0] for line in told("diff", "", "env=gsm8k").splitlines()[1:]]
+    assert keys[0] == "env"
+    assert all(key.startswith("env.") for key in keys[1:])
+    assert told("diff", "", "env=gsm8k steps=3").splitlines()[-1].split() == ["steps", "60", "3"]
 
 
 def test_diff_says_by_its_exit_code_whether_anything_differs_if_asked(told: Told) -> None:
@@ -192,7 +202,7 @@ def test_diff_of_runs_shows_versions_too(told: Told, tmp_path: Path, monkeypatch
     )
     found = json.loads(told("diff", "runs/a", "gsm8k-smollm2-cpu", "--json"))
     assert found["environment"] == {}
-    assert found["settings"]["steps"] == {"a": "60", "b": "20"}
+    assert found["settings"]["steps"] == {"a": 60, "b": 20}
 
 
 def test_diff_runs_nothing_that_a_run_names(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
