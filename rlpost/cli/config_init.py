@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from rlpost.cli.completion import complete_settings_of_verb
+from rlpost.cli.terminal import print_json
+from rlpost.cli.usage import JSON_HELP
 from rlpost.config.verbs import verb_and_rest
 from rlpost.text import printable
 
@@ -29,16 +31,21 @@ def init(
             autocompletion=complete_settings_of_verb,
         ),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Write a commented recipe: what people change first, and the rest commented out."""
     command, overrides = verb_and_rest(words or [])
     from rlpost.config.starter import write_starter
 
     needed, typed = write_starter(file.expanduser(), command, overrides)
+    using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
+    use = f"rlpost {command.verb} {using}"
+    if as_json:
+        print_json({"file": str(file.expanduser()), "needed": needed, "use": use})
+        return
     if needed:
         print(f"give these a value in it first: {', '.join(needed)}")
-    using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
-    print(printable(f"wrote {file}; use it with: rlpost {command.verb} {using}"))
+    print(printable(f"wrote {file}; use it with: {use}"))
 
 
 def _as_recipe(file: Path) -> str:

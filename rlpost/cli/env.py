@@ -14,7 +14,7 @@ import typer
 
 from rlpost.cli.columns import paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
-from rlpost.cli.starter_file import write_starter
+from rlpost.cli.starter_file import tell_starter, write_starter
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
 from rlpost.config.keys import as_text, docs_of
@@ -148,17 +148,17 @@ def test(
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the environment, and of the file NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented environment that works at once."""
     if name in options("env"):
         raise ConfigError(f"env={name} is there already: choose another name, such as my_{name}")
     file = write_starter("env", name, out)
-    lines = (
-        f"wrote {file}",
-        f"prove it:  rlpost env test {name} plugin={file}",
-        f"train it:  rlpost train grpo env={name} plugin={file}",
-    )
-    print("\n".join(printable(line) for line in lines))
+    commands = {
+        "prove it": f"rlpost env test {name} plugin={file}",
+        "train it": f"rlpost train grpo env={name} plugin={file}",
+    }
+    tell_starter(file, commands, as_json=as_json)
 
 
 def take_plugins(words: list[str], verb: str) -> None:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rlpost.cli.starter_file import write_starter
+from rlpost.cli.starter_file import tell_starter, write_starter
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
-from rlpost.text import printable
 
 NEW_EXAMPLES = """\b
 Examples:
@@ -40,12 +39,9 @@ def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, and of the file NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Write a commented reward function that works at once."""
     file = write_starter("reward", name, out)
-    lines = (
-        f"wrote {file}",
-        f"try it:  python {file}",
-        f"use it:  rlpost train grpo env=dataset env.path=FILE env.reward={file}:{name}",
-    )
-    print("\n".join(printable(line) for line in lines))
+    use = f"rlpost train grpo env=dataset env.path=FILE env.reward={file}:{name}"
+    tell_starter(file, {"try it": f"python {file}", "use it": use}, as_json=as_json)

@@ -7,10 +7,13 @@ import keyword
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import rlpost
+from rlpost.cli.terminal import print_json
 from rlpost.errors import ConfigError, DataError
+from rlpost.text import printable
 
 
 def write_starter(kind: str, name: str, out: Path | None) -> str:
@@ -43,6 +46,16 @@ def write_starter(kind: str, name: str, out: Path | None) -> str:
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror}; give --out FILE") from error
     return shlex.quote(shown)
+
+
+def tell_starter(file: str, commands: Mapping[str, str], *, as_json: bool) -> None:
+    """Say what was written (as `write_starter` returned it), and what can be done with it."""
+    if as_json:
+        named = {what.partition(" ")[0]: command for what, command in commands.items()}
+        print_json({"file": shlex.split(file)[0], **named})
+        return
+    lines = [f"wrote {file}", *(f"{what}:  {command}" for what, command in commands.items())]
+    print("\n".join(printable(line) for line in lines))
 
 
 def _check_name(kind: str, name: str) -> None:

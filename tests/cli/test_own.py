@@ -196,3 +196,19 @@ def test_a_reward_that_tells_nothing_apart_fails_its_test(capsys: pytest.Capture
     Path("flat.py").write_text("def score(completions, **columns):\n    return [0.0 for _ in completions]\n")
     said = told(capsys, "env test dataset env.path=rows.jsonl env.reward=./flat.py:score env.split=train", 3)
     assert "the reward does not tell them apart" in said
+
+
+def test_what_was_written_is_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(told(capsys, "reward new counted --json")) == {
+        "file": "./counted.py",
+        "try": "python ./counted.py",
+        "use": "rlpost train grpo env=dataset env.path=FILE env.reward=./counted.py:counted",
+    }
+    assert json.loads(told(capsys, "env new largest_told --json"))["prove"] == (
+        "rlpost env test largest_told plugin=./largest_told.py"
+    )
+    assert json.loads(told(capsys, "config init mine.yaml env=dataset --json")) == {
+        "file": "mine.yaml",
+        "needed": ["env.path", "env.reward"],
+        "use": "rlpost train grpo recipe=mine.yaml",
+    }
