@@ -15,8 +15,8 @@ from rlpost.evaluate import Proportion, evaluate, summarise
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
 from rlpost.rewards.score import Score
+from rlpost.screen import evaluation_line
 from rlpost.settings import SamplingSettings
-from rlpost.train.narration import evaluation_line
 
 GREEDY = SamplingSettings(temperature=0.0)
 Make = Callable[..., Conversation]
@@ -74,7 +74,9 @@ def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> 
         "  accuracy, lenient    50.0%  [9.5%, 90.5%] of 2 prompts",
         "  accuracy, strict     33.3%  [6.1%, 79.2%]",
     ]
-    assert evaluation_line(result, "now").startswith("held-out now:  accuracy 50.0% [9.5%, 90.5%] of 2 prompts  reward")
+    assert evaluation_line(result.metrics(), "now").startswith(
+        "held-out now:  accuracy 50.0% [9.5%, 90.5%] of 2 prompts  reward"
+    )
     metrics = result.metrics()
     assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
     assert "eval/accuracy_strict_prompts" not in metrics

@@ -46,7 +46,7 @@ class StepText:
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the last steps took
 
     def __call__(self, row: dict[str, Any]) -> str:
-        lines = [line for line in (self._evaluation(row), self._step(row)) if line]
+        lines = [line for line in (self._step(row), self._evaluation(row)) if line]
         return "\n".join(lines) or f"step {row['step']}"
 
     def _step(self, row: dict[str, Any]) -> str:
@@ -62,12 +62,11 @@ class StepText:
         return step_line(step, total, figures, left, width=output_width(0) or None)
 
     def _evaluation(self, row: dict[str, Any]) -> str:
-        share, low, high = (number(row, f"eval/accuracy_lenient{end}") for end in ("", "_low", "_high"))
-        if share is None or low is None or high is None:
+        from rlpost.screen import evaluation_line
+
+        if "eval/prompts" not in row:
             return ""
-        when = "before training" if row["step"] == 0 else f"after step {row['step']}"
-        prompts = number(row, "eval/accuracy_lenient_prompts") or number(row, "eval/prompts") or 0
-        return f"held-out accuracy {share:.1%} [{low:.1%}, {high:.1%}] {when}, {prompts:.0f} prompts"
+        return evaluation_line(row, "before training" if row["step"] == 0 else f"after step {row['step']}")
 
 
 def ending(record: RunRecord, *, follow: bool) -> str:

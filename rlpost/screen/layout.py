@@ -264,10 +264,10 @@ def _completion(sample: Sample, width: int, room: int) -> list[Text]:
     """What a completion earned, what was asked, and as much of what came back as there is room for."""
     if room <= 0:
         return []
-    earned = "reward failed" if sample.reward is None else f"reward {sample.reward:g}"
+    earned = "reward failed" if sample.reward is None else f"reward {sample.reward:.3g}"
     title = Text().append(f"step {sample.step}  ", "dim").append(earned, "bold")
     for name, value in sample.reward_parts.items():
-        title.append(f"  {one_line(name, 30)} ", "dim").append(f"{value:g}")
+        title.append(f"  {one_line(name, 30)} ", "dim").append(f"{value:.3g}")
     for name, value in (("lenient", sample.accuracy_lenient), ("strict", sample.accuracy_strict)):
         if value is not None:
             title.append(f"  {name} ", "dim")

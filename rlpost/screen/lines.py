@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from rich.cells import cell_len
 
 from rlpost.screen.sample import Sample
-from rlpost.text import printable
+from rlpost.text import counted, printable
 
 WIDTH = 100  # columns of a plain line
 SAMPLE_LINES = 8
@@ -33,6 +33,25 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
     while width is not None and len(_joined(parts)) > width and dispensable:
         del parts[dispensable.pop(0)]
     return _joined(parts)
+
+
+def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
+    """An evaluation on one line: accuracy with its 95% interval, reward, length; what it lacks is left out."""
+
+    def figure(form: str, name: str) -> str:
+        return _figure(form, metrics.get(f"eval/{name}"))
+
+    accuracy, low, high = (figure("{:.1%}", f"accuracy_lenient{end}") for end in ("", "_low", "_high"))
+    extent = figure(" of {:.0f} prompts", "accuracy_lenient_prompts")
+    failed, truncated = metrics.get("eval/failed"), metrics.get("eval/truncated")
+    figures = [
+        f"accuracy {accuracy} [{low}, {high}]{extent}" if accuracy else "",
+        figure("reward {:.3f}", "reward"),
+        figure("tokens {:.0f}", "tokens_mean"),
+        figure("truncated {:.0%}", "truncated") if truncated else "",
+        f"{counted(round(failed), 'reward')} failed" if failed else "",
+    ]
+    return f"held-out {when}:  " + "  ".join(figure for figure in figures if figure)
 
 
 def _joined(parts: Mapping[str, str]) -> str:
@@ -60,8 +79,8 @@ def verdict(sample: Sample) -> str:
     """What a completion earned and how it ended: `reward 1.1 (correct 1, format 0.1), stop`."""
     if sample.reward is None:
         return f"reward failed, {sample.finish_reason}"
-    parts = ", ".join(f"{name} {value:g}" for name, value in sample.reward_parts.items())
-    return f"reward {sample.reward:g}" + (f" ({parts})" if parts else "") + f", {sample.finish_reason}"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
+    return f"reward {sample.reward:.3g}" + (f" ({parts})" if parts else "") + f", {sample.finish_reason}"
 
 
 def clock(seconds: float) -> str:

@@ -27,11 +27,11 @@ from rlpost.objectives.grpo import token_metrics
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
-from rlpost.screen import Screen
+from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import MUST_STAY, RunRequest
 from rlpost.train.metrics import batch_metrics
-from rlpost.train.narration import announce, conclude, evaluation_line
+from rlpost.train.narration import announce, conclude
 from rlpost.train.state import restore_state, trainer_state
 from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
 
@@ -122,11 +122,14 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
             "memory/peak_gb": peak_memory_gb(parts.device),
         }
         progress.step = step
+        evaluated = {}
         if evaluation_due(settings, step):
             after = evaluate_held_out(settings, parts, run, f"after step {step}")
-            metrics |= after.metrics()
+            evaluated = after.metrics()
         screen.phase("recording", f"step {step}")
-        run.record(step, metrics, batch)
+        run.record(step, metrics | evaluated, batch)
+        if evaluated:
+            screen.line(evaluation_line(evaluated, f"after step {step}"))
         if run.due(step, settings.checkpoint.every):
             save(settings, parts, run, progress)
     return after
@@ -159,6 +162,7 @@ def begin(settings: GRPOSettings, parts: GRPOParts, run: Run) -> Progress:
     if settings.eval.enabled:
         progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
         run.record(0, progress.eval_before)
+        run.screen.line(evaluation_line(progress.eval_before, "before training"))
     return progress
 
 
@@ -210,16 +214,14 @@ def evaluation_due(settings: GRPOSettings, step: int) -> bool:
 
 
 def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: str) -> EvalResult:
-    """Greedy accuracy on held-out prompts, shown on the screen."""
+    """Greedy accuracy on held-out prompts; `when` tells a plain terminal which evaluation is under way."""
     num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
     if not run.screen.is_live:
         run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-    result = evaluate(
+    return evaluate(
         parts.eval_env,
         parts.policy,
         num_prompts=num_prompts,
         sampling=SamplingSettings(temperature=0.0),
         progress=lambda done, total: run.screen.phase("evaluating", done=done, total=total),
     )
-    run.screen.line(evaluation_line(result, when))
-    return result

@@ -56,20 +56,6 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def evaluation_line(result: EvalResult, when: str) -> str:
-    """An evaluation on one line: accuracy with its 95% interval, reward, length."""
-    accuracy = result.accuracy_lenient
-    interval = f"[{accuracy.low:.1%}, {accuracy.high:.1%}]{result.extent(accuracy)}" if accuracy is not None else ""
-    figures = [
-        "" if accuracy is None else f"accuracy {accuracy.value:.1%} {interval}",
-        f"reward {result.reward_mean:.3f}",
-        f"tokens {result.tokens_mean:.0f}",
-        f"truncated {result.truncated.value:.0%}" if result.truncated.value else "",
-        f"{result.num_failed} rewards failed" if result.num_failed else "",
-    ]
-    return f"held-out {when}:  " + "  ".join(figure for figure in figures if figure)
-
-
 def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None) -> None:
     """The result in a few lines, and the one command to look closer."""
     screen = run.screen

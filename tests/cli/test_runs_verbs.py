@@ -143,13 +143,21 @@ def test_tail_prints_steps_as_training_does(capsys: pytest.CaptureFixture[str]) 
     make_run(Path("runs/a"), ROWS, steps=3)
     assert rlpost(["runs", "tail", "a"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "held-out accuracy 10.0% [0.0%, 20.0%] before training, 50 prompts",
+        "held-out before training:  accuracy 10.0% [0.0%, 20.0%]",
         "step 1/3  reward 0.25  accuracy  50%  tokens 12  grad 1.50  50 tok/s  rollout 2.0s train 1.0s  left 0:08",
-        "held-out accuracy 58.0% [50.0%, 70.0%] after step 2, 50 prompts",
         "step 2/3  reward 0.75  accuracy  50%  tokens 12  grad 1.50  50 tok/s  rollout 2.0s train 1.0s  left 0:04",
+        "held-out after step 2:  accuracy 58.0% [50.0%, 70.0%]",
     ]
     assert rlpost(["runs", "tail", "a", "--lines", "1", "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS[-1:]
+
+
+def test_tail_of_an_evaluation_without_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"eval/prompts": 21.0, "eval/failed": 1.0, "eval/reward": 0.25, "eval/tokens_mean": 9.6}
+    make_run(Path("runs/a"), [{"step": 0, **figures, "eval/truncated": 0.5}])
+    assert rlpost(["runs", "tail", "a"]) == 0
+    expected = "held-out before training:  reward 0.250  tokens 10  truncated 50%  1 reward failed\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_tail_of_a_value_that_was_not_finite_and_of_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +185,7 @@ def test_following_prints_new_steps_until_the_lock_is_let_go(capsys: pytest.Capt
     assert rlpost(["runs", "tail", "a", "-f", "--lines", "0"]) == 0
     training.join()
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1].startswith("step 2/2  reward 0.75")
+    assert captured.out.splitlines()[-2].startswith("step 2/2  reward 0.75")
     assert captured.err == "runs/a: killed\n"
 
 
