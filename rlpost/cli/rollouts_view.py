@@ -109,18 +109,21 @@ def length(row: Row) -> int:
 
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
-    """Prompts without the lines that all of them begin and end with: a chat template's."""
+    """Prompts without the lines that all of them begin and end with, nor a last `<|im_end|>`: a chat template's."""
     lines = [prompt.split("\n") for prompt in prompts]
     if len({*prompts}) < 2:
         return list(prompts)
     most = min(map(len, lines)) - 1  # one line is left of each
     first = min(most, _common(lines))
     last = min(most - first, _common([each[::-1] for each in lines]))
-    return ["\n".join(each[first : len(each) - last]) for each in lines]
+    parts = ["\n".join(each[first : len(each) - last]) for each in lines]
+    shared = parts[0][len(parts[0]) - _common([part[::-1] for part in parts]) :]
+    closing = shared[shared.find("<") :] if "<" in shared and shared.endswith(">") else ""
+    return [part.removesuffix(closing) for part in parts]
 
 
 def _common(lines: Sequence[Sequence[str]]) -> int:
-    """How many lines all of them begin with."""
+    """How many lines (or letters, of texts) all of them begin with."""
     return sum(1 for _ in itertools.takewhile(lambda line: len({*line}) == 1, zip(*lines, strict=False)))
 
 

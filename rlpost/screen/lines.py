@@ -29,7 +29,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
         "seconds": " ".join(filter(None, seconds)),
         "left": f"left {left}",
     }
-    dispensable = ["seconds", "grad", "speed", "gap", "tokens"]
+    dispensable = ["seconds", "grad", "speed", "gap", "tokens", "left"]
     while width is not None and len(_joined(parts)) > width and dispensable:
         del parts[dispensable.pop(0)]
     return _joined(parts)
