@@ -21,6 +21,7 @@ WIDEST_TEXT = 120  # columns: longer lines are hard to read
 PROMPT_LINES, COMPLETION_LINES = 8, 16  # shown of one completion, unless all of it is asked for
 MOST_GROUPS, MOST_COMPLETIONS = 20, 4
 HEADER = ("group", "size", "reward", "spread", "least", "most", "right", "tokens", "cut")
+LONG_OPENING = 20  # letters
 NARROWEST_PROMPT = 12
 
 
@@ -109,7 +110,10 @@ def length(row: Row) -> int:
 
 
 def telling_parts(prompts: Sequence[str]) -> list[str]:
-    """Prompts without the lines that all of them begin and end with, nor a last `<|im_end|>`: a chat template's."""
+    """Prompts without the lines that all of them begin and end with, nor a last `<|im_end|>`: a chat template's.
+
+    A long opening that they share is left out too: what tells them apart would not fit beside it.
+    """
     lines = [prompt.split("\n") for prompt in prompts]
     if len({*prompts}) < 2:
         return list(prompts)
@@ -119,7 +123,9 @@ def telling_parts(prompts: Sequence[str]) -> list[str]:
     parts = ["\n".join(each[first : len(each) - last]) for each in lines]
     shared = parts[0][len(parts[0]) - _common([part[::-1] for part in parts]) :]
     closing = shared[shared.find("<") :] if "<" in shared and shared.endswith(">") else ""
-    return [part.removesuffix(closing) for part in parts]
+    parts = [part.removesuffix(closing) for part in parts]
+    alike = parts[0][: _common(parts)].rpartition(" ")[0]
+    return [f"…{part[len(alike) :]}" for part in parts] if len(alike) >= LONG_OPENING else parts
 
 
 def _common(lines: Sequence[Sequence[str]]) -> int:

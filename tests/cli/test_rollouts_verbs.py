@@ -119,6 +119,8 @@ def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
     assert telling_parts(["s\nu\none\nend", "s\nu\ntwo\nmore\nend"]) == ["one", "two\nmore"]
     assert telling_parts(["s\nsame", "s\nsame"]) == ["s\nsame", "s\nsame"]
     assert telling_parts(["s\n1 + 1?<|end|>\nreply", "s\n2 > 1?<|end|>\nreply"]) == ["1 + 1?", "2 > 1?"]
+    listed = ["How many things are these? eggs, milk", "How many things are these? eggs"]
+    assert telling_parts(listed) == ["… eggs, milk", "… eggs"]
     assert telling_parts(["1 < 2", "3 < 2"]) == ["1 < 2", "3 < 2"]
     assert telling_parts(["s\na", "s\na\na"]) == ["a", "a\na"]  # one line is left of each
 
