@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rlpost.cli.completion import complete_run
+from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
 from rlpost.text import counted, printable
@@ -88,8 +89,11 @@ def export(
         bool | None,
         typer.Option("--tokens/--no-tokens", help="With ids, log-probs and mask (not in .csv unless asked)."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
 ) -> None:
     """Write all completions of a run, or of some steps, to one file; an existing file is left alone."""
+    if as_json and file == STDOUT:
+        raise ConfigError("--json tells what was written to a file: - prints the completions themselves")
     target = None if file == STDOUT else _target(Path(file).expanduser())
     from rlpost.runs import find_run
 
@@ -102,6 +106,9 @@ def export(
             print(line)
         return
     count = export_rollouts(folder, steps, target, tokens=target.suffix != ".csv" if tokens is None else tokens)
+    if as_json:
+        print_json({"file": str(target), "completions": count, "steps": len(steps)})
+        return
     print(printable(f"{count:,} completions of {counted(len(steps), 'step')} in {target}"))
 
 

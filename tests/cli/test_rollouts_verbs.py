@@ -157,6 +157,10 @@ def test_an_export_says_what_it_wrote(capsys: pytest.CaptureFixture[str]) -> Non
     rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
     assert [(row["step"], row["group"], row["sample"]) for row in rows[:2]] == [(1, 4, 0), (1, 4, 1)]
     assert rows[1]["completion"] == "No \x1b[2J idea"
+    assert rlpost(["rollouts", "export", "a", "all.csv", "--step", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": "all.csv", "completions": 4, "steps": 1}
+    assert rlpost(["rollouts", "export", "a", "-", "--json"]) == 2
+    assert "- prints the completions themselves" in capsys.readouterr().err
 
 
 def test_a_dash_writes_json_lines_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
