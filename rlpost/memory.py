@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,23 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     wanted = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
     return all([libc.mallopt(name, value) == 1 for name, value in wanted])  # noqa: C419  each has to be set
+
+
+def give_back_freed_memory(above: float = 0.4) -> bool:
+    """Have glibc return what is free to the kernel once this process holds more than a share of the machine's memory.
+
+    Steps differ in their sizes, so what is kept breaks into pieces and grows for a while: slowly, and
+    beyond what a small machine has. Returns whether anything was given back.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if platform.libc_ver()[0] != "glibc" or memory_held() <= above * machine:
+        return False
+    return ctypes.CDLL(None).malloc_trim(0) == 1
+
+
+def memory_held() -> int:
+    """Bytes of physical memory that this process holds now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -22,7 +22,7 @@ from rlpost.batching import Row, rows_of
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
 from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
-from rlpost.memory import keep_freed_memory, peak_memory_gb
+from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
 from rlpost.objectives.grpo import token_metrics
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
@@ -132,6 +132,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
             screen.line(evaluation_line(evaluated, f"after step {step}"))
         if run.due(step, settings.checkpoint.every):
             save(settings, parts, run, progress)
+        give_back_freed_memory()
     return after
 
 
