@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from rlpost.settings import GRPOSettings
 
 
-def kept_settings(run: Path, resume: str) -> list[Override]:
-    """What `run` was asked, to compose under the words given now.
+def kept_settings(run: Path, resume: str, words: Sequence[str]) -> list[Override]:
+    """What `run` was asked, to compose under the `words` given now.
 
     Nothing where there is no checkpoint to go on from, for then the run begins anew, and for a job
     that its sweep resumes, which is told everything. Raises CheckpointError where the run does not
-    say what it was asked.
+    say what it was asked, and ConfigError where it names code to run that the words do not: a folder
+    may be anybody's.
     """
     if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
         return []
@@ -36,8 +39,22 @@ def kept_settings(run: Path, resume: str) -> list[Override]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): leave --resume out to begin anew") from error
+    given = {word.partition("=")[0] for word in words}
+    if code := [word for word in code_words(lines) if word.partition("=")[0] not in given]:
+        raise ConfigError(
+            f"--resume: {run} was trained with code, which a run folder cannot name to run: give it again, as "
+            f"{shlex.join(code)}"
+        )
     parts = [(number, *line.partition("=")) for number, line in enumerate(lines, start=1)]
     return [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]
+
+
+def code_words(overrides: Sequence[str]) -> list[str]:
+    """Those of a run's overrides that name Python files, which are given again where it goes on."""
+    from rlpost.config.overrides import Override, is_code
+
+    parts = [(word, *word.partition("=")) for word in overrides]
+    return [word for word, key, _, text in parts if is_code(Override(key, text))]
 
 
 def check_kept(composed: Composed[GRPOSettings], kept: list[Override]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.cli.columns import curve, fitted_table, output_width, paragraph
+from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
@@ -245,7 +246,8 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
         again = "rlpost train grpo --resume" if _checkpoints(folder) else "the same command with --resume auto --out"
-        troubles.append(("go on", f"{again} {shlex.quote(str(folder))}"))
+        code = code_words(record.overrides) if _checkpoints(folder) else []
+        troubles.append(("go on", f"{again} {shlex.join([str(folder), *code])}"))
     return troubles
 
 

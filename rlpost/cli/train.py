@@ -70,11 +70,11 @@ def grpo(
         options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
         raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))
     run = run_to_resume(out, name, resume) if resume is not None else None
-    kept = kept_settings(run, resume) if run and resume else []
+    kept = kept_settings(run, resume, words) if run and resume else []
     composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
     if resume is not None and run is None:  # the settings given now say which run is meant
         run = out = choose_folder(None, None, resume, _stem(composed))
-        kept = kept_settings(run, resume)
+        kept = kept_settings(run, resume, words)
         composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
     check_kept(composed, kept)
     if cfg:

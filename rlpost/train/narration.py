@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from rlpost.assemble import GRPOParts
+from rlpost.config.overrides import Override, is_code
 from rlpost.evaluate import EvalResult
 from rlpost.models import describe
 from rlpost.run import Run
@@ -63,8 +64,9 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
         named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
         where = "" if named else f" --out {run.folder}"
         again = f"the same command with --resume auto{where}"
-        if step > 0:  # there is a checkpoint, and with it the settings
-            again = f"rlpost train grpo --resume {shlex.quote(str(run.folder))}"
+        if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
+            code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
+            again = f"rlpost train grpo --resume {shlex.join([str(run.folder), *code])}"
         screen.note(f"stopped after step {step}; to go on: {again}")
         return
     if before is not None and after is not None:

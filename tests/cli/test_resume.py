@@ -102,3 +102,17 @@ def test_the_plan_says_where_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -
     for name, point in (("sums", "going on after step 30"), ("new", "beginning: it has no checkpoint yet")):
         assert run(["train", "grpo", "--name", name, "--resume", "auto", "--dry-run"]) == 0
         assert f"writes  runs/{name}, {point}\n" in capsys.readouterr().out
+
+
+def test_code_is_given_again_since_a_folder_may_be_anybodys(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/mine"), steps=30)
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n')
+    Path("score.py").write_text("def score(completions, **columns):\n    raise SystemExit('this ran')\n")
+    rows = "env=dataset\nenv.path=rows.jsonl\nenv.reward=./score.py:score\n"
+    Path("runs/mine/overrides.txt").write_text(rows)
+    said = refused(capsys, "--name", "mine", "--resume", "auto")
+    assert "give it again, as env.reward=./score.py:score\n" in said
+    plan = planned(capsys, "--name", "mine", "--resume", "auto", "env.reward=./score.py:score")
+    assert plan["settings"]["env"]["path"] == "rows.jsonl"
+    assert run(["runs", "show", "mine"]) == 0
+    assert "rlpost train grpo --resume runs/mine env.reward=./score.py:score" in capsys.readouterr().out
