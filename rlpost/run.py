@@ -24,7 +24,7 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.checkpoint import drop_checkpoints_after, verify
-from rlpost.config.paths import MANIFEST, checkpoints
+from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts
@@ -74,7 +74,7 @@ class Run:
         with self._writing("give another --out"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            begins = self.request.resume is None or not checkpoints(self.folder / "checkpoints")
+            begins = self.request.resume is None or newest_checkpoint(self.folder) is None
             if begins:
                 self._write_request()
             handler = logging.FileHandler(self.folder / "log.txt")
@@ -119,17 +119,15 @@ class Run:
         if self.request.resume is None:
             return None
         if self.request.resume in ("auto", "latest"):
-            found = checkpoints(self.folder / "checkpoints")
-            if found:
-                return found[-1]
-            if self.request.resume == "auto":
-                return None
+            found = newest_checkpoint(self.folder)
+            if found is not None or self.request.resume == "auto":
+                return found
             raise CheckpointError(f"--resume latest: {self.folder} has no complete checkpoint; leave --resume out")
         path = expanded(self.request.resume)
-        found = [path] if (path / MANIFEST).is_file() else checkpoints(path / "checkpoints")
-        if not found:
+        found = newest_checkpoint(path)
+        if found is None:
             raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")
-        return found[-1]
+        return found
 
     def catch_signals(self) -> None:
         """From now on the first Ctrl-C or SIGTERM ends the run after the step under way."""

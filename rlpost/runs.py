@@ -19,6 +19,7 @@ from typing import Any
 
 from rlpost.config.paths import SWEEP_FILE, is_run_folder
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
@@ -213,7 +214,7 @@ def find_run(name: str | None) -> Path:
         if not found:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
-    path = Path(name).expanduser()
+    path = expanded(name)
     inside = RUNS / path
     for candidate in (path, inside) if _is_path(name) else (inside, path):
         if is_run_folder(candidate):

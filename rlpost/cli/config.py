@@ -80,14 +80,12 @@ def show(
     command, overrides = verb_and_rest(words or [])
     composed = compose(command, overrides)
     if as_json:
-        import yaml
-
         print_json(
             {
                 "verb": command.verb,
                 "choices": composed.choices,
                 "overrides": composed.overrides,
-                "settings": yaml.safe_load(composed.yaml),
+                "settings": composed.as_dict(),
             }
         )
     else:

@@ -12,6 +12,7 @@ from rlpost.cli.completion import complete_settings_of_verb
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP
 from rlpost.config.verbs import verb_and_rest
+from rlpost.home import expanded
 from rlpost.text import printable
 
 EXAMPLES = """\b
@@ -37,11 +38,11 @@ def init(
     command, overrides = verb_and_rest(words or [])
     from rlpost.config.starter import write_starter
 
-    needed, typed = write_starter(file.expanduser(), command, overrides)
+    needed, typed = write_starter(expanded(file), command, overrides)
     using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
     use = f"rlpost {command.verb} {using}"
     if as_json:
-        print_json({"file": str(file.expanduser()), "needed": needed, "use": use})
+        print_json({"file": str(expanded(file)), "needed": needed, "use": use})
         return
     if needed:
         print(f"give these a value in it first: {', '.join(needed)}")

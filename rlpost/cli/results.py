@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +17,6 @@ if TYPE_CHECKING:
     from rlpost.settings import GRPOSettings
 
 
-def settings_dict(settings: Any) -> dict[str, Any]:
-    """The whole configuration in plain values, nested as in config.yaml."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [plain(inner) for inner in value]
-        return value.name if isinstance(value, Enum) else value
-
-    return plain(dataclasses.asdict(settings))
-
-
 def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
     """What would run, for `--dry-run --json`."""
     return {
@@ -40,7 +25,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "resume": resume,
         "choices": composed.choices,
         "overrides": composed.overrides,
-        "settings": settings_dict(composed.settings),
+        "settings": composed.as_dict(),
     }
 
 

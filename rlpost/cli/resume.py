@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlpost.cli.run_folder import RESUME_WORDS
-from rlpost.config.paths import MANIFEST, SWEEP_FILE, checkpoints, resolve_model_path, step_of
+from rlpost.config.paths import SWEEP_FILE, newest_checkpoint, resolve_model_path, step_of
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
@@ -30,7 +30,7 @@ def kept_settings(run: Path, resume: str, words: Sequence[str]) -> list[Override
     """
     if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
         return []
-    if not checkpoints(run / "checkpoints"):
+    if newest_checkpoint(run) is None:
         return []
     from rlpost.config.overrides import Override
 
@@ -76,8 +76,8 @@ def check_kept(composed: Composed[GRPOSettings], kept: list[Override]) -> None:
 def point_of(folder: Path, resume: str) -> str:
     """Where a run in `folder` that is resumed goes on, as `--dry-run` says it."""
     source = folder if resume in RESUME_WORDS else expanded(resume)
-    found = [source] if (source / MANIFEST).is_file() else checkpoints(source / "checkpoints")
-    return f"going on after step {step_of(found[-1])}" if found else "beginning: it has no checkpoint yet"
+    found = newest_checkpoint(source)
+    return f"going on after step {step_of(found)}" if found else "beginning: it has no checkpoint yet"
 
 
 def _is_there(model_path: str) -> bool:

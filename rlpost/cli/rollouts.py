@@ -14,6 +14,7 @@ from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import App
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 from rlpost.text import counted, printable
 
 SHOW_EXAMPLES = """\b
@@ -94,7 +95,7 @@ def export(
     """Write all completions of a run, or of some steps, to one file; an existing file is left alone."""
     if as_json and file == STDOUT:
         raise ConfigError("--json tells what was written to a file: - prints the completions themselves")
-    target = None if file == STDOUT else _target(Path(file).expanduser())
+    target = None if file == STDOUT else _target(expanded(file))
     from rlpost.runs import find_run
 
     folder = find_run(run)

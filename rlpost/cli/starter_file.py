@@ -13,6 +13,7 @@ from pathlib import Path
 import rlpost
 from rlpost.cli.terminal import print_json
 from rlpost.errors import ConfigError, DataError
+from rlpost.home import expanded
 from rlpost.text import printable
 
 
@@ -23,7 +24,7 @@ def write_starter(kind: str, name: str, out: Path | None) -> str:
     DataError where the disk does not take it.
     """
     _check_name(kind, name)
-    file = Path(f"{name}.py") if out is None else out.expanduser()
+    file = Path(f"{name}.py") if out is None else expanded(out)
     if file.suffix != ".py":
         raise ConfigError(f"--out {file} is no Python file: give it a name that ends in .py")
     if not file.parent.is_dir():

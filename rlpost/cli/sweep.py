@@ -75,10 +75,8 @@ def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _print_configurations(planned: Sweep, options: SweepOptions) -> None:
-    from rlpost.cli.results import settings_dict
-
     if options.as_json:
-        print_json({job.job.name: settings_dict(job.composed.settings) for job in planned.jobs})
+        print_json({job.job.name: job.composed.as_dict() for job in planned.jobs})
         return
     for number, job in enumerate(planned.jobs, start=1):
         print(f"--- # job {number} of {len(planned.jobs)}: {printable(job.job.title)}")

@@ -9,7 +9,7 @@ import typer
 
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_grpo
-from rlpost.cli.results import load_training, plan_dict, settings_dict, train_and_print_json
+from rlpost.cli.results import load_training, plan_dict, train_and_print_json
 from rlpost.cli.resume import check_kept, kept_settings, point_of
 from rlpost.cli.run_folder import choose_folder, run_to_resume, slug
 from rlpost.cli.sweep import sweep
@@ -96,7 +96,7 @@ def grpo(
 def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
     """The resolved configuration, as `--cfg` prints it."""
     if as_json:
-        print_json(settings_dict(composed.settings))
+        print_json(composed.as_dict())
     else:
         print(composed.yaml, end="")
 

@@ -16,6 +16,7 @@ from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, 
 from rlpost.config.paths import is_run_folder
 from rlpost.config.registry import SCHEMAS, Command, describe, description, options, recipes, search_folders
 from rlpost.errors import RlpostError
+from rlpost.home import expanded
 from rlpost.settings.checks import MISSING
 from rlpost.settings.registered import BUILT_IN_REWARDS
 from rlpost.user_file import check_file, functions_of
@@ -106,7 +107,7 @@ def file_candidates(typed: str, endings: Sequence[str] = ()) -> list[Candidate]:
     """Files (of these `endings`) and folders whose paths begin with `typed`; a lone folder with what is in it."""
     head, slash, tail = typed.rpartition("/")
     try:
-        entries = sorted(Path(f"{head}{slash}" or ".").expanduser().iterdir())[:MOST_FILES]
+        entries = sorted(expanded(f"{head}{slash}" or ".").iterdir())[:MOST_FILES]
         kept = [e for e in entries if e.name.startswith(tail) and e.name.startswith(".") == tail.startswith(".")]
         kept = [e for e in kept if e.is_dir() or not endings or e.suffix in endings]
         found = [Candidate(f"{head}{slash}{e.name}{'/' if e.is_dir() else ''}") for e in kept]
@@ -211,7 +212,7 @@ def _functions(path: str) -> list[Candidate]:
 
 
 def _recipe_file(name: str) -> Path:
-    return recipes().get(name, Path(name).expanduser())
+    return recipes().get(name, expanded(name))
 
 
 def _default_choices(command: Command[Any]) -> dict[str, str]:

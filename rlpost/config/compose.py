@@ -46,6 +46,10 @@ class Composed(Generic[S]):
     given: list[Override]
     yaml: str
 
+    def as_dict(self) -> dict[str, Any]:
+        """The whole configuration in plain values, nested as in `yaml`."""
+        return yaml.safe_load(self.yaml)
+
 
 @dataclass(frozen=True)
 class Merged(Generic[S]):

@@ -13,12 +13,14 @@ from typing import Any
 import yaml
 
 from rlpost.config.compose import compose
+from rlpost.config.keys import flat
 from rlpost.config.overrides import shown
 from rlpost.config.paths import is_run_folder
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import Command, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
@@ -83,7 +85,7 @@ def _together(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _side(text: str) -> Side:
-    folder = next((f for f in (Path(text).expanduser(), RUNS / text) if text.strip() and is_run_folder(f)), None)
+    folder = next((f for f in (expanded(text), RUNS / text) if text.strip() and is_run_folder(f)), None)
     if folder is not None:
         return _run(folder)
     if text in recipes() or (text.endswith((".yaml", ".yml")) and "=" not in text):
@@ -107,7 +109,7 @@ def _words(text: str) -> list[str]:
 
 def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
     composed = compose(command, words)
-    return Side(name, {**composed.choices, **_flat(yaml.safe_load(composed.yaml))}, None)
+    return Side(name, {**composed.choices, **flat(composed.as_dict())}, None)
 
 
 def _run(folder: Path) -> Side:
@@ -121,9 +123,9 @@ def _run(folder: Path) -> Side:
         raise DataError(f"{folder} cannot be read as a run: {str(error).splitlines()[0]}") from None
     if not isinstance(resolved, dict) or not isinstance(environment, dict):
         raise DataError(f"{folder} cannot be read as a run: config.yaml or environment.json holds no settings")
-    machine = _flat(environment)
+    machine = flat(environment)
     machine.pop("seed", None)  # a setting, and shown as one
-    return Side(str(folder), {**_choices(typed, overrides), **_flat(resolved)}, machine)
+    return Side(str(folder), {**_choices(typed, overrides), **flat(resolved)}, machine)
 
 
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
@@ -140,12 +142,3 @@ def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
         return compose(verb_and_rest(verb)[0], overrides).choices | env
     except RlpostError:
         return {}
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat

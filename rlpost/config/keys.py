@@ -85,6 +85,15 @@ def groups_of(settings: type) -> list[str]:
     return [f.name for f in dataclasses.fields(settings) if f.default is MISSING]
 
 
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of nested mappings."""
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        values |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return values
+
+
 @cache
 def docs_of(settings: type) -> dict[str, str]:
     """Field name -> the comment beside it, of a settings class and its bases; None is written null, as users do."""

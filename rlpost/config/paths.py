@@ -43,6 +43,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """`folder` itself where it is a complete checkpoint, else the last one of the run in it, or None."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return next(reversed(checkpoints(folder / "checkpoints")), None)
+
+
 def step_of(checkpoint: Path) -> int:
     """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))

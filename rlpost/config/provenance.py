@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from rlpost.config.compose import Merged, files_of_conf, merge_all, model_path
+from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, as_text, parse_words
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import SCHEMAS, Command, S, search_folders
@@ -146,7 +147,7 @@ def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
     body = {str(name): value for name, value in content.items() if name != "defaults"}
     return [
         (f"{package}.{name}" if package else name, Layer(as_text(value), f"{shown_path(file)}, line {lines[name]}"))
-        for name, value in _flat(body).items()
+        for name, value in flat(body).items()
     ]
 
 
@@ -161,14 +162,6 @@ def _default_choices(file: Path) -> list[tuple[str, Layer]]:
         if isinstance(entry, yaml.MappingNode)
         for group, option in entry.value
     ]
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in content.items():
-        dotted = f"{prefix}{name}"
-        flat |= _flat(value, f"{dotted}.") if isinstance(value, dict) else {dotted: value}
-    return flat
 
 
 def _lines_of(file: Path) -> dict[str, int]:
