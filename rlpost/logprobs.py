@@ -35,46 +35,64 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, entropies, normalisers = [], [], []
         for rows, ids in zip(hidden.split(CHUNK), target.split(CHUNK), strict=True):
-            logits = nn.functional.linear(rows, weight, bias).float().div_(temperature)
+            logits = _logits(rows, weight, bias, temperature)
             normaliser = logits.logsumexp(-1)
             log_probs.append(logits.gather(-1, ids[:, None]).squeeze(-1) - normaliser)
             logits.sub_(normaliser[:, None])
             entropies.append(-logits.exp().mul_(logits).sum(-1))
             normalisers.append(normaliser)
-        ctx.save_for_backward(hidden, weight, bias, target, torch.cat(normalisers))
-        ctx.temperature = temperature
         entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, bias, target, torch.cat(normalisers), entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only measured costs the backward nothing
         return torch.cat(log_probs), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _entropy_grad: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, bias, target, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+        hidden, weight, bias, target, normalisers, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), None
         grad_bias = torch.zeros_like(bias) if bias is not None else None
+        grad = torch.zeros_like(entropy) if grad is None else grad
         for start in range(0, len(target), CHUNK):
             part = slice(start, start + CHUNK)
             rows, ids = hidden[part], target[part, None]
-            logits = nn.functional.linear(rows, weight, bias).float().div_(ctx.temperature)
-            scaled = grad[part, None].float() / ctx.temperature
-            # d log p[target] / d logits = onehot(target) - p
-            grad_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-scaled)
+            log_p = _logits(rows, weight, bias, ctx.temperature).sub_(normalisers[part, None])
+            scaled = grad[part, None] / ctx.temperature
+            if entropy_grad is None:
+                # d log p[target] / d logits = onehot(target) - p
+                grad_logits = log_p.exp_().mul_(-scaled)
+            else:
+                # and d H / d logits = -p (log p + H)
+                p = log_p.exp()
+                log_p.add_(entropy[part, None]).mul_(entropy_grad[part, None] / ctx.temperature).add_(scaled)
+                grad_logits = p.mul_(log_p).neg_()
             grad_logits.scatter_add_(-1, ids, scaled)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
             update = grad_logits.t() @ rows
-            grad_weight = update.float() if grad_weight is None else grad_weight.add_(update)
+            grad_weight = update.to(_wide(update.dtype)) if grad_weight is None else grad_weight.add_(update)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None
 
 
+def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    """A new tensor (chunk, V), at `temperature`, in at least float32."""
+    logits = nn.functional.linear(rows, weight, bias)
+    return logits.to(_wide(logits.dtype)).div_(temperature)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over the vocabulary or over tokens are taken: float64 stays, all else is float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def chunked_log_probs(
     hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π(target) and entropy at `temperature`, both float32 (M,), from hidden states (M, D).
+    """log π(target) and entropy at `temperature`, both (M,), from hidden states (M, D).
 
-    The entropy carries no gradient.
+    Both carry a gradient, and both are float32, or float64 for a model in float64.
     """
     weight, bias = head.weight, head.bias
     if torch.is_autocast_enabled(hidden.device.type):

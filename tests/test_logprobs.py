@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlpost import logprobs as logprobs_module
 from rlpost.batching import Row, pack
-from rlpost.logprobs import token_log_probs
+from rlpost.logprobs import chunked_log_probs, token_log_probs
 from rlpost.objectives import GRPOLoss
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -63,6 +64,38 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(kind: str, temperatur
         expected = [alone(model, row, temperature) for row in rows]
     torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
     torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("of_log_prob", "of_entropy"), [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+def test_the_chunked_gradient_is_that_of_full_logits(
+    bias: bool, of_log_prob: float, of_entropy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK", 4)  # 10 tokens in chunks of 4, 4 and 2
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(5, 13, bias=bias).double()
+    target, weights = torch.randint(0, 13, (10,)), torch.randn(2, 10, dtype=torch.float64)
+    leaves = [hidden, *head.parameters()]
+
+    def gradients(log_probs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float64)
+        if of_log_prob:
+            total = total + of_log_prob * (weights[0] * log_probs).sum()
+        if of_entropy:
+            total = total + of_entropy * (weights[1] * entropy).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    log_p = (head(hidden) / 0.7).log_softmax(-1)
+    expected = gradients(log_p.gather(-1, target[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1))
+    for own, reference in zip(gradients(*chunked_log_probs(hidden, head, target, 0.7)), expected, strict=True):
+        torch.testing.assert_close(own, reference, atol=1e-12, rtol=1e-12)
+
+
+def test_a_model_in_float64_is_read_in_float64() -> None:
+    model = small_model("llama")
+    [microbatch] = pack(random_rows([(3, [4])]), 100, torch.device("cpu"))
+    assert [values.dtype for values in token_log_probs(model, microbatch, 1.0)] == [torch.float64] * 2
 
 
 def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
