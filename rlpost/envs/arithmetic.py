@@ -14,7 +14,7 @@ from rlpost.rewards.score import Score
 
 PROMPT_TEMPLATE = "What is {question}?"
 SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
-HELD_OUT_ONE_IN = 5  # pairs of operands
+HELD_OUT = 0.2  # share of the pairs of operands
 PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
 _64_BITS = (1 << 64) - 1
@@ -23,9 +23,10 @@ _64_BITS = (1 << 64) - 1
 class ArithmeticEnv(DatasetChatEnv):
     """One turn on `a + b`, `a - b` or `a * b`, operands of `digits` digits each.
 
-    A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. Train and test
-    share no pair of operands, in either order, whatever the operation. Reward and accuracies are
-    those of `rlpost.rewards.arithmetic`. Other arguments are `DatasetChatEnv`'s.
+    A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. `held_out` is the
+    share of the pairs of operands that make up the split test: train and test share none of them, in
+    either order, whatever the operation. With 0 both splits are all problems. Reward and accuracies
+    are those of `rlpost.rewards.arithmetic`. Other arguments are `DatasetChatEnv`'s.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ArithmeticEnv(DatasetChatEnv):
         digits: int = 2,
         prompt_template: str | None = None,
         max_completion_tokens: int = 48,
+        held_out: float = HELD_OUT,
         **chat: Any,
     ) -> None:
         unknown = [name for name in operations if name not in SYMBOLS]
@@ -42,14 +44,24 @@ class ArithmeticEnv(DatasetChatEnv):
             raise ConfigError(f"env.operations={list(operations)}: choose among {', '.join(SYMBOLS)}, at least one")
         if not 1 <= digits <= 9:
             raise ConfigError(f"env.digits={digits} is out of range: it must lie between 1 and 9")
+        if not 0 <= held_out < 1:
+            raise ConfigError(f"env.held_out={held_out} is out of range: it must be at least 0 and below 1")
         template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
-        super().__init__((), prompt_template=template, max_completion_tokens=max_completion_tokens, **chat)
+        super().__init__(
+            (), prompt_template=template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
+        )
         self.operations = tuple(operations)
         self.digits = digits
 
     def open_rows(self, seed: int) -> Problems:
         """See `DatasetChatEnv.open_rows`."""
-        return Problems(self.operations, self.digits, self.split, seed, self.limit)
+        return Problems(self.operations, self.digits, self.split, seed, self.limit, self.held_out)
+
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
+        if self.held_out > 0 or not isinstance(other, ArithmeticEnv):
+            return 0
+        return min(self.num_tasks, other.num_tasks)
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt."""
@@ -74,17 +86,26 @@ class Problems:
     """The problems of one split, without end, each once an epoch, in an order of its own in each.
 
     Nothing is listed: the i-th problem of an epoch is the i-th of a keyed permutation of all
-    problems that falls on this side of the split. With a `limit` every epoch is the first `limit`
-    problems.
+    problems that falls on this side of the split; with `held_out=0` every problem is on both sides.
+    With a `limit` every epoch is the first `limit` problems.
     """
 
-    def __init__(self, operations: Sequence[str], digits: int, split: str, seed: int, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        operations: Sequence[str],
+        digits: int,
+        split: str,
+        seed: int,
+        limit: int | None = None,
+        held_out: float = HELD_OUT,
+    ) -> None:
         self.operations = operations
         self.lowest = 10 ** (digits - 1) if digits > 1 else 0
         self.num_operands = 10**digits - self.lowest
         self.split = split
         self.seed = seed
         self.limit = limit
+        self.held_out = held_out
 
     def iter_from(self, position: int) -> Iterator[dict[str, Any]]:
         """The problems from `position` on; the ones before it are made and passed over."""
@@ -105,29 +126,38 @@ class Problems:
             rest, b = divmod(permuted(index, size, key), self.num_operands)
             which, a = divmod(rest, self.num_operands)
             a, b = a + self.lowest, b + self.lowest
-            if is_held_out(a, b) == (self.split == "test"):
+            if self._has(a, b):
                 yield problem(self.operations[which], a, b)
                 made += 1
                 if made == self.limit:
                     return
         if not made:
-            raise DataError(f"the {self.split} split of this arithmetic environment is empty: raise env.digits")
+            raise DataError(
+                f"env.held_out={self.held_out:g} leaves the {self.split} split of these problems empty: change it, or "
+                "raise env.digits"
+            )
+
+    def _has(self, a: int, b: int) -> bool:
+        """Whether the problems about `a` and `b` are on this side of the split."""
+        return self.held_out == 0 or is_held_out(a, b, self.held_out) == (self.split == "test")
 
     def count(self) -> int:
         """How many different problems there are: exact up to three digits, to one in a thousand beyond."""
         pairs = self.num_operands**2
         if self.num_operands <= COUNTED_OPERANDS:
             operands = range(self.lowest, self.lowest + self.num_operands)
-            held_out = sum(is_held_out(a, b) * (1 if a == b else 2) for a in operands for b in range(a, operands.stop))
+            own = sum(self._has(a, b) * (1 if a == b else 2) for a in operands for b in range(a, operands.stop))
+        elif self.held_out == 0:
+            own = pairs
         else:
-            held_out = pairs // HELD_OUT_ONE_IN
-        count = len(self.operations) * (held_out if self.split == "test" else pairs - held_out)
+            own = round(pairs * (self.held_out if self.split == "test" else 1 - self.held_out))
+        count = len(self.operations) * own
         return count if self.limit is None else min(count, self.limit)
 
     def fingerprint(self) -> str:
         """What a saved position depends on besides the seed, in words."""
         asked = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
-        return f"{self.split} problems: {asked}, limit {self.limit}"
+        return f"{self.split} problems: {asked}, {self.held_out:g} held out, limit {self.limit}"
 
 
 def problem(operation: str, a: int, b: int) -> dict[str, Any]:
@@ -142,9 +172,13 @@ def problem(operation: str, a: int, b: int) -> dict[str, Any]:
     }
 
 
-def is_held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to the test split: a fixed function of the two numbers in either order."""
-    return mix(min(a, b) * 10**9 + max(a, b)) % HELD_OUT_ONE_IN == 0
+def is_held_out(a: int, b: int, share: float = HELD_OUT) -> bool:
+    """Whether the pair belongs to the test split: a fixed function of the two numbers in either order.
+
+    What a smaller `share` holds out, a larger one does too.
+    """
+    finer, fifth = divmod(mix(min(a, b) * 10**9 + max(a, b)), 5)  # the default share is one of the fifths
+    return (fifth + finer % 2**32 / 2**32) / 5 < share
 
 
 def mix(value: int) -> int:

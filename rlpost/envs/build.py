@@ -48,6 +48,7 @@ def _arithmetic(settings: ArithmeticSettings, *, seed: int, **common: Any) -> Ar
     return ArithmeticEnv(
         operations=[operation.value for operation in settings.operations],
         digits=settings.digits,
+        held_out=settings.held_out,
         seed=order_seed(seed, settings.seed),
         **common,
     )

@@ -46,10 +46,11 @@ class EnvSettings:
 
 @dataclass
 class ArithmeticSettings(EnvSettings):
-    """Sums made on the spot; train and test never share a pair of operands."""
+    """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
 
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
     digits: int = 2  # of each operand
+    held_out: float = 0.2  # share of the pairs of operands kept for test; 0: test is the problems of train too
     seed: int = 0  # of the order in which problems are drawn
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class ArithmeticSettings(EnvSettings):
         at_least("env.digits", self.digits, 1)
         if self.digits > 9:
             raise ConfigError(f"env.digits={self.digits} is out of range: it must be at most 9")
+        between("env.held_out", self.held_out, 0.0, 0.99)
         if not self.operations:
             raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply")
 

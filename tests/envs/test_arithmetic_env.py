@@ -6,7 +6,7 @@ from rlpost.data.conversation import Completion
 from rlpost.envs import ArithmeticEnv
 from rlpost.envs.arithmetic import Problems, is_held_out, permuted, problem
 from rlpost.envs.proof import prove
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 
 ALL = ("add", "subtract", "multiply")
 
@@ -48,6 +48,35 @@ def test_a_pair_and_its_mirror_are_on_the_same_side_under_every_operation() -> N
     assert not train & test
     assert not train & {(b, a) for a, b in test}
     assert is_held_out(12, 34) == is_held_out(34, 12)
+
+
+def test_the_share_held_out_can_be_chosen_and_a_larger_one_holds_the_smaller() -> None:
+    sides = {
+        share: set(pairs(Problems(("add",), 2, "test", seed=0, held_out=share))) for share in (0.05, 0.2, 0.5, 0.99)
+    }
+    assert sides[0.05] < sides[0.2] < sides[0.5] < sides[0.99]
+    for share, test in sides.items():
+        assert len(test) / 8100 == pytest.approx(share, abs=0.02)
+        assert len(test) == Problems(("add",), 2, "test", seed=0, held_out=share).count()
+
+
+def test_with_nothing_held_out_both_splits_are_all_problems_and_that_is_known() -> None:
+    train, test = (ArithmeticEnv(digits=1, held_out=0, split=split) for split in ("train", "test"))
+    both = [set(pairs(Problems(("add",), 1, split, seed=0, held_out=0))) for split in ("train", "test")]
+    assert both[0] == both[1] == {(a, b) for a in range(10) for b in range(10)}
+    assert train.num_tasks == test.num_tasks == test.prompts_shared_with(train) == 100
+    assert test.prompts_shared_with(ArithmeticEnv(digits=1, held_out=0, limit=30)) == 30
+    assert ArithmeticEnv(digits=1, split="test").prompts_shared_with(ArithmeticEnv(digits=1)) == 0
+
+
+def test_a_share_that_leaves_a_split_empty_says_what_to_change() -> None:
+    with pytest.raises(DataError, match=r"env.held_out=0.0001 leaves the test split of these problems empty"):
+        ArithmeticEnv(digits=1, held_out=0.0001, split="test").start()
+
+
+def test_a_saved_position_belongs_to_one_share() -> None:
+    with pytest.raises(DataError, match=r"0\.2 held out"):
+        ArithmeticEnv(held_out=0.5).load_state_dict(ArithmeticEnv().state_dict())
 
 
 def test_the_split_is_the_same_for_every_seed_and_the_order_is_not() -> None:
@@ -117,3 +146,5 @@ def test_unknown_operations_and_sizes_are_refused() -> None:
         ArithmeticEnv(operations=("power",))
     with pytest.raises(ConfigError, match="digits=10"):
         ArithmeticEnv(digits=10)
+    with pytest.raises(ConfigError, match=r"env.held_out=1.0 is out of range"):
+        ArithmeticEnv(held_out=1.0)
