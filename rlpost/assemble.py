@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
@@ -54,7 +56,7 @@ class GRPOParts:
     model_folder: Path
     tokenizer: Any
     model: PreTrainedModel
-    reference: PreTrainedModel | None  # frozen; None without a KL term
+    reference: Callable[[], AbstractContextManager[nn.Module]] | None  # frozen; None without a KL term
     policy: Policy
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
@@ -117,7 +119,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         model_folder=folder,
         tokenizer=tokenizer,
         model=model,
-        reference=load_model(base, settings.model).requires_grad_(False) if settings.loss.kl_coef > 0 else None,
+        reference=frozen_reference(base, settings.model) if settings.loss.kl_coef > 0 else None,
         policy=policy,
         env=env,
         eval_env=eval_env,
@@ -131,6 +133,12 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         ),
         optimizer=build_optimizer(model, settings.optim),
     )
+
+
+def frozen_reference(folder: Path, settings: ModelSettings) -> Callable[[], AbstractContextManager[nn.Module]]:
+    """The model of `folder` as what training is kept close to; entering the context gives it."""
+    model = load_model(folder, settings).requires_grad_(False)
+    return lambda: nullcontext(model)
 
 
 def build_policy(

@@ -12,7 +12,6 @@ from rlpost.config.paths import SWEEP_FILE, newest_checkpoint, resolve_model_pat
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
-from rlpost.settings.run import MUST_STAY
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -65,7 +64,7 @@ def check_kept(composed: Composed[GRPOSettings], kept: list[Override]) -> None:
     from rlpost.config.overrides import as_text
 
     before, now = merge_all(TRAIN_GRPO, [], kept).config, composed.settings
-    changed = {key: (before[key], getattr(now, key)) for key in MUST_STAY}
+    changed = {key: (before[key], getattr(now, key)) for key in now.must_stay}
     if _is_there(before.model.path):
         changed["model.path"] = (before.model.path, now.model.path)
     for key, (old, new) in changed.items():

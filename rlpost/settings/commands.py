@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
+from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import AdvantageSettings, LossSettings, OptimSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
@@ -26,21 +28,10 @@ class CheckpointSettings:
 
 
 @dataclass
-class EvalDuringTrainingSettings:
-    """Greedy evaluation on held-out prompts: before the first step, after the last, and between."""
-
-    enabled: bool = True  # false: no evaluation at all
-    every: int = 0  # steps; 0: before and after only
-    limit: int | None = None  # prompts; None: env.eval_limit
-
-    def __post_init__(self) -> None:
-        at_least("eval.every", self.every, 0)
-        at_least("eval.limit", self.limit, 1)
-
-
-@dataclass
 class GRPOSettings:
     """`rlpost train grpo`."""
+
+    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
 
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
@@ -95,20 +86,3 @@ class GRPOSettings:
                 "env.split=test would train on the prompts that are held out to measure it: leave it out, or add "
                 "eval.enabled=false"
             )
-
-
-@dataclass
-class EvalSettings:
-    """`rlpost eval`."""
-
-    model: ModelSettings = MISSING  # what is scored
-    env: EnvSettings = MISSING  # what is asked, and how replies are scored
-    policy: PolicySettings = MISSING  # what samples the completions
-    sampling: SamplingSettings = field(  # how a completion is drawn
-        default_factory=lambda: SamplingSettings(temperature=0.0)
-    )
-    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
-    seed: int = 0  # of prompts and sampling
-
-    def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-MUST_STAY = ("seed", "prompts_per_step", "group_size")  # settings that a resumed run cannot change
-
 
 @dataclass(frozen=True)
 class RunRequest:

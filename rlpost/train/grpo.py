@@ -9,33 +9,29 @@ and one update a step, so the ratio to the old policy is 1 and the clip idle unt
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
 from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
-from rlpost.checkpoint import load_checkpoint, save_checkpoint
-from rlpost.errors import ConfigError
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
-from rlpost.objectives.grpo import token_metrics
+from rlpost.objectives.grpo import GRPOLossOutput, token_metrics
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GRPOSettings, SamplingSettings
-from rlpost.settings.run import MUST_STAY, RunRequest
+from rlpost.settings.run import RunRequest
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.state import restore_state, trainer_state
-from rlpost.train.update import Microbatches, Update, diverged, fill_log_probs, minibatches, update, updates_per_step
-
-log = logging.getLogger("rlpost")
+from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
+from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
 
 
 @dataclass
@@ -74,6 +70,14 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
     """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
     after = None
     screen = run.screen
+    learner = Learner(
+        parts.model,
+        parts.optimizer,
+        parts.objective,
+        settings.optim,
+        settings.model.autocast,
+        total_updates=settings.steps * updates_per_step(settings),
+    )
     microbatches = Microbatches(
         settings.tokens_per_microbatch,
         parts.device,
@@ -89,23 +93,20 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         screen.phase("training")
         rows = rows_of(batch)
         if parts.reference is not None:
-            for row, log_probs in zip(
-                rows, fill_log_probs(settings, parts, microbatches, parts.reference, rows), strict=True
-            ):
-                row.ref_log_probs = log_probs
+            with parts.reference() as reference:
+                for row, log_probs in zip(rows, log_probs_of(settings, reference, microbatches, rows), strict=True):
+                    row.ref_log_probs = log_probs
         if updates_per_step(settings) > 1:
-            for row, log_probs in zip(
-                rows, fill_log_probs(settings, parts, microbatches, parts.model, rows), strict=True
-            ):
+            for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
                 row.old_log_probs = log_probs
-        updates: list[Update] = []
+        updates: list[Update[GRPOLossOutput]] = []
         for minibatch in minibatches(settings, rows):
             try:
-                updates.append(update(settings, parts, microbatches, minibatch, progress.updates))
+                updates.append(update(learner, microbatches, minibatch, progress.updates))
             except FloatingPointError as error:
                 folder = run.folder / f"diverged-step-{step:06d}"
                 write_rollouts(folder / "rollouts.parquet", step, batch)
-                raise diverged(parts, folder, f"step {step}: {error}") from error
+                raise diverged(parts.model, parts.tokenizer, folder, f"step {step}: {error}") from error
             progress.updates += 1
         metrics |= update_metrics(settings, parts, microbatches, rows, updates)
         updated = time.perf_counter()
@@ -136,8 +137,35 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
     return after
 
 
+def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The rows of each optimizer step: whole groups, in the order they were drawn, `passes` times."""
+    size = settings.minibatch_size or len(rows)
+    for _ in range(settings.passes):
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+
+def updates_per_step(settings: GRPOSettings) -> int:
+    """Optimizer steps that one step's completions are used for."""
+    completions = settings.prompts_per_step * settings.group_size
+    return settings.passes * (completions // (settings.minibatch_size or completions))
+
+
+def log_probs_of(
+    settings: GRPOSettings, model: nn.Module, microbatches: Microbatches, rows: Sequence[Row]
+) -> list[torch.Tensor]:
+    """log π of `model` for each row, at the sampling temperature."""
+    return read_log_probs(
+        model, microbatches, rows, kind=settings.model.autocast, temperature=settings.sampling.temperature
+    )
+
+
 def update_metrics(
-    settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: list[Row], updates: list[Update]
+    settings: GRPOSettings,
+    parts: GRPOParts,
+    microbatches: Microbatches,
+    rows: list[Row],
+    updates: list[Update[GRPOLossOutput]],
 ) -> dict[str, float]:
     """What the step's optimizer steps did; the gap between sampler and trainer even where they did nothing."""
     outputs = [output for u in updates for output in u.outputs]
@@ -145,7 +173,7 @@ def update_metrics(
     norms = [u.grad_norm for u in updates if u.outputs]
     if not outputs:
         longest = max(rows, key=lambda row: row.num_trained)
-        [log_probs] = fill_log_probs(settings, parts, microbatches, parts.model, [longest])
+        [log_probs] = log_probs_of(settings, parts.model, microbatches, [longest])
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
     return metrics | {
@@ -168,15 +196,9 @@ def begin(settings: GRPOSettings, parts: GRPOParts, run: Run) -> Progress:
 
 
 def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path) -> Progress:
-    """Take up the state of `checkpoint`, whose weights the parts were assembled with.
-
-    Raises ConfigError for settings that would read the saved data position as another one.
-    """
-    tensors, state = load_checkpoint(checkpoint)
-    for key, saved in state["must_stay"].items():
-        if getattr(settings, key) != saved:
-            raise ConfigError(f"--resume: the run began with {key}={saved}, not {getattr(settings, key)}; keep it")
-    restore_state(parts, tensors, state)
+    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
+    state = load_run(checkpoint, settings, parts.model, parts.optimizer)
+    restore_collection(parts, state)
     progress = Progress(**state["progress"])
     run.forget_after(progress.step)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
@@ -188,24 +210,8 @@ def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path)
 
 def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> None:
     """Write a checkpoint of the last finished step."""
-    run.screen.phase("saving checkpoint")
-
-    def write_model(folder: Path) -> None:
-        parts.model.save_pretrained(folder)
-        parts.tokenizer.save_pretrained(folder)
-
-    tensors, state = trainer_state(parts)
-    must_stay = {key: getattr(settings, key) for key in MUST_STAY}
-    whole: dict[str, Any] = {**state, "progress": asdict(progress), "must_stay": must_stay}
-    path = save_checkpoint(
-        run.folder / "checkpoints",
-        progress.step,
-        write_model=write_model,
-        tensors=tensors,
-        state=whole,
-        keep_last=settings.checkpoint.keep_last,
-    )
-    log.info("saved %s", path)
+    state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
+    save_run(run, progress.step, parts.model, parts.tokenizer, parts.optimizer, settings.checkpoint, state)
 
 
 def evaluation_due(settings: GRPOSettings, step: int) -> bool:

@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rlpost.assemble import GRPOParts
-from rlpost.errors import CheckpointError
+from rlpost.checkpoint import load_checkpoint, save_checkpoint
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.run import Run
+from rlpost.settings import CheckpointSettings, GRPOSettings
+
+log = logging.getLogger("rlpost")
 
 
-def trainer_state(parts: GRPOParts) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Optimizer moments by name and the RNG; data cursor, conversations under way, buffer, version."""
+def save_run(
+    run: Run,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    settings: CheckpointSettings,
+    state: Mapping[str, Any],
+) -> None:
+    """Write the checkpoint of `step`: weights, optimizer, RNG, and the loop's own `state` as JSON."""
+    run.screen.phase("saving checkpoint")
+
+    def write_model(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    path = save_checkpoint(
+        run.folder / "checkpoints",
+        step,
+        write_model=write_model,
+        tensors=optimizer_tensors(model, optimizer),
+        state=state,
+        keep_last=settings.keep_last,
+    )
+    log.info("saved %s", path)
+
+
+def load_run(
+    checkpoint: Path, settings: GRPOSettings, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Put the optimizer and the RNG back as they were at `checkpoint`; returns the loop's own state.
+
+    The model holds the checkpoint's weights already. Raises ConfigError for settings that would read
+    the saved data position as another one, CheckpointError for the state of another model.
+    """
+    tensors, state = load_checkpoint(checkpoint)
+    for key, saved in state["must_stay"].items():
+        if getattr(settings, key) != saved:
+            raise ConfigError(f"--resume: the run began with {key}={saved}, not {getattr(settings, key)}; keep it")
+    restore_optimizer(model, optimizer, tensors)
+    return state
+
+
+def must_stay(settings: GRPOSettings) -> dict[str, Any]:
+    """The settings that a run keeps while it goes on, for its checkpoint's state."""
+    return {key: getattr(settings, key) for key in settings.must_stay}
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The RNG, and the optimizer's moments by the names of their parameters."""
     tensors = {"rng": torch.get_rng_state()}
-    for name, parameter in parts.model.named_parameters():
-        for key, value in parts.optimizer.state.get(parameter, {}).items():
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
-    return tensors, {
-        "collector": parts.collector.state_dict(),
-        "buffer": parts.buffer.state_dict(),
-        "policy_version": parts.policy.version,
-    }
+    return tensors
 
 
-def restore_state(parts: GRPOParts, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-    """Put back what `trainer_state` took. Raises CheckpointError if it is of another model."""
-    parameters = dict(parts.model.named_parameters())
+def restore_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_tensors` took. Raises CheckpointError if it is of another model."""
+    parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         if key == "rng":
             continue
@@ -37,8 +92,21 @@ def restore_state(parts: GRPOParts, tensors: dict[str, torch.Tensor], state: dic
         device = parameter.device if value.ndim else torch.device("cpu")
         if not value.ndim and parameter.device.type == "cuda":
             device = parameter.device
-        parts.optimizer.state[parameter][moment] = value.to(device)
+        optimizer.state[parameter][moment] = value.to(device)
     torch.set_rng_state(tensors["rng"])
+
+
+def collection_state(parts: GRPOParts) -> dict[str, Any]:
+    """Data cursor, conversations under way, buffer and version."""
+    return {
+        "collector": parts.collector.state_dict(),
+        "buffer": parts.buffer.state_dict(),
+        "policy_version": parts.policy.version,
+    }
+
+
+def restore_collection(parts: GRPOParts, state: Mapping[str, Any]) -> None:
+    """Put back what `collection_state` took."""
     parts.collector.load_state_dict(state["collector"])
     parts.buffer.load_state_dict(state["buffer"])
     assert parts.collector.weight_updater is not None

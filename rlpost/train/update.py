@@ -6,27 +6,68 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from rlpost.assemble import GRPOParts
-from rlpost.batching import Row, pack
+from rlpost.batching import Microbatch, Row, pack
 from rlpost.errors import DivergedError
 from rlpost.logprobs import token_log_probs
-from rlpost.objectives.grpo import GRPOLossOutput
 from rlpost.optim import learning_rate, set_learning_rate
 from rlpost.precision import autocast
-from rlpost.settings import GRPOSettings
+from rlpost.settings import Autocast, OptimSettings
+
+
+class MicrobatchOutput(Protocol):
+    """What an objective says of a microbatch; `loss` is its share of the minibatch loss."""
+
+    loss: torch.Tensor
+
+
+O = TypeVar("O", bound=MicrobatchOutput)  # noqa: E741
+O_co = TypeVar("O_co", bound=MicrobatchOutput, covariant=True)
+
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
+
+
+class Objective(Protocol[O_co]):
+    """A loss over a minibatch that may be read in parts."""
+
+    def normaliser(self, rows: Sequence[Row]) -> int:
+        """What the sums over `rows`, the whole minibatch, are divided by, so that the split does not matter."""
+        ...
+
+    def needs(self, row: Row) -> bool:
+        """Whether reading `row` can change the gradient."""
+        ...
+
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> O_co:
+        """The microbatch's share of the loss."""
+        ...
+
+
+@dataclass(frozen=True)
+class Learner(Generic[O]):
+    """Who learns, what it minimises, and how."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    objective: Objective[O]
+    optim: OptimSettings
+    autocast: Autocast
+    total_updates: int  # optimizer steps of the whole run, over which the schedule goes
 
 
 @dataclass
-class Update:
+class Update(Generic[O]):
     """What one optimizer step did; `outputs` is empty where nothing could change a weight."""
 
-    outputs: list[GRPOLossOutput]
+    outputs: list[O]
     grad_norm: float
 
 
@@ -76,46 +117,42 @@ class Microbatches:
             self._note(f"out of memory: going on with tokens_per_microbatch={self.tokens}")
 
 
-def update(
-    settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, minibatch: Sequence[Row], number: int
-) -> Update:
+def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
     """Optimizer step `number` (from 0) of the run, over `minibatch`.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """
-    normaliser = parts.objective.normaliser(minibatch)
-    needed = [row for row in minibatch if parts.objective.needs(row)]
-    set_learning_rate(
-        parts.optimizer, learning_rate(number, settings.steps * updates_per_step(settings), settings.optim)
-    )
+    normaliser = learner.objective.normaliser(minibatch)
+    needed = [row for row in minibatch if learner.objective.needs(row)]
+    set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
     if not needed:
         return Update([], 0.0)
-    outputs = accumulate_gradient(settings, parts, microbatches, needed, normaliser)
-    norm = nn.utils.clip_grad_norm_(parts.model.parameters(), settings.optim.max_grad_norm).item()
+    outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
+    norm = nn.utils.clip_grad_norm_(learner.model.parameters(), learner.optim.max_grad_norm).item()
     loss = sum(output.loss.item() for output in outputs)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise FloatingPointError(f"loss {loss:g}, gradient norm {norm:g}")
-    parts.optimizer.step()
-    parts.optimizer.zero_grad(set_to_none=True)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
     return Update(outputs, norm)
 
 
 def accumulate_gradient(
-    settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row], normaliser: int
-) -> list[GRPOLossOutput]:
+    learner: Learner[O], microbatches: Microbatches, rows: Sequence[Row], normaliser: int
+) -> list[O]:
     """Backward over every microbatch of `rows`; their outputs, without their graphs."""
-    outputs: list[GRPOLossOutput] = []
+    outputs: list[O] = []
 
     def start_over() -> None:
         outputs.clear()
-        parts.optimizer.zero_grad(set_to_none=True)
+        learner.optimizer.zero_grad(set_to_none=True)
 
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
             done = 0
-            for microbatch in pack(rows, microbatches.tokens, parts.device):
-                with autocast(settings.model.autocast, parts.device):
-                    output = parts.objective(parts.model, microbatch, normaliser)
+            for microbatch in pack(rows, microbatches.tokens, microbatches.device):
+                with autocast(learner.autocast, microbatches.device):
+                    output = learner.objective(learner.model, microbatch, normaliser)
                 output.loss.backward()
                 output.loss = output.loss.detach()
                 outputs.append(output)
@@ -125,45 +162,36 @@ def accumulate_gradient(
 
 
 @torch.no_grad()
-def fill_log_probs(
-    settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, model: nn.Module, rows: Sequence[Row]
+def read_log_probs(
+    model: nn.Module,
+    microbatches: Microbatches,
+    rows: Sequence[Row],
+    *,
+    kind: Autocast,
+    temperature: float = 1.0,
 ) -> list[torch.Tensor]:
-    """log π of `model` for each row: (length of its response,), 0 on ids that were not sampled."""
-    filled: list[torch.Tensor] = []
-    for attempt in microbatches.until_they_fit(filled.clear):
+    """log π of `model` for each row: (length of its response,), 0 on ids that are not trained."""
+    read: list[torch.Tensor] = []
+    for attempt in microbatches.until_they_fit(read.clear):
         with attempt:
-            for microbatch in pack(rows, microbatches.tokens, parts.device):
-                with autocast(settings.model.autocast, parts.device):
-                    log_probs, _ = token_log_probs(model, microbatch, settings.sampling.temperature)
+            for microbatch in pack(rows, microbatches.tokens, microbatches.device):
+                with autocast(kind, microbatches.device):
+                    log_probs, _ = token_log_probs(model, microbatch, temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
-                    filled.append(torch.zeros(row.response.numel()).masked_scatter_(row.sampled, values))
-    return filled
+                    read.append(torch.zeros(row.response.numel()).masked_scatter_(row.sampled, values))
+    return read
 
 
-def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The rows of each optimizer step: whole groups, in the order they were drawn, `passes` times."""
-    size = settings.minibatch_size or len(rows)
-    for _ in range(settings.passes):
-        for start in range(0, len(rows), size):
-            yield rows[start : start + size]
-
-
-def updates_per_step(settings: GRPOSettings) -> int:
-    """Optimizer steps that one step's completions are used for."""
-    completions = settings.prompts_per_step * settings.group_size
-    return settings.passes * (completions // (settings.minibatch_size or completions))
-
-
-def diverged(parts: GRPOParts, folder: Path, what: str) -> DivergedError:
+def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str) -> DivergedError:
     """Write the weights and a report of their gradients to `folder`; the error that stops the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    named = parts.model.named_parameters()
+    named = model.named_parameters()
     bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
     report = {"what": what, "parameters_with_bad_gradient": bad}
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    parts.model.save_pretrained(folder / "model")
-    parts.tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     return DivergedError(
         f"stopped before an update that would have destroyed the weights: {what}. The batch, the weights and a report "
         f"are in {folder}; resume with a lower optim.lr"
