@@ -1,18 +1,33 @@
 """Typed dataclasses of everything a command can say; free of torch, so composing takes a blink."""
 
 from rlpost.settings.commands import CheckpointSettings as CheckpointSettings
-from rlpost.settings.commands import EvalDuringTrainingSettings as EvalDuringTrainingSettings
-from rlpost.settings.commands import EvalSettings as EvalSettings
 from rlpost.settings.commands import GRPOSettings as GRPOSettings
 from rlpost.settings.env import ArithmeticSettings as ArithmeticSettings
 from rlpost.settings.env import DatasetSettings as DatasetSettings
 from rlpost.settings.env import EnvSettings as EnvSettings
 from rlpost.settings.env import GSM8KSettings as GSM8KSettings
 from rlpost.settings.env import Operation as Operation
+from rlpost.settings.evaluation import AttemptsSettings as AttemptsSettings
+from rlpost.settings.evaluation import EvalDuringTrainingSettings as EvalDuringTrainingSettings
+from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSettings
+from rlpost.settings.evaluation import EvalSettings as EvalSettings
 from rlpost.settings.learning import AdvantageSettings as AdvantageSettings
-from rlpost.settings.learning import LossSettings as LossSettings
 from rlpost.settings.learning import OptimSettings as OptimSettings
 from rlpost.settings.learning import Schedule as Schedule
+from rlpost.settings.loss import Aggregation as Aggregation
+from rlpost.settings.loss import CISPOLossSettings as CISPOLossSettings
+from rlpost.settings.loss import DAPOLossSettings as DAPOLossSettings
+from rlpost.settings.loss import DrGRPOLossSettings as DrGRPOLossSettings
+from rlpost.settings.loss import DualClipLossSettings as DualClipLossSettings
+from rlpost.settings.loss import GRPOLossSettings as GRPOLossSettings
+from rlpost.settings.loss import GSPOLossSettings as GSPOLossSettings
+from rlpost.settings.loss import GSPOTokenLossSettings as GSPOTokenLossSettings
+from rlpost.settings.loss import KLEstimator as KLEstimator
+from rlpost.settings.loss import KLPlace as KLPlace
+from rlpost.settings.loss import PolicyLossSettings as PolicyLossSettings
+from rlpost.settings.loss import ReinforceLossSettings as ReinforceLossSettings
+from rlpost.settings.loss import SamplerCorrection as SamplerCorrection
+from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
 from rlpost.settings.model import Autocast as Autocast
 from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings

@@ -9,7 +9,8 @@ from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
-from rlpost.settings.learning import AdvantageSettings, LossSettings, OptimSettings
+from rlpost.settings.learning import AdvantageSettings, OptimSettings
+from rlpost.settings.loss import PolicyLossSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
 from rlpost.settings.tracking import TrackingSettings
@@ -38,7 +39,7 @@ class GRPOSettings:
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
-    loss: LossSettings = MISSING  # what turns advantages into a gradient
+    loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved

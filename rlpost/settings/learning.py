@@ -20,21 +20,6 @@ class AdvantageSettings:
     shuffle_rewards: bool = False  # the control: rewards permuted within each group
 
 
-@dataclass
-class LossSettings:
-    """The clipped policy-gradient loss of GRPO with an optional KL penalty to the starting model."""
-
-    clip_low: float = 0.2  # the ratio to the old policy counts down to 1 - this
-    clip_high: float = 0.2  # the ratio to the old policy counts up to 1 + this
-    kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
-
-    def __post_init__(self) -> None:
-        above("loss.clip_low", self.clip_low, 0.0)
-        between("loss.clip_low", self.clip_low, 0.0, 0.999)
-        above("loss.clip_high", self.clip_high, 0.0)
-        at_least("loss.kl_coef", self.kl_coef, 0.0)
-
-
 class Schedule(Enum):
     """How the learning rate goes on after its warm-up; linear and cosine end at 0."""
 

@@ -1,0 +1,193 @@
+"""What turns advantages, or demonstrations, into a gradient: one class a loss, with the keys that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from rlpost.errors import ConfigError
+from rlpost.settings.checks import above, at_least, between
+
+
+class Aggregation(Enum):
+    """What the sum over a minibatch's tokens is divided by."""
+
+    token_mean = "token_mean"  # all tokens: each weighs the same
+    sequence_mean = "sequence_mean"  # the length of their completion, then the completions: each of these does
+    constant_length = "constant_length"  # completions x env.max_completion_tokens, whatever their lengths
+
+
+class KLEstimator(Enum):
+    """How the divergence of two policies is told from the log-probs of one sampled token, d their difference."""
+
+    k1 = "k1"  # d
+    k2 = "k2"  # d² / 2
+    k3 = "k3"  # exp(-d) - 1 + d
+    k3_k2grad = "k3_k2grad"  # k3's value with the gradient of k2, which is that of the divergence
+
+
+class KLPlace(Enum):
+    """Where the KL penalty to the reference goes."""
+
+    loss = "loss"  # a term of the loss, with a gradient of its own
+    reward = "reward"  # subtracted from the reward, so that it reaches the loss as advantage
+
+
+class SamplerCorrection(Enum):
+    """What is done about the engine's probabilities not being the trainer's; w = π_old / µ."""
+
+    none = "none"  # nothing; the gap is measured all the same
+    tis_token = "tis_token"  # each token weighs w, truncated
+    tis_sequence = "tis_sequence"  # each completion weighs the product of its w, truncated
+    mis_token = "mis_token"  # as tis_token, but tokens out of bounds weigh 0
+    mis_sequence = "mis_sequence"  # as tis_sequence, but completions out of bounds weigh 0
+    icepop = "icepop"  # mis_token with the bounds of IcePop
+
+
+@dataclass
+class PolicyLossSettings:
+    """What every policy-gradient loss has."""
+
+    variant: ClassVar[str]
+
+    aggregation: Aggregation | None = None  # what the sum over tokens is divided by; None: as the variant's paper
+    kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
+    kl_estimator: KLEstimator = KLEstimator.k3  # of the KL penalty, to the reference and to the sampler
+    kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
+    sampler_kl_coef: float = 0.0  # weight of a KL penalty to the sampler, always in the loss
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    sampler_correction: SamplerCorrection = SamplerCorrection.none  # of what the engine's probabilities are off
+    sampler_ratio_low: float | None = None  # pi_old / mu below it is out of bounds; None: the correction's own
+    sampler_ratio_high: float | None = None  # pi_old / mu above it is out of bounds; None: the correction's own
+
+    def __post_init__(self) -> None:
+        at_least("loss.kl_coef", self.kl_coef, 0.0)
+        at_least("loss.sampler_kl_coef", self.sampler_kl_coef, 0.0)
+        at_least("loss.entropy_coef", self.entropy_coef, 0.0)
+        at_least("loss.sampler_ratio_low", self.sampler_ratio_low, 0.0)
+        above("loss.sampler_ratio_high", self.sampler_ratio_high, 0.0)
+        if self.kl_in is KLPlace.reward and self.kl_estimator is KLEstimator.k3_k2grad:
+            raise ConfigError(
+                "loss.kl_estimator=k3_k2grad is k3 with another gradient, and loss.kl_in=reward has none: "
+                "add loss.kl_estimator=k3"
+            )
+        self._check_sampler_ratio()
+
+    def _check_sampler_ratio(self) -> None:
+        low, high = self.sampler_ratio_low, self.sampler_ratio_high
+        for key, bound in (("loss.sampler_ratio_low", low), ("loss.sampler_ratio_high", high)):
+            if bound is not None and self.sampler_correction is SamplerCorrection.none:
+                raise ConfigError(
+                    f"{key}={bound} bounds nothing while loss.sampler_correction=none: choose a correction, "
+                    "loss.sampler_correction=tis_token say"
+                )
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                f"loss.sampler_ratio_low={low} leaves nothing below loss.sampler_ratio_high={high}: it must be less"
+            )
+
+
+@dataclass
+class ClippedLossSettings(PolicyLossSettings):
+    """What the losses have that clip the ratio to the old policy on both sides."""
+
+    clip_low: float = 0.2  # the ratio to the old policy counts down to 1 - this
+    clip_high: float = 0.2  # the ratio to the old policy counts up to 1 + this
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above("loss.clip_low", self.clip_low, 0.0)
+        between("loss.clip_low", self.clip_low, 0.0, 0.999)
+        above("loss.clip_high", self.clip_high, 0.0)
+
+
+@dataclass
+class GRPOLossSettings(ClippedLossSettings):
+    """GRPO (arXiv:2402.03300): a clipped ratio a token, completions averaged one by one."""
+
+    variant: ClassVar[str] = "grpo"
+
+
+@dataclass
+class DrGRPOLossSettings(ClippedLossSettings):
+    """Dr. GRPO (arXiv:2503.20783): GRPO's, divided by a constant length."""
+
+    variant: ClassVar[str] = "dr_grpo"
+
+
+@dataclass
+class DAPOLossSettings(ClippedLossSettings):
+    """DAPO (arXiv:2503.14476): GRPO's with a higher upper clip, averaged over all tokens."""
+
+    variant: ClassVar[str] = "dapo"
+
+    clip_high: float = 0.28  # the ratio to the old policy counts up to 1 + this
+
+
+@dataclass
+class GSPOLossSettings(ClippedLossSettings):
+    """GSPO (arXiv:2507.18071): one clipped ratio a completion, the geometric mean of its tokens'."""
+
+    variant: ClassVar[str] = "gspo"
+
+    clip_low: float = 3e-4  # a completion's ratio to the old policy counts down to 1 - this
+    clip_high: float = 4e-4  # a completion's ratio to the old policy counts up to 1 + this
+
+
+@dataclass
+class GSPOTokenLossSettings(GSPOLossSettings):
+    """GSPO-token (arXiv:2507.18071): GSPO's ratio with advantages that may differ from token to token."""
+
+    variant: ClassVar[str] = "gspo_token"
+
+
+@dataclass
+class CISPOLossSettings(PolicyLossSettings):
+    """CISPO (arXiv:2506.13585): log-probs weighted by a ratio that is bounded above and carries no gradient."""
+
+    variant: ClassVar[str] = "cispo"
+
+    max_ratio: float = 5.0  # the ratio to the old policy weighs a token up to this
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("loss.max_ratio", self.max_ratio, 1.0)
+
+
+@dataclass
+class BoundedLossSettings(ClippedLossSettings):
+    """What the losses have that also bound how hard an unlikely bad token is pushed away."""
+
+    max_ratio: float = 4.0  # the ratio to the old policy counts up to this where the advantage is negative
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_ratio <= 1 + self.clip_high:
+            raise ConfigError(
+                f"loss.max_ratio={self.max_ratio} is within the clip: it must be above 1 + loss.clip_high "
+                f"= {1 + self.clip_high:g}"
+            )
+
+
+@dataclass
+class TwoSidedLossSettings(BoundedLossSettings):
+    """Two-sided clipping of INTELLECT-2 (arXiv:2505.07291): the ratio is bounded for negative advantages too."""
+
+    variant: ClassVar[str] = "two_sided"
+
+
+@dataclass
+class DualClipLossSettings(BoundedLossSettings):
+    """Dual-clip PPO (arXiv:1912.09729): the loss of a negative advantage is bounded."""
+
+    variant: ClassVar[str] = "dual_clip"
+
+    max_ratio: float = 3.0  # a negative advantage costs at most this times its size (c in the paper)
+
+
+@dataclass
+class ReinforceLossSettings(PolicyLossSettings):
+    """The plain policy gradient: log-probs weighted by their advantage, without a ratio."""
+
+    variant: ClassVar[str] = "reinforce"
