@@ -1,93 +1,138 @@
-"""The Monte-Carlo advantage of GRPO, as the replay buffer's transform on write."""
+"""Advantages as pure functions of rewards: what a completion earned beyond what was to be expected.
+
+Everywhere: a sample counts if it is `valid` and its reward is finite. The others get 0 and are
+outside every mean and deviation, so a NaN never spreads. Standard deviations are unbiased (N - 1),
+and values that differ by rounding alone have none.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
-from rlpost.data.plain import from_plain, to_plain
-from rlpost.objectives.functional import group_advantage
+TOLERANCE = 1e-6  # relative: further apart than sums of float32 rewards in another order can be
+SMALLEST_STD = 1e-6  # a smaller one is not divided by
 
 
-class MCAdvantage:
-    """Holds rows back until their group is complete, then gives each its group-relative advantage.
+def advantages(estimator: str, rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The advantage of each completion, (B,) in the dtype of `rewards`.
 
-    `grpo_size` is G. Rows of one group share `group_key`, which numbers the draw and not the prompt,
-    so two draws of one prompt stay apart. `shuffle_rewards` permutes the rewards within each group
-    first, reproducibly from `seed`: the control that must not learn.
+    `rewards` (B,), `groups` (B,) numbers the group of each, `valid` (B,) bool. A group with fewer
+    than two samples that count, or with equal rewards, gives 0 where the estimator compares within
+    groups. Raises ValueError for an unknown `estimator`: `ESTIMATORS` has the names.
     """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"advantage estimator {estimator!r} is unknown: it must be one of {', '.join(ESTIMATORS)}")
+    counts = valid & rewards.isfinite()
+    computed = torch.zeros_like(rewards)
+    computed[counts] = ESTIMATORS[estimator](rewards[counts].double(), groups[counts]).to(rewards.dtype)
+    return computed
 
-    def __init__(
-        self,
-        grpo_size: int,
-        *,
-        group_key: str = "group_id",
-        rewards_key: tuple[str, ...] = ("next", "reward"),
-        advantage_key: str = "advantage",
-        normalise_std: bool = True,
-        shuffle_rewards: bool = False,
-        seed: int = 0,
-    ) -> None:
-        if grpo_size < 2:
-            raise ValueError(f"grpo_size={grpo_size} leaves nothing to compare with: it must be at least 2")
-        self.grpo_size = grpo_size
-        self.group_key = group_key
-        self.rewards_key = rewards_key
-        self.advantage_key = advantage_key
-        self.normalise_std = normalise_std
-        self.shuffle_rewards = shuffle_rewards
-        self.seed = seed
-        self._incomplete: dict[int, TensorDictBase] = {}
 
-    def __call__(self, batch: TensorDictBase) -> TensorDict | None:
-        """Rows of the groups that `batch` completes, with their advantage (B,); None if it completes none.
+def grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(r - mean) / std of the group. GRPO (arXiv:2402.03300, section 4.1.2)."""
+    return _within_groups(rewards, groups, lambda own: (own - own.mean()) / _std(own))
 
-        Raises RuntimeError for a row that is not done, ValueError for a group of more than G rows.
-        """
-        if not batch["next", "done"].all():
-            raise RuntimeError("MCAdvantage was given a conversation that is not done: collect whole trajectories")
-        complete = []
-        ids = batch[self.group_key].tolist()
-        for group in dict.fromkeys(ids):
-            rows: TensorDictBase = select_rows(batch, [i for i, g in enumerate(ids) if g == group])
-            if group in self._incomplete:
-                rows = concat_rows([self._incomplete.pop(group), rows])
-            if rows.batch_size[0] > self.grpo_size:
-                raise ValueError(f"group {group} has {rows.batch_size[0]} rows, more than grpo_size={self.grpo_size}")
-            if rows.batch_size[0] < self.grpo_size:
-                self._incomplete[group] = rows
-                continue
-            rows[self.advantage_key] = self._advantage(rows, group)
-            complete.append(rows)
-        return concat_rows(complete) if complete else None
 
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for rows."""
-        return len(self._incomplete)
+def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r - mean of the group. Dr. GRPO (arXiv:2503.20783, section 3.2)."""
+    return _within_groups(rewards, groups, lambda own: own - own.mean())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The rows of incomplete groups, as JSON-compatible values."""
-        return {"incomplete": [to_plain(rows) for rows in self._incomplete.values()]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        batches = [from_plain(rows) for rows in state["incomplete"]]
-        self._incomplete = {int(batch[self.group_key][0]): batch for batch in batches}
+def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r - mean of the others in the group. RLOO (arXiv:2402.14740, section 3)."""
+    return _within_groups(rewards, groups, lambda own: own - (own.sum() - own) / (own.numel() - 1))
 
-    def _advantage(self, rows: TensorDictBase, group: int) -> torch.Tensor:
-        rewards = rows[self.rewards_key].squeeze(-1)
-        valid = rows["valid"]
-        if self.shuffle_rewards:
-            rewards = rewards.clone()
-            rewards[valid] = rewards[valid][self._permutation(int(valid.sum()), group)]
-        return group_advantage(rewards, valid, normalise_std=self.normalise_std)
 
-    def _permutation(self, size: int, group: int) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{self.seed}/shuffle/{group}".encode(), digest_size=8).digest()
+def reinforce_pp(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(r - mean) / std of the batch, groups aside. REINFORCE++ (arXiv:2501.03262) without a KL term.
+
+    `token_advantages` is the form with one.
+    """
+    return _whitened(rewards)
+
+
+def reinforce_pp_baseline(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r - mean of the group, divided by the batch's std of that. REINFORCE++-baseline (arXiv:2501.03262).
+
+    What is centred in each group has mean 0 over the batch, so whitening is the division alone.
+    """
+    centred = dr_grpo(rewards, groups)
+    return centred if equal_up_to_rounding(centred) else centred / _std(centred)
+
+
+def lite_ppo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r - mean of the group, divided by the std of the batch's rewards. Lite PPO (arXiv:2508.08221)."""
+    centred = dr_grpo(rewards, groups)
+    return centred if equal_up_to_rounding(rewards) else centred / _std(rewards)
+
+
+# name -> (rewards (N,) float64 that all count, groups (N,)) -> advantages (N,)
+ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "lite_ppo": lite_ppo,
+}
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")  # read nothing beyond a completion's own group
+
+
+def token_advantages(
+    rewards: torch.Tensor, penalties: torch.Tensor, mask: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """The advantage of each token under a penalty per token, (B, T); 0 where `mask` (B, T) is.
+
+    A completion's `rewards` (B,) comes with its last token and `penalties` (B, T) with each; the
+    return at a token sums what comes from it on (gamma 1), and all returns are whitened over the
+    batch's tokens. REINFORCE++ (arXiv:2501.03262), whose penalty is kl_coef times the KL per token.
+    """
+    counts = (valid & rewards.isfinite()).unsqueeze(-1) & mask  # (B, T)
+    spent = torch.where(mask, penalties, 0.0).double()
+    to_come = spent.flip(-1).cumsum(-1).flip(-1)  # (B, T) the token's own and all after it
+    returns = rewards.double().unsqueeze(-1) - to_come
+    computed = torch.zeros_like(penalties)
+    computed[counts] = _whitened(returns[counts]).to(penalties.dtype)
+    return computed
+
+
+def equal_up_to_rounding(values: torch.Tensor) -> bool:
+    """Whether `values` (N,) are fewer than two, or differ by no more than rounding explains."""
+    if values.numel() < 2:
+        return True
+    spread = values.max() - values.min()
+    return bool(spread <= TOLERANCE * values.abs().max().clamp(min=1.0))
+
+
+def shuffled(rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor, seed: int) -> torch.Tensor:
+    """`rewards` (B,) permuted within each group among the valid, by `seed` and the group's number alone."""
+    permuted = rewards.clone()
+    for group in groups.unique().tolist():
+        [places] = (valid & (groups == group)).nonzero(as_tuple=True)
+        digest = hashlib.blake2b(f"{seed}/shuffle/{group}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        return torch.randperm(size, generator=generator)
+        permuted[places] = rewards[places[torch.randperm(places.numel(), generator=generator)]]
+    return permuted
+
+
+def _within_groups(
+    rewards: torch.Tensor, groups: torch.Tensor, of_group: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`of_group` of each group's rewards; exactly 0 for a group that has nothing to tell."""
+    computed = torch.zeros_like(rewards)
+    for group in groups.unique():
+        own = groups == group
+        if not equal_up_to_rounding(rewards[own]):
+            computed[own] = of_group(rewards[own])
+    return computed
+
+
+def _whitened(values: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(values) if equal_up_to_rounding(values) else (values - values.mean()) / _std(values)
+
+
+def _std(values: torch.Tensor) -> torch.Tensor:
+    return values.std().clamp(min=SMALLEST_STD)
