@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.conversation import Conversation
+from rlpost.data.demonstrations import Demonstration
 from rlpost.envs import turns
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import DataError
@@ -113,6 +114,15 @@ class EnvBase(ABC):
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
         raise NotImplementedError
+
+    # What supervised fine-tuning learns from
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """Every prompt of this environment's split, once, with a good answer.
+
+        Raises DataError where there are none, and for a row that is no demonstration.
+        """
+        raise DataError(f"{type(self).__name__} has no answers to learn from: give it all_tasks and gold_reply")
 
     # The TensorDict face
 

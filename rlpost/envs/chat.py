@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import HELD_OUT, load_rows
+from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows
 from rlpost.envs.scoring import record_score
@@ -270,6 +271,12 @@ class DatasetChatEnv(ChatEnv):
         """How the conversation about each row begins; none where tasks are made rather than kept as rows."""
         self.start()
         return {repr(self.opening_messages(row)) for row in getattr(self._rows, "rows", ())}
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
+        for where, task in self.all_tasks():
+            answer = {"role": self.policy_role, "content": self.gold_reply(task)}
+            yield Demonstration(where, messages=[*self.opening_messages(task), answer])
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""
