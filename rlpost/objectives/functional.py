@@ -1,36 +1,37 @@
-"""Losses and divergences as pure functions of per-token tensors; any shape, means left to the caller."""
+"""The public door to every loss, divergence and weight: pure functions, tensors in, tensors out."""
 
 from __future__ import annotations
 
 import torch
 
+from rlpost.objectives.aggregation import AGGREGATIONS as AGGREGATIONS
+from rlpost.objectives.aggregation import aggregate as aggregate
+from rlpost.objectives.aggregation import default_normaliser as default_normaliser
+from rlpost.objectives.aggregation import masked_mean as masked_mean
+from rlpost.objectives.aggregation import token_weights as token_weights
+from rlpost.objectives.kl import KL_ESTIMATORS as KL_ESTIMATORS
+from rlpost.objectives.kl import k1 as k1
+from rlpost.objectives.kl import k2 as k2
+from rlpost.objectives.kl import k3 as k3
+from rlpost.objectives.kl import k3_k2grad as k3_k2grad
+from rlpost.objectives.kl import kl_divergence as kl_divergence
+from rlpost.objectives.kl import sequence_kl_divergence as sequence_kl_divergence
+from rlpost.objectives.mismatch import SAMPLER_CORRECTIONS as SAMPLER_CORRECTIONS
+from rlpost.objectives.mismatch import sampler_weights as sampler_weights
+from rlpost.objectives.policy import PolicyTerms as PolicyTerms
+from rlpost.objectives.policy import effective_sample_size as effective_sample_size
+from rlpost.objectives.policy import policy_loss as policy_loss
+from rlpost.objectives.policy import policy_metrics as policy_metrics
+from rlpost.objectives.policy import policy_terms as policy_terms
+from rlpost.objectives.variants import VARIANTS as VARIANTS
+from rlpost.objectives.variants import clipped_surrogate
+
 
 def clipped_policy_loss(
     log_ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """−min(ρÂ, clip(ρ, 1−clip_low, 1+clip_high)Â) per token, ρ = exp(log_ratio).
-
-    PPO (arXiv:1707.06347, eq. 7) with the group-relative advantage of GRPO (arXiv:2402.03300, eq. 3)
-    and the two bounds of DAPO (arXiv:2503.14476, eq. 10).
-    """
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantage, clipped * advantage)
-
-
-def k3(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
-    """exp(d) − d − 1 per token, d = other − own: unbiased and never negative for tokens drawn from π_own.
-
-    The estimator k3 of KL(own ‖ other) in http://joschu.net/blog/kl-approx.html.
-    """
-    difference = other_log_probs - log_probs
-    return torch.expm1(difference) - difference
-
-
-def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    """(Σρ)² / (N Σρ²) over all elements, in (0, 1]; 1 when every weight is equal."""
-    numerator = 2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)
-    return numerator.exp() / log_ratio.numel()
+    """−min(ρÂ, clip(ρ, 1−clip_low, 1+clip_high)Â) per token, ρ = exp(log_ratio); any shape."""
+    return clipped_surrogate(log_ratio, advantage, clip_low, clip_high).loss
 
 
 def group_advantage(rewards: torch.Tensor, valid: torch.Tensor, *, normalise_std: bool) -> torch.Tensor:

@@ -1,0 +1,218 @@
+"""The policy loss: a variant, weighted for the sampler, with its KL terms, and what it says of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.objectives.aggregation import aggregate, check_choice, keep
+from rlpost.objectives.kl import kl_divergence
+from rlpost.objectives.mismatch import sampler_weights
+from rlpost.objectives.variants import VARIANTS
+
+COMMON = ("kl_coef", "kl_estimator", "sampler_kl_coef", "sampler_correction", "sampler_ratio_low", "sampler_ratio_high")
+
+
+@dataclass(slots=True)
+class PolicyTerms:
+    """What a policy loss is the sum of, per token; every tensor is (B, T), and 0 or False where `mask` is False.
+
+    `loss`, `kl_to_ref` and `kl_to_sampler` carry gradient, the rest is constant. A field is None
+    when the log-probabilities that it compares with were not given.
+    """
+
+    mask: torch.Tensor
+    loss: torch.Tensor  # the variant's, times sampler_weight
+    log_ratio: torch.Tensor  # log π_θ − log π_old
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    kl_to_ref: torch.Tensor | None = None
+    kl_to_sampler: torch.Tensor | None = None
+    sampler_gap: torch.Tensor | None = None  # |log π_θ − log µ|
+    sampler_weight: torch.Tensor | None = None
+    sampler_cut: torch.Tensor | None = None  # the weight was capped, or the token dropped
+
+
+def policy_terms(
+    name: str,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sampler_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None,
+    kl_estimator: str = "k3",
+    sampler_correction: str = "none",
+    sampler_ratio_low: float | None = None,
+    sampler_ratio_high: float | None = None,
+    **coefficients: float,
+) -> PolicyTerms:
+    """The terms of `policy_loss` before they are averaged; arguments and errors as there."""
+    check_choice("policy loss", name, tuple(VARIANTS))
+    variant = VARIANTS[name]
+    _check_coefficients(name, coefficients, variant.coefficients)
+    constants = {"old_log_probs": old_log_probs, "sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
+    advantage = _check_shapes(log_probs, advantage, mask, constants)
+    log_probs, advantage = keep(log_probs, mask), keep(advantage, mask)
+    old, sampler, ref = (None if c is None else keep(c.detach(), mask) for c in constants.values())
+    assert old is not None
+    if sampler is None and sampler_correction != "none":
+        raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
+    surrogate = variant.surrogate(log_probs, old, advantage, mask, **coefficients)
+    terms = PolicyTerms(
+        mask=mask,
+        loss=keep(surrogate.loss, mask),
+        log_ratio=(log_probs - old).detach(),
+        clipped_low=surrogate.low & mask,
+        clipped_high=surrogate.high & mask,
+    )
+    if ref is not None:
+        terms.kl_to_ref = kl_divergence(log_probs, ref, kl_estimator)
+    if sampler is not None:
+        terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
+        terms.sampler_gap = (log_probs - sampler).detach().abs()
+        weight, terms.sampler_cut = sampler_weights(
+            old, sampler, mask, sampler_correction, low=sampler_ratio_low, high=sampler_ratio_high
+        )
+        terms.sampler_weight = keep(weight, mask)
+        terms.loss = terms.loss * terms.sampler_weight
+    return terms
+
+
+def policy_loss(
+    name: str,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sampler_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None,
+    aggregation: str | None = None,
+    normaliser: float | torch.Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    sampler_kl_coef: float = 0.0,
+    sampler_correction: str = "none",
+    sampler_ratio_low: float | None = None,
+    sampler_ratio_high: float | None = None,
+    **coefficients: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of the variant `name`; the loss is a scalar to minimise, the metrics are detached scalars.
+
+    `log_probs` (log π_θ, which carries the gradient), `old_log_probs` (log π_old), `sampler_log_probs`
+    (log µ) and `ref_log_probs` are (B, T), `advantage` is (B,) or (B, T), `mask` is (B, T) bool. What
+    they hold where `mask` is False is never read, and everything but `log_probs` is a constant.
+
+    `name` is a key of `VARIANTS`, and `coefficients` are that variant's own: clip_low and clip_high,
+    delta (two_sided), c (dual_clip). `aggregation` is the variant's own where None, else token_mean,
+    sequence_mean or constant_length. `normaliser` is what the sum over tokens is divided by; None
+    counts these tensors alone (masked tokens, B, or B·T), and one part of a minibatch is given the
+    count over the whole.
+
+    The loss is the variant's, times the weights of `sampler_correction` (none, tis_token,
+    tis_sequence, mis_token, mis_sequence, icepop; see `sampler_weights`), plus `kl_coef` times the
+    divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
+    alike. A dropped token still counts in the normaliser.
+
+    Raises ConfigError (a ValueError) for an unknown name and for log-probabilities that a coefficient
+    needs, TypeError for a coefficient that the variant does not have, ValueError for shapes.
+    """
+    if kl_coef and ref_log_probs is None:
+        raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
+    if sampler_kl_coef and sampler_log_probs is None:
+        raise ConfigError(f"sampler_kl_coef={sampler_kl_coef:g} needs sampler_log_probs")
+    terms = policy_terms(
+        name,
+        log_probs,
+        old_log_probs,
+        advantage,
+        mask,
+        sampler_log_probs=sampler_log_probs,
+        ref_log_probs=ref_log_probs,
+        kl_estimator=kl_estimator,
+        sampler_correction=sampler_correction,
+        sampler_ratio_low=sampler_ratio_low,
+        sampler_ratio_high=sampler_ratio_high,
+        **coefficients,
+    )
+    aggregation = aggregation or VARIANTS[name].aggregation
+    losses = {"loss_policy": aggregate(terms.loss, mask, aggregation, normaliser)}
+    if kl_coef and terms.kl_to_ref is not None:
+        losses["loss_kl_to_ref"] = kl_coef * aggregate(terms.kl_to_ref, mask, aggregation, normaliser)
+    if sampler_kl_coef and terms.kl_to_sampler is not None:
+        losses["loss_kl_to_sampler"] = sampler_kl_coef * aggregate(terms.kl_to_sampler, mask, aggregation, normaliser)
+    loss = torch.stack(list(losses.values())).sum()
+    return loss, {key: value.detach() for key, value in losses.items()} | policy_metrics([terms])
+
+
+def policy_metrics(parts: Sequence[PolicyTerms]) -> dict[str, torch.Tensor]:
+    """Means over every masked token of all `parts`, detached scalars; NaN where there is no token.
+
+    clip_fraction(_low, _high): share of tokens whose ratio a bound cut. ratio_mean and ess: of
+    ρ = π_θ/π_old per token. kl_to_old: log π_old − log π_θ. kl_to_ref, kl_to_sampler: by the estimator
+    of the loss. sampler_gap: |log π_θ − log µ|. sampler_weight_mean, and sampler_cut_fraction, the
+    share of tokens whose weight was capped or dropped.
+    """
+    log_ratio = _masked(parts, "log_ratio")
+    metrics = {
+        "clip_fraction_low": _masked(parts, "clipped_low").mean(),
+        "clip_fraction_high": _masked(parts, "clipped_high").mean(),
+        "ratio_mean": log_ratio.exp().mean(),
+        "ess": effective_sample_size(log_ratio),
+        "kl_to_old": -log_ratio.mean(),
+    }
+    metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+    optional = {
+        "kl_to_ref": "kl_to_ref",
+        "kl_to_sampler": "kl_to_sampler",
+        "sampler_gap": "sampler_gap",
+        "sampler_weight": "sampler_weight_mean",
+        "sampler_cut": "sampler_cut_fraction",
+    }
+    present = [field for field in optional if parts and all(getattr(part, field) is not None for part in parts)]
+    return metrics | {optional[field]: _masked(parts, field).mean() for field in present}
+
+
+def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
+    """(Σρ)² / (N Σρ²) over all elements, in (0, 1]; 1 when every weight is equal, NaN when there is none."""
+    flat = log_ratio.flatten()
+    numerator = 2 * flat.logsumexp(0) - (2 * flat).logsumexp(0)
+    return numerator.exp() / flat.numel() if flat.numel() else flat.new_tensor(torch.nan)
+
+
+def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
+    """A field's values at the masked tokens of all parts, (M,)."""
+    values = [getattr(part, field).detach()[part.mask] for part in parts]
+    return torch.cat([value.to(parts[0].loss.dtype) for value in values]) if values else torch.empty(0)
+
+
+def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float]) -> None:
+    for keyword in given:
+        if keyword not in own:
+            known = [*own, *COMMON]
+            hint = did_you_mean(nearest(keyword, known), f"it reads {', '.join(known)}")
+            raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
+
+
+def _check_shapes(
+    log_probs: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, others: dict[str, torch.Tensor | None]
+) -> torch.Tensor:
+    """The advantage as (B, T); ValueError for a shape or a mask that does not fit `log_probs`."""
+    shape = tuple(log_probs.shape)
+    if len(shape) != 2:
+        raise ValueError(f"log_probs has shape {shape}: it must be (B, T), completions by tokens")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}: it must be torch.bool")
+    for name, tensor in {**others, "mask": mask}.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be that of log_probs, {shape}")
+    if tuple(advantage.shape) not in (shape, shape[:1]):
+        raise ValueError(f"advantage has shape {tuple(advantage.shape)}: it must be {shape[:1]} or {shape}")
+    advantage = advantage.detach().to(log_probs.dtype)
+    return advantage if advantage.ndim == 2 else advantage[:, None].expand(shape)
