@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
-from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.data.replay_buffer import ReplayBuffer, Transform
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.transforms.policy_version import PolicyVersion
@@ -23,6 +23,8 @@ from rlpost.evaluate import EvalResult, evaluate
 from rlpost.extras import is_installed
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model
 from rlpost.objectives import GRPOLoss, MCAdvantage
+from rlpost.objectives.advantage import GROUP_ESTIMATORS
+from rlpost.objectives.overlong import OverlongPenalty
 from rlpost.optim import build_optimizer
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
@@ -96,16 +98,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         sampling=settings.sampling,
         seed=settings.seed,
     )
-    buffer = ReplayBuffer(
-        transforms=[
-            MCAdvantage(
-                settings.group_size,
-                normalise_std=settings.advantage.normalise_std,
-                shuffle_rewards=settings.advantage.shuffle_rewards,
-                seed=settings.seed,
-            )
-        ]
-    )
+    buffer = build_buffer(settings)
     collector = LLMCollector(
         env,
         policy=policy,
@@ -139,6 +132,22 @@ def frozen_reference(folder: Path, settings: ModelSettings) -> Callable[[], Abst
     """The model of `folder` as what training is kept close to; entering the context gives it."""
     model = load_model(folder, settings).requires_grad_(False)
     return lambda: nullcontext(model)
+
+
+def build_buffer(settings: GRPOSettings) -> ReplayBuffer:
+    """Where completions become whole groups with their advantages."""
+    transforms: list[Transform] = []
+    if settings.overlong.penalty_tokens:
+        transforms.append(OverlongPenalty(settings.env.max_completion_tokens, settings.overlong.penalty_tokens))
+    estimator = settings.advantage.estimator.value
+    advantage = MCAdvantage(
+        settings.group_size,
+        # what needs the whole batch is taken once the batch is there; until then this only completes groups
+        estimator=estimator if estimator in GROUP_ESTIMATORS else "dr_grpo",
+        shuffle_rewards=settings.advantage.shuffle_rewards,
+        seed=settings.seed,
+    )
+    return ReplayBuffer(transforms=[*transforms, advantage], draw_limit=settings.dynamic.draw_limit)
 
 
 def build_policy(

@@ -27,6 +27,9 @@ PPO = Paper("PPO", "1707.06347")
 GRPO = Paper("DeepSeekMath (GRPO)", "2402.03300")
 DAPO = Paper("DAPO", "2503.14476")
 DR_GRPO = Paper("Dr. GRPO", "2503.20783")
+RLOO = Paper("RLOO", "2402.14740")
+REINFORCE_PP = Paper("REINFORCE++", "2501.03262")
+LITE_PPO = Paper("Lite PPO", "2508.08221")
 
 GRPO_TRAINING = "section 4.2"
 DAPO_TRAINING = "section 4.1"
@@ -43,10 +46,17 @@ PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
         PaperValue("1024", GRPO, GRPO_TRAINING),
         PaperValue("20480", DAPO, f"{DAPO_TRAINING}: 16384 expected, 4096 more with a penalty"),
     ),
-    "advantage.normalise_std": (
-        PaperValue("true", GRPO, "section 4.1.2"),
-        PaperValue("false", DR_GRPO, "section 3.2"),
+    "advantage.estimator": (
+        PaperValue("grpo", GRPO, "section 4.1.2"),
+        PaperValue("grpo", DAPO, "section 3, eq. 9"),
+        PaperValue("dr_grpo", DR_GRPO, "section 3.2"),
+        PaperValue("rloo", RLOO, "section 3"),
+        PaperValue("reinforce_pp", REINFORCE_PP, "the form without a critic"),
+        PaperValue("lite_ppo", LITE_PPO, "group-level mean, batch-level std"),
     ),
+    "dynamic.enabled": (PaperValue("true", DAPO, "section 3.2"),),
+    "overlong.mask": (PaperValue("true", DAPO, "section 3.4: overlong filtering, apart from the penalty"),),
+    "overlong.penalty_tokens": (PaperValue("4096", DAPO, f"{DAPO_TRAINING}: of 20480"),),
     "loss.clip_low": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.2", DAPO, DAPO_TRAINING)),
     "loss.clip_high": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.28", DAPO, DAPO_TRAINING)),
     "loss.kl_coef": (

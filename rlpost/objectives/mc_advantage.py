@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.data.plain import from_plain, to_plain
-from rlpost.objectives.functional import group_advantage
+from rlpost.objectives.advantage import advantages
 
 
 class MCAdvantage:
@@ -28,7 +28,7 @@ class MCAdvantage:
         group_key: str = "group_id",
         rewards_key: tuple[str, ...] = ("next", "reward"),
         advantage_key: str = "advantage",
-        normalise_std: bool = True,
+        estimator: str = "grpo",
         shuffle_rewards: bool = False,
         seed: int = 0,
     ) -> None:
@@ -38,7 +38,7 @@ class MCAdvantage:
         self.group_key = group_key
         self.rewards_key = rewards_key
         self.advantage_key = advantage_key
-        self.normalise_std = normalise_std
+        self.estimator = estimator
         self.shuffle_rewards = shuffle_rewards
         self.seed = seed
         self._incomplete: dict[int, TensorDictBase] = {}
@@ -85,7 +85,7 @@ class MCAdvantage:
         if self.shuffle_rewards:
             rewards = rewards.clone()
             rewards[valid] = rewards[valid][self._permutation(int(valid.sum()), group)]
-        return group_advantage(rewards, valid, normalise_std=self.normalise_std)
+        return advantages(self.estimator, rewards, rows[self.group_key], valid)
 
     def _permutation(self, size: int, group: int) -> torch.Tensor:
         digest = hashlib.blake2b(f"{self.seed}/shuffle/{group}".encode(), digest_size=8).digest()

@@ -1,5 +1,9 @@
 """Typed dataclasses of everything a command can say; free of torch, so composing takes a blink."""
 
+from rlpost.settings.advantage import AdvantageSettings as AdvantageSettings
+from rlpost.settings.advantage import DynamicSamplingSettings as DynamicSamplingSettings
+from rlpost.settings.advantage import Estimator as Estimator
+from rlpost.settings.advantage import OverlongSettings as OverlongSettings
 from rlpost.settings.commands import CheckpointSettings as CheckpointSettings
 from rlpost.settings.commands import GRPOSettings as GRPOSettings
 from rlpost.settings.env import ArithmeticSettings as ArithmeticSettings
@@ -11,7 +15,6 @@ from rlpost.settings.evaluation import AttemptsSettings as AttemptsSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings as EvalDuringTrainingSettings
 from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSettings
 from rlpost.settings.evaluation import EvalSettings as EvalSettings
-from rlpost.settings.learning import AdvantageSettings as AdvantageSettings
 from rlpost.settings.learning import OptimSettings as OptimSettings
 from rlpost.settings.learning import Schedule as Schedule
 from rlpost.settings.loss import Aggregation as Aggregation
@@ -28,6 +31,8 @@ from rlpost.settings.loss import PolicyLossSettings as PolicyLossSettings
 from rlpost.settings.loss import ReinforceLossSettings as ReinforceLossSettings
 from rlpost.settings.loss import SamplerCorrection as SamplerCorrection
 from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
+from rlpost.settings.lora import LoRASettings as LoRASettings
+from rlpost.settings.lora import Push as Push
 from rlpost.settings.model import Autocast as Autocast
 from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings
@@ -38,6 +43,12 @@ from rlpost.settings.policy import SamplingSettings as SamplingSettings
 from rlpost.settings.policy import ScriptedSettings as ScriptedSettings
 from rlpost.settings.policy import TransformersSettings as TransformersSettings
 from rlpost.settings.policy import VLLMSettings as VLLMSettings
+from rlpost.settings.sft import DemonstrationLossSettings as DemonstrationLossSettings
+from rlpost.settings.sft import MinorSFTLossSettings as MinorSFTLossSettings
+from rlpost.settings.sft import SFTAggregation as SFTAggregation
+from rlpost.settings.sft import SFTEvalSettings as SFTEvalSettings
+from rlpost.settings.sft import SFTLossSettings as SFTLossSettings
+from rlpost.settings.sft import SFTSettings as SFTSettings
 from rlpost.settings.tracking import MLflowSettings as MLflowSettings
 from rlpost.settings.tracking import NoTrackingSettings as NoTrackingSettings
 from rlpost.settings.tracking import TensorBoardSettings as TensorBoardSettings

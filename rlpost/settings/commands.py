@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
+from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, OverlongSettings
 from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
-from rlpost.settings.learning import AdvantageSettings, OptimSettings
+from rlpost.settings.learning import OptimSettings
 from rlpost.settings.loss import PolicyLossSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
@@ -39,6 +40,8 @@ class GRPOSettings:
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
+    dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
+    overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
@@ -75,6 +78,11 @@ class GRPOSettings:
             raise ConfigError(
                 f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
+            )
+        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
+            raise ConfigError(
+                f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
+                f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
         if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""How rewards become a gradient, and a gradient an update."""
+"""How a gradient becomes an update."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rlpost.settings.checks import above, at_least, between
-
-
-@dataclass
-class AdvantageSettings:
-    """The group-relative advantage of GRPO.
-
-    `shuffle_rewards` permutes the rewards within each group before the advantage is taken. It is
-    the control experiment: whatever accuracy still rises with it was not learned from the reward.
-    """
-
-    normalise_std: bool = True  # divide by the group's standard deviation (GRPO); false: Dr. GRPO
-    shuffle_rewards: bool = False  # the control: rewards permuted within each group
 
 
 class Schedule(Enum):
