@@ -14,7 +14,17 @@ from typing import Any
 
 from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, types_of
 from rlpost.config.paths import is_run_folder
-from rlpost.config.registry import SCHEMAS, Command, describe, description, options, recipes, search_folders
+from rlpost.config.registry import (
+    Command,
+    class_of,
+    describe,
+    description,
+    options,
+    read_yaml,
+    recipes,
+    schemas_of,
+    search_folders,
+)
 from rlpost.errors import RlpostError
 from rlpost.home import expanded
 from rlpost.settings.checks import MISSING
@@ -68,7 +78,7 @@ def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
     groups = groups_of(command.settings)
     docs = docs_of(command.settings)
     found: dict[str, str] = {}
-    schemas = [(cls, f"{group}.") for group in groups for cls in SCHEMAS[group].values()]
+    schemas = [(cls, f"{group}.") for group in groups for cls in schemas_of(command, group).values()]
     for settings, prefix in [(command.settings, ""), *schemas]:
         for key in keys_of(settings, prefix):
             part, dot, field = key.name.partition(".")
@@ -99,7 +109,7 @@ def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[C
     return [
         Candidate(name, description(file))
         for name, file in recipes().items()
-        if name.startswith(typed) and (command is None or _yaml(file).get("command") == command.verb)
+        if name.startswith(typed) and (command is None or read_yaml(file).get("command") == command.verb)
     ]
 
 
@@ -126,10 +136,10 @@ class _Line:
         self.given = given
         self.files = files
         self.groups = groups_of(command.settings)
-        recipe = _yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
+        recipe = read_yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
         self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
         self.choices = {**_default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
-        classes = {group: _class_of(group, option) for group, option in self.choices.items()}
+        classes = {group: class_of(group, option) for group, option in self.choices.items()}
         self.classes = {group: cls for group, cls in classes.items() if cls is not None}
 
     @cached_property
@@ -159,7 +169,7 @@ class _Line:
     def _words(self, name: str) -> list[Candidate]:
         if name in self.groups:
             runs = [Candidate(f"{RUNS}/{run}", "a run") for run in run_names()] if name == "model" else []
-            return [*(Candidate(option, describe(name, option)) for option in options(name)), *runs]
+            return [*(Candidate(option, describe(name, option)) for option in options(name, self.command)), *runs]
         if name == "recipe":
             return recipe_candidates("", self.command)
         key = self.keys.get(name)
@@ -217,7 +227,7 @@ def _recipe_file(name: str) -> Path:
 
 def _default_choices(command: Command[Any]) -> dict[str, str]:
     """Group -> option, as the command's own file of conf/ chooses."""
-    entries = _yaml(_conf(command.name)).get("defaults", [])
+    entries = read_yaml(_conf(command.name)).get("defaults", [])
     return {str(g): str(o) for entry in entries if isinstance(entry, dict) for g, o in entry.items()}
 
 
@@ -225,26 +235,5 @@ def _conf(name: str) -> Path:
     return next((f for folder in search_folders("conf") if (f := folder / f"{name}.yaml").is_file()), Path(name))
 
 
-def _class_of(group: str, option: str) -> type | None:
-    """The settings class of an option; None leaves the group's declared one."""
-    for entry in _option(group, option).get("defaults", []):
-        if entry in SCHEMAS[group]:
-            return SCHEMAS[group][entry]
-        if isinstance(entry, str) and entry not in ("_self_", option) and (cls := _class_of(group, entry)) is not None:
-            return cls
-    return SCHEMAS[group].get(f"{option}_schema") if option in options(group) else None
-
-
 def _option(group: str, option: str) -> dict[str, Any]:
-    return _yaml(_conf(f"{group}/{option}"))
-
-
-def _yaml(file: Path) -> dict[str, Any]:
-    """The content of a YAML file; empty where it cannot be read, which the command itself will say."""
-    import yaml
-
-    try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_yaml(_conf(f"{group}/{option}"))

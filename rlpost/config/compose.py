@@ -16,15 +16,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.config.explain import unknown_key, unknown_option
+from rlpost.config.explain import option_of_others, unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
-from rlpost.config.paths import check_data_path, check_reward, is_run_folder, resolve_model_path
+from rlpost.config.paths import check_adapter_path, check_data_path, check_reward, is_run_folder, resolve_model_path
 from rlpost.config.plugins import load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, search_folders
+from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EvalSettings, GRPOSettings
+from rlpost.settings import DatasetSettings, EvalSettings, GRPOSettings, SFTSettings
 from rlpost.settings.registered import ENVS
 
 
@@ -91,7 +91,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     groups = groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
     for override in chosen:
-        _check_option(override)
+        _check_option(override, command)
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen})
     keys = _keys(command, config, groups)
     texts: list[str] = []
@@ -127,10 +127,13 @@ def model_path(override: Override) -> Override:
     return override
 
 
-def _check_option(override: Override) -> None:
-    known = options(override.key)
-    if override.text not in known:
-        raise _at(override, unknown_option(override, known))
+def _check_option(override: Override, command: Command[Any]) -> None:
+    known = options(override.key, command)
+    if override.text in known:
+        return
+    if override.text in options(override.key):
+        raise _at(override, option_of_others(override, command, known))
+    raise _at(override, unknown_option(override, known))
 
 
 def _compose_files(
@@ -146,8 +149,9 @@ def _compose_files(
     with flag_override(config, ["struct", "readonly"], False):
         del config["hydra"]
     for group in groups:
-        if OmegaConf.get_type(config, group) not in SCHEMAS[group].values():
-            schemas = " or ".join(SCHEMAS[group])
+        known = schemas_of(command, group)
+        if OmegaConf.get_type(config, group) not in known.values():
+            schemas = " or ".join(known)
             raise ConfigError(
                 f"conf/{group}/{choices[group]}.yaml names no schema: begin it with defaults: [{schemas}, _self_]"
             )
@@ -225,7 +229,7 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
     return settings
 
 
-def _check_code(settings: GRPOSettings | EvalSettings, given: Sequence[Override]) -> None:
+def _check_code(settings: GRPOSettings | SFTSettings | EvalSettings, given: Sequence[Override]) -> None:
     """Raise ConfigError where a file of conf/ names a Python file to run."""
     named = [] if settings.plugin == _plugins(given) else ["plugin"]
     if isinstance(settings.env, DatasetSettings):
@@ -238,13 +242,15 @@ def _check_code(settings: GRPOSettings | EvalSettings, given: Sequence[Override]
         )
 
 
-def _check_paths(settings: GRPOSettings | EvalSettings) -> None:
+def _check_paths(settings: GRPOSettings | SFTSettings | EvalSettings) -> None:
     path = settings.model.path
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(Path("runs") / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
     resolve_model_path(path)
+    if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
+        check_adapter_path(lora.path)
     for key in ("path", "test_path"):
         if isinstance(data := getattr(settings.env, key, None), str):
             check_data_path(data, f"env.{key}")

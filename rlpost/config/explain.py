@@ -9,7 +9,7 @@ from typing import Any
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import COMMANDS, Command, all_keys
+from rlpost.config.registry import COMMANDS, Command, all_keys, commands_of
 from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 
 # what other toolkits call it -> what it is called here
@@ -25,6 +25,10 @@ OTHER_NAMES = {
     "max_tokens": "env.max_completion_tokens",
     "max_new_tokens": "env.max_completion_tokens",
     "max_completion_length": "env.max_completion_tokens",
+    "max_seq_length": "max_tokens",
+    "max_length": "max_tokens",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
     "max_prompt_length": "env.max_prompt_tokens",
     "dataset": "env",
     "task": "env",
@@ -83,3 +87,9 @@ def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
     elif "," in override.text:
         hint = "; it takes one option: add -m to run the command once for each of several"
     return f"{override.key}={shown(override.text)} is unknown{hint}"
+
+
+def option_of_others(override: Override, command: Command[Any], known: Mapping[str, Path]) -> str:
+    """The message for a group option that other commands have."""
+    others = " and ".join(f"rlpost {other.verb}" for other in commands_of(override.key, override.text))
+    return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"

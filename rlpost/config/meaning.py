@@ -157,7 +157,9 @@ def _group_meaning(name: str, told: Provenance[Any], typed: str) -> GroupMeaning
         meaning=doc.partition("\n")[0],
         chosen=chosen,
         set_by=winner.where if winner is not None else None,
-        options={option: describe(name, option) for option in options(name)} if chosen is not None else {},
+        options={option: describe(name, option) for option in options(name, told.merged.command)}
+        if chosen is not None
+        else {},
         layers=told.groups[name] if chosen is not None else [],
         keys=[_line(key, told) for key in told.merged.keys if key.name.startswith(f"{name}.")],
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import rlpost
-from rlpost.config.keys import Key, keys_of
+from rlpost.config.keys import Key, keys_of, types_of
 from rlpost.errors import ConfigError
 from rlpost.settings import (
     ArithmeticSettings,
@@ -25,12 +25,15 @@ from rlpost.settings import (
     GSM8KSettings,
     GSPOLossSettings,
     GSPOTokenLossSettings,
+    MinorSFTLossSettings,
     MLflowSettings,
     ModelSettings,
     NoTrackingSettings,
     OptimSettings,
     ReinforceLossSettings,
     ScriptedSettings,
+    SFTLossSettings,
+    SFTSettings,
     TensorBoardSettings,
     TrackioSettings,
     TransformersSettings,
@@ -40,7 +43,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.registered import ENVS
 
-S = TypeVar("S", GRPOSettings, EvalSettings)
+S = TypeVar("S", GRPOSettings, SFTSettings, EvalSettings)
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ class Command(Generic[S]):
 
 
 TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings)
+TRAIN_SFT = Command("train sft", "sft", SFTSettings)
 EVAL = Command("eval", "eval", EvalSettings, without=("env.eval_limit",))
-COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, EVAL)
+COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, EVAL)
 
 # group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
 # its `defaults:` list and adds values only, so a YAML file never names code to run.
@@ -87,6 +91,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
             TwoSidedLossSettings,
             DualClipLossSettings,
             ReinforceLossSettings,
+            SFTLossSettings,
+            MinorSFTLossSettings,
         )
     },
     "optim": {"adamw_schema": OptimSettings},
@@ -115,12 +121,53 @@ def search_folders(name: str) -> list[Path]:
     return [users, own] if users.is_dir() and users != own else [own]
 
 
-def options(group: str) -> dict[str, Path]:
-    """Option -> file, for one group, the user's own and those of plugins included."""
+def options(group: str, command: Command[Any] | None = None) -> dict[str, Path]:
+    """Option -> file, for one group, the user's own and those of plugins included.
+
+    With a `command` those only that it can choose (`loss=sft` is nothing to `train grpo`).
+    """
     files = _yaml_files([folder / group for folder in search_folders("conf")])
     if group == "env":
         files = {name: _source(env.settings) for name, env in ENVS.items()} | files
-    return dict(sorted(files.items()))
+    files = dict(sorted(files.items()))
+    if command is None or len(schemas_of(command, group)) == len(SCHEMAS[group]):
+        return files
+    return {name: file for name, file in files.items() if command in commands_of(group, name)}
+
+
+def schemas_of(command: Command[Any], group: str) -> dict[str, type]:
+    """The schemas of a group that `command` can choose: those of the class that its settings declare."""
+    declared = types_of(command.settings).get(group)
+    return {} if declared is None else {n: cls for n, cls in SCHEMAS[group].items() if issubclass(cls, declared)}
+
+
+def commands_of(group: str, option: str) -> list[Command[Any]]:
+    """The commands that can choose an option; all that have the group where its file names no schema."""
+    cls = class_of(group, option)
+    having = [command for command in COMMANDS if group in types_of(command.settings)]
+    return [c for c in having if cls is None or issubclass(cls, types_of(c.settings)[group])]
+
+
+def class_of(group: str, option: str) -> type | None:
+    """The settings class of an option, as its file names it; None where it names none."""
+    file = next((f for folder in search_folders("conf") if (f := folder / group / f"{option}.yaml").is_file()), None)
+    for entry in read_yaml(file).get("defaults", []) if file is not None else []:
+        if entry in SCHEMAS[group]:
+            return SCHEMAS[group][entry]
+        if isinstance(entry, str) and entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:
+            return cls
+    return SCHEMAS[group].get(f"{option}_schema") if option in options(group) else None
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The content of a YAML file; empty where it cannot be read, which composing it will say."""
+    import yaml
+
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def recipes() -> dict[str, Path]:
@@ -150,10 +197,8 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
     A key that does not depend on a choice maps to an empty list.
     """
     owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
-    for group, schemas in SCHEMAS.items():
-        if group not in command.settings.__dataclass_fields__:
-            continue
-        for schema, settings in schemas.items():
+    for group in SCHEMAS:
+        for schema, settings in schemas_of(command, group).items():
             for key in keys_of(settings, f"{group}."):
                 owners.setdefault(key.name, []).append(f"{group}={schema.removesuffix('_schema')}")
     return {name: where for name, where in owners.items() if name not in command.without}

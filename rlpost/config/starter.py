@@ -89,7 +89,7 @@ def _heading(part: str, merged: Merged[Any]) -> list[str]:
     meaning = docs_of(merged.command.settings).get(part) or part
     if part not in merged.choices:
         return [f"# {meaning}"]
-    return [f"# {meaning}: {' | '.join(options(part))}", f"{part}: {merged.choices[part]}"]
+    return [f"# {meaning}: {' | '.join(options(part, merged.command))}", f"{part}: {merged.choices[part]}"]
 
 
 def _line(key: Key, merged: Merged[Any], active: bool, code: bool) -> str:

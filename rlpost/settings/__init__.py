@@ -17,6 +17,8 @@ from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSetti
 from rlpost.settings.evaluation import EvalSettings as EvalSettings
 from rlpost.settings.learning import OptimSettings as OptimSettings
 from rlpost.settings.learning import Schedule as Schedule
+from rlpost.settings.lora import LoRASettings as LoRASettings
+from rlpost.settings.lora import Push as Push
 from rlpost.settings.loss import Aggregation as Aggregation
 from rlpost.settings.loss import CISPOLossSettings as CISPOLossSettings
 from rlpost.settings.loss import DAPOLossSettings as DAPOLossSettings
@@ -31,8 +33,6 @@ from rlpost.settings.loss import PolicyLossSettings as PolicyLossSettings
 from rlpost.settings.loss import ReinforceLossSettings as ReinforceLossSettings
 from rlpost.settings.loss import SamplerCorrection as SamplerCorrection
 from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
-from rlpost.settings.lora import LoRASettings as LoRASettings
-from rlpost.settings.lora import Push as Push
 from rlpost.settings.model import Autocast as Autocast
 from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings
