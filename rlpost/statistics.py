@@ -1,0 +1,199 @@
+"""What a sample of prompts says: shares with their intervals, pass@k, maj@k, paired differences.
+
+The unit that is drawn at random is the prompt. Several completions of one prompt are not
+independent of each other, so every interval is computed from one value a prompt, and says where the
+mean over prompts like these lies, at 95% confidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+CONFIDENCE = 0.95
+POWER = 0.8
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
+Z_POWER = NormalDist().inv_cdf(POWER)  # 0.84
+FEWEST_DIFFERING = 6  # of five differences all may point one way by chance: 2 / 2**5 > 1 - CONFIDENCE
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A mean over prompts of values in [0, 1], with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    prompts: int
+
+    @classmethod
+    def of(cls, values: Sequence[float], samples: int | None = None) -> Share:
+        """The mean of one value a prompt; `samples` is how many completions they rest on (None: one each)."""
+        value, low, high = share_interval(np.asarray(values, float), len(values) if samples is None else samples)
+        return cls(float(value), float(low), float(high), len(values))
+
+    def __str__(self) -> str:
+        return f"{self.value:6.1%}  [{self.low:.1%}, {self.high:.1%}]"
+
+
+def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:
+    """Mean and 95% interval of `values` (..., N) in [0, 1], one a prompt, that rest on `samples` completions.
+
+    Wilson's score interval (1927) with the effective sample size m (1 - m) / var(m) in place of the
+    number of trials, var(m) being the variance of the mean over prompts, as is done for clustered
+    samples (Korn and Graubard 1998; Franco, Little, Louis and Slud 2019). It is never more than
+    `samples`; where every value is 0, or every one is 1, it is N. With one completion a prompt it is N
+    too, so that is Wilson's own interval.
+    """
+    count = values.shape[-1]
+    mean = values.mean(-1)
+    between = mean * (1 - mean)
+    variance = values.var(-1) / count
+    effective = np.divide(between, variance, out=np.full_like(mean, samples), where=variance > 0)
+    effective = np.where(between > 0, np.clip(effective, count, max(samples, count)), count)
+    spread = Z**2 / effective
+    centre = (mean + spread / 2) / (1 + spread)
+    half = Z / (1 + spread) * np.sqrt(between / effective + spread / (4 * effective))
+    return mean, np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
+
+
+def mean_interval(values: Array) -> tuple[Array, Array, Array]:
+    """Mean and 95% interval of `values` (..., N), one a prompt: Student's t with N - 1 degrees of freedom, N >= 2."""
+    count = values.shape[-1]
+    mean = values.mean(-1)
+    half = t_quantile(count - 1) * values.std(-1, ddof=1) / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5% quantile of Student's t: exact for 1 and 2 degrees, else within 0.2%.
+
+    Abramowitz and Stegun (1964), 26.7.5.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if degrees == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
+    z = Z
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def pass_at_k(samples: int, right: Array, k: int) -> Array:
+    """The chance that at least one of k completions is right, from `right` (...) of `samples` >= k that were.
+
+    The unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al. (2021), equation 1, as a product:
+    the binomials themselves overflow.
+    """
+    misses = np.cumprod(1 - k / np.arange(samples, 0, -1))  # after 1, 2, ... right ones
+    table = 1 - np.concatenate([[1.0], misses])
+    return table[right.astype(int)]
+
+
+def maj_at_k(answers: Sequence[str], right: Sequence[float], k: int) -> float:
+    """The chance that the commonest answer of k completions is right: the mean over all k-subsets of these.
+
+    `answers` are what the completions of one prompt say, "" for one that says nothing and has no
+    vote. Answers that are equally common share the win; where nobody votes nothing is right. An
+    answer counts as right as its completions are on average. Subsets are counted, not listed: for
+    each answer the ways in which it has m votes, and of the others none more than m and t as many.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    silent = sum(not answer for answer in answers)
+    marks: dict[str, list[float]] = defaultdict(list)
+    for answer, mark in zip(answers, right, strict=True):
+        marks[answer].append(mark)
+    won = 0.0
+    for answer, count in votes.items():
+        worth = sum(marks[answer]) / count
+        if worth:
+            others = [c for other, c in votes.items() if other != answer]
+            for m in range(1, min(count, k) + 1):
+                won += worth * math.comb(count, m) * _ways(others, silent, m, k - m)
+    return won / math.comb(len(answers), k)
+
+
+def _ways(others: Sequence[int], silent: int, most: int, draws: int) -> float:
+    """Ways to draw `draws` votes of `others` with at most `most` each, each divided by 1 + those that have `most`."""
+    ways = np.zeros((draws + 1, draws // most + 1))  # (votes drawn, answers with `most` of them)
+    ways[: silent + 1, 0] = [math.comb(silent, i) for i in range(min(silent, draws) + 1)]
+    for count in others:
+        grown = ways.copy()
+        for j in range(1, min(count, most - 1, draws) + 1):
+            grown[j:] += math.comb(count, j) * ways[:-j]
+        if most <= min(count, draws):
+            grown[most:, 1:] += math.comb(count, most) * ways[:-most, :-1]
+        ways = grown
+    return float(ways[draws] @ (1 / np.arange(1, ways.shape[1] + 1)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference over prompts, with its 95% interval where there are prompts enough for one.
+
+    `differing` counts the prompts where there is any. `needed` is how many prompts would tell a
+    difference of this size from none in 80% of all evaluations; None where nothing differs.
+    `told` is how large a difference as many prompts as these would so tell.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    prompts: int
+    differing: int
+    is_told: bool
+    within_noise: bool
+    needed: int | None
+    told: float | None
+
+
+def is_told(differences: Array) -> Array:
+    """Whether the mean of `differences` (..., N >= 2) is told from 0: its interval leaves 0 out, and at least six differ.
+
+    With fewer, even if all point one way, chance does so more often than once in twenty.
+    """
+    _, low, high = mean_interval(differences)
+    return ((low > 0) | (high < 0)) & ((differences != 0).sum(-1) >= FEWEST_DIFFERING)
+
+
+def difference(differences: Sequence[float]) -> Difference:
+    """What paired `differences`, one a prompt, say.
+
+    One smaller than its standard error is within noise: chance alone gives as large a one in one
+    evaluation of three.
+    """
+    values = np.asarray(differences, float)
+    count, differing, mean = len(values), int((values != 0).sum()), float(values.mean())
+    if count < 2:
+        return Difference(mean, None, None, count, differing, False, False, None, None)
+    deviation = float(values.std(ddof=1))
+    error = deviation / math.sqrt(count)
+    _, low, high = mean_interval(values)
+    needed = None
+    if mean and deviation:
+        wanted = math.ceil(((Z + Z_POWER) * deviation / mean) ** 2)
+        needed = max(wanted, math.ceil(count * FEWEST_DIFFERING / differing))
+    return Difference(
+        mean,
+        float(low),
+        float(high),
+        count,
+        differing,
+        is_told=bool(is_told(values)),
+        within_noise=abs(mean) < error or mean == 0,
+        needed=needed,
+        told=(Z + Z_POWER) * error,
+    )
