@@ -33,7 +33,7 @@ class Row:
     response: torch.Tensor
     sampled: torch.Tensor  # bool: the ids the model sampled, and is trained on
     sampler_log_probs: torch.Tensor
-    advantage: float
+    advantage: float | torch.Tensor  # of the whole completion, or of each id of `response`
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
 
@@ -41,6 +41,13 @@ class Row:
     def num_trained(self) -> int:
         """Sampled ids in this row."""
         return int(self.sampled.sum())
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """The advantage of each id of `response`."""
+        if isinstance(self.advantage, torch.Tensor):
+            return self.advantage
+        return torch.full((self.response.numel(),), self.advantage)
 
 
 def rows_of(batch: TensorDictBase) -> list[Row]:
@@ -92,7 +99,7 @@ class Microbatch:
     groups: list[PromptGroup]
     source: torch.Tensor  # (M,) packed position whose logits predict the trained token
     target: torch.Tensor  # (M,) the trained token's id
-    advantage: torch.Tensor  # (M,) of its completion
+    advantage: torch.Tensor  # (M,)
     sampler_log_probs: torch.Tensor  # (M,)
     rows: list[Row] = field(default_factory=list)  # whose trained tokens these are, in order
     old_log_probs: torch.Tensor | None = None  # (M,)
@@ -166,7 +173,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
         groups=layout,
         source=torch.cat(sources).to(device),
         target=trained([row.response for row in rows]),
-        advantage=trained([torch.full((row.response.numel(),), row.advantage) for row in rows]),
+        advantage=trained([row.advantages for row in rows]),
         sampler_log_probs=trained([row.sampler_log_probs for row in rows]),
         rows=rows,
         old_log_probs=optional([row.old_log_probs for row in rows]),

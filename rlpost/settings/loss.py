@@ -65,8 +65,8 @@ class PolicyLossSettings:
         at_least("loss.kl_coef", self.kl_coef, 0.0)
         at_least("loss.sampler_kl_coef", self.sampler_kl_coef, 0.0)
         at_least("loss.entropy_coef", self.entropy_coef, 0.0)
-        at_least("loss.sampler_ratio_low", self.sampler_ratio_low, 0.0)
-        above("loss.sampler_ratio_high", self.sampler_ratio_high, 0.0)
+        between("loss.sampler_ratio_low", self.sampler_ratio_low, 0.0, 1.0)
+        at_least("loss.sampler_ratio_high", self.sampler_ratio_high, 1.0)
         if self.kl_in is KLPlace.reward and self.kl_estimator is KLEstimator.k3_k2grad:
             raise ConfigError(
                 "loss.kl_estimator=k3_k2grad is k3 with another gradient, and loss.kl_in=reward has none: "
@@ -82,6 +82,12 @@ class PolicyLossSettings:
                     f"{key}={bound} bounds nothing while loss.sampler_correction=none: choose a correction, "
                     "loss.sampler_correction=tis_token say"
                 )
+        if low is not None and self.sampler_correction.name.startswith("tis"):
+            raise ConfigError(
+                f"loss.sampler_ratio_low={low} bounds nothing: loss.sampler_correction={self.sampler_correction.name} "
+                "truncates from above only; leave it out, or choose a correction that masks (mis_token, mis_sequence, "
+                "icepop)"
+            )
         if low is not None and high is not None and low >= high:
             raise ConfigError(
                 f"loss.sampler_ratio_low={low} leaves nothing below loss.sampler_ratio_high={high}: it must be less"
@@ -98,7 +104,7 @@ class ClippedLossSettings(PolicyLossSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         above("loss.clip_low", self.clip_low, 0.0)
-        between("loss.clip_low", self.clip_low, 0.0, 0.999)
+        between("loss.clip_low", self.clip_low, 0.0, 1.0)
         above("loss.clip_high", self.clip_high, 0.0)
 
 
@@ -143,21 +149,18 @@ class GSPOTokenLossSettings(GSPOLossSettings):
 
 
 @dataclass
-class CISPOLossSettings(PolicyLossSettings):
+class CISPOLossSettings(ClippedLossSettings):
     """CISPO (arXiv:2506.13585): log-probs weighted by a ratio that is bounded above and carries no gradient."""
 
     variant: ClassVar[str] = "cispo"
 
-    max_ratio: float = 5.0  # the ratio to the old policy weighs a token up to this
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("loss.max_ratio", self.max_ratio, 1.0)
+    clip_low: float = 1.0  # the ratio to the old policy weighs a token at least 1 - this; 1: no lower bound
+    clip_high: float = 4.0  # the ratio to the old policy weighs a token at most 1 + this
 
 
 @dataclass
 class BoundedLossSettings(ClippedLossSettings):
-    """What the losses have that also bound how hard an unlikely bad token is pushed away."""
+    """What the losses have that also bound how hard a bad token is pushed away once it has grown likelier."""
 
     max_ratio: float = 4.0  # the ratio to the old policy counts up to this where the advantage is negative
 
@@ -165,25 +168,25 @@ class BoundedLossSettings(ClippedLossSettings):
         super().__post_init__()
         if self.max_ratio <= 1 + self.clip_high:
             raise ConfigError(
-                f"loss.max_ratio={self.max_ratio} is within the clip: it must be above 1 + loss.clip_high "
+                f"loss.max_ratio={self.max_ratio} lies within the clip: it must be above 1 + loss.clip_high "
                 f"= {1 + self.clip_high:g}"
             )
 
 
 @dataclass
 class TwoSidedLossSettings(BoundedLossSettings):
-    """Two-sided clipping of INTELLECT-2 (arXiv:2505.07291): the ratio is bounded for negative advantages too."""
+    """Two-sided clipping of INTELLECT-2 (arXiv:2505.07291), whose delta is max_ratio."""
 
     variant: ClassVar[str] = "two_sided"
 
 
 @dataclass
 class DualClipLossSettings(BoundedLossSettings):
-    """Dual-clip PPO (arXiv:1912.09729): the loss of a negative advantage is bounded."""
+    """Dual-clip PPO (arXiv:1912.09729), whose c is max_ratio."""
 
     variant: ClassVar[str] = "dual_clip"
 
-    max_ratio: float = 3.0  # a negative advantage costs at most this times its size (c in the paper)
+    max_ratio: float = 3.0  # a negative advantage costs at most this times its size
 
 
 @dataclass
