@@ -9,11 +9,13 @@ from rlpost.lazy import lazy_names
 if TYPE_CHECKING:
     from rlpost.data.history import History as History
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
+    from rlpost.data.topk import TopKRewardSelector as TopKRewardSelector
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "History": "history",
         "ReplayBuffer": "replay_buffer",
+        "TopKRewardSelector": "topk",
     },
 )

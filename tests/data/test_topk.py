@@ -1,0 +1,171 @@
+"""The best replies to each prompt, and nothing before a prompt has all of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import nan
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlpost.data import ReplayBuffer, TopKRewardSelector
+from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows, strings
+from rlpost.data.conversation import Conversation
+from rlpost.data.topk import best
+
+Make = Callable[..., Conversation]
+
+
+@pytest.fixture
+def group(conversation: Make) -> Callable[..., TensorDict]:
+    """Makes one prompt's replies, one a reward."""
+
+    def make(number: int, rewards: list[float], **fields: object) -> TensorDict:
+        made = [conversation(number, sample, reward=reward, **fields) for sample, reward in enumerate(rewards)]
+        return batch_from_conversations(made)
+
+    return make
+
+
+def rewards_of(batch: TensorDictBase | None) -> list[float]:
+    assert batch is not None
+    return batch["next", "reward"].flatten().tolist()
+
+
+def test_fifty_rows_in_groups_of_five_leave_twenty_in_descending_order(group: Callable[..., TensorDict]) -> None:
+    # of five different rewards two are above the median, fewer than the three asked for
+    buffer = ReplayBuffer(transforms=[TopKRewardSelector(total_dialog_turns=5, topk_size=3)])
+    for number in range(10):
+        buffer.extend(group(number, [number + step / 8 for step in (2, 4, 0, 3, 1)], query=f"prompt {number}"))
+    assert len(buffer) == 10
+    taken = buffer.take(10)
+    assert rewards_of(taken) == [number + step / 8 for number in range(10) for step in (4, 3)]
+    assert taken["sample"].tolist() == [1, 3] * 10
+
+
+def test_rows_that_come_one_by_one_wait_for_their_group(group: Callable[..., TensorDict]) -> None:
+    selector = TopKRewardSelector(3, 1)
+    rows = group(0, [0.0, 1.0, 0.5])
+    assert selector(select_rows(rows, [0])) is None
+    assert selector(select_rows(rows, [1])) is None
+    assert selector.num_incomplete == 1
+    assert rewards_of(selector(select_rows(rows, [2]))) == [1.0]
+    assert selector.num_incomplete == 0
+
+
+def test_interleaved_groups_are_told_apart(group: Callable[..., TensorDict]) -> None:
+    both = concat_rows([group(0, [0.0, 1.0], query="a"), group(1, [3.0, 2.0], query="b")])
+    chosen = TopKRewardSelector(2, 2)(select_rows(both, [0, 2, 3, 1]))
+    assert chosen is not None
+    assert chosen["group_id"].tolist() == [1, 0]  # in the order in which they became complete
+    assert rewards_of(chosen) == [3.0, 1.0]
+
+
+def test_two_draws_of_one_prompt_stay_apart(group: Callable[..., TensorDict]) -> None:
+    both = concat_rows([group(0, [0.0, 1.0]), group(1, [5.0, 6.0])])
+    assert rewards_of(TopKRewardSelector(2, 2)(select_rows(both, [0, 2, 1, 3]))) == [1.0, 6.0]
+
+
+def test_without_group_numbers_the_prompt_decides() -> None:
+    batch = TensorDict(
+        {
+            "query": strings(["a", "b", "a", "b"]),
+            "next": {
+                "reward": torch.tensor([[0.0], [3.0], [1.0], [2.0]]),
+                "done": torch.ones(4, 1, dtype=torch.bool),
+            },
+        },
+        batch_size=[4],
+    )
+    assert rewards_of(TopKRewardSelector(2, 1, prompt_key="query")(batch)) == [1.0, 3.0]
+
+
+def test_the_keys_can_be_chosen() -> None:
+    batch = TensorDict(
+        {"q": strings(["a", "a"]), "score": torch.tensor([1.0, 2.0]), "over": torch.tensor([True, True])},
+        batch_size=[2],
+    )
+    selector = TopKRewardSelector(2, 1, prompt_key="q", rewards_key="score", done_key="over")
+    chosen = selector(batch)
+    assert chosen is not None
+    assert chosen["score"].tolist() == [2.0]
+
+
+def test_a_trajectory_of_several_turns_is_worth_the_mean_of_its_rewards_and_stays_whole() -> None:
+    # a: (0 + 1) / 2 = 0.5; b: one turn of 0.75; c: 0.25, its first turn having no reward yet
+    batch = TensorDict(
+        {
+            "text": {"prompt": strings(["p"] * 5)},
+            "turn": torch.arange(5),
+            "next": {
+                "reward": torch.tensor([[0.0], [1.0], [0.75], [nan], [0.25]]),
+                "done": torch.tensor([[False], [True], [True], [False], [True]]),
+            },
+        },
+        batch_size=[5],
+    )
+    chosen = TopKRewardSelector(3, 3, min_reward=0.5)(batch)
+    assert chosen is not None
+    assert chosen["turn"].tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("worth", "count", "minimum", "chosen"),
+    [
+        ([1.0, 1.0, 1.0], 2, None, []),  # all equal
+        ([0.1 + 0.2, 0.3, 0.3], 2, None, []),  # but for rounding
+        ([0.0, 0.0, 1.0, 1.0], 4, None, [2, 3]),  # the lower median of an even number is 0
+        ([0.0, 1.0, 1.0, 1.0], 4, None, []),  # and here 1
+        ([0.0, 1.0, 1.0, 1.0], 2, 1.0, [1, 2]),  # equal ones in the order they came
+        ([1.0, 1.0], 2, 1.0, [0, 1]),  # a minimum keeps a group whose replies are all as good
+        ([0.0, 0.9], 2, 1.0, []),
+        ([nan, 0.0, 1.0], 3, None, [2]),  # the median of 0 and 1
+        ([nan, nan], 1, None, []),
+        ([nan, -5.0], 1, -9.0, [1]),
+    ],
+)
+def test_candidates_are_above_the_lower_median_or_at_least_the_minimum(
+    worth: list[float], count: int, minimum: float | None, chosen: list[int]
+) -> None:
+    assert best(worth, count, minimum) == chosen
+
+
+def test_a_reply_whose_reward_failed_completes_its_group_and_is_never_chosen(conversation: Make) -> None:
+    made = [conversation(0, 0, reward=9.0, valid=False), conversation(0, 1, reward=None), conversation(0, 2)]
+    chosen = TopKRewardSelector(3, 3, min_reward=0.0)(batch_from_conversations(made))
+    assert chosen is not None
+    assert chosen["sample"].tolist() == [2]
+
+
+def test_what_waits_is_saved_and_taken_up_again(group: Callable[..., TensorDict]) -> None:
+    rows = group(0, [1.0, 0.0, 2.0])
+    saved = TopKRewardSelector(3, 2)
+    assert saved(select_rows(rows, [0, 1])) is None
+    resumed = TopKRewardSelector(3, 2)
+    resumed.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    last = select_rows(rows, [2])
+    expected, chosen = saved(last), resumed(last)
+    assert expected is not None
+    assert chosen is not None
+    assert rewards_of(chosen) == rewards_of(expected) == [2.0]
+    assert chosen["tokens", "full"].unbind()[0].tolist() == expected["tokens", "full"].unbind()[0].tolist()
+    assert resumed.num_incomplete == 0
+
+
+def test_the_sizes_must_leave_something_to_choose() -> None:
+    with pytest.raises(ValueError, match="topk_size=6 is more than the total_dialog_turns=5"):
+        TopKRewardSelector(5, 6)
+    with pytest.raises(ValueError, match="topk_size=0 lets nothing through"):
+        TopKRewardSelector(5, 0)
+
+
+def test_a_trajectory_that_is_not_done_is_refused(group: Callable[..., TensorDict]) -> None:
+    with pytest.raises(RuntimeError, match="a trajectory that is not done"):
+        TopKRewardSelector(2, 1)(group(0, [0.0, 1.0], terminated=False))
+
+
+def test_a_prompt_that_is_no_string_is_refused(group: Callable[..., TensorDict]) -> None:
+    with pytest.raises(TypeError, match=r"tells prompts apart by their text, and sample holds Tensor"):
+        TopKRewardSelector(2, 1, prompt_key="sample")(group(0, [0.0, 1.0]))
