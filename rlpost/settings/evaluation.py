@@ -1,0 +1,91 @@
+"""What an evaluation plays and measures: `rlpost eval`, and the one during training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlpost.errors import ConfigError
+from rlpost.settings.checks import MISSING, above, at_least, between
+from rlpost.settings.env import EnvSettings
+from rlpost.settings.model import ModelSettings
+from rlpost.settings.policy import PolicySettings
+
+
+def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
+    """Completions that are drawn for each prompt: `samples`, or where it is None the greatest of `k`."""
+    return max(k) if samples is None else samples
+
+
+@dataclass
+class AttemptsSettings:
+    """How often each prompt is answered, and what is made of it."""
+
+    k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
+    samples: int | None = None  # completions a prompt; None: the greatest of eval.k
+
+    def __post_init__(self) -> None:
+        if not self.k:
+            raise ConfigError("eval.k is empty: give at least one number of attempts, as in eval.k=[1,8]")
+        for k in self.k:
+            at_least("eval.k", k, 1)
+        if len(set(self.k)) < len(self.k):
+            raise ConfigError(f"eval.k={self.k} names a number twice: leave one of them out")
+        if self.samples is not None and self.samples < max(self.k):
+            raise ConfigError(
+                f"eval.samples={self.samples} is fewer than the {max(self.k)} attempts that eval.k={self.k} asks for: "
+                "raise it, or leave it out"
+            )
+
+
+@dataclass
+class EvalDuringTrainingSettings(AttemptsSettings):
+    """Evaluation on held-out prompts: before the first step, after the last, and between.
+
+    One completion a prompt is greedy; several are drawn as `sampling` says.
+    """
+
+    enabled: bool = True  # false: no evaluation at all
+    every: int = 0  # steps; 0: before and after only
+    limit: int | None = None  # prompts; None: env.eval_limit
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("eval.every", self.every, 0)
+        at_least("eval.limit", self.limit, 1)
+
+
+@dataclass
+class EvalSamplingSettings:
+    """How a completion of `rlpost eval` is drawn."""
+
+    temperature: float | None = None  # 0: greedy; None: 0 for one completion a prompt, 1 for several
+    top_p: float = 1.0  # share of the probability that is drawn from; 1: all of it
+
+    def __post_init__(self) -> None:
+        at_least("sampling.temperature", self.temperature, 0.0)
+        above("sampling.top_p", self.top_p, 0.0)
+        between("sampling.top_p", self.top_p, 0.0, 1.0)
+
+
+@dataclass
+class EvalSettings:
+    """`rlpost eval`."""
+
+    model: ModelSettings = MISSING  # what is scored
+    env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    policy: PolicySettings = MISSING  # what samples the completions
+    sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
+    eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
+    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
+    seed: int = 0  # of prompts and sampling
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
+            count = samples_per_prompt(self.eval.k, self.eval.samples)
+            if count > 1 and self.sampling.temperature == 0:
+                raise ConfigError(
+                    f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
+                    "sample a prompt: raise it, or leave it out"
+                )
