@@ -21,6 +21,18 @@ def check_choice(what: str, word: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"there is no {what} {word!r}{hint}")
 
 
+def check_shapes(log_probs: torch.Tensor, mask: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise ValueError unless `log_probs` is (B, T), `mask` bool, and every tensor given of that shape."""
+    shape = tuple(log_probs.shape)
+    if len(shape) != 2:
+        raise ValueError(f"log_probs has shape {shape}: it must be (B, T), completions by tokens")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask is {mask.dtype}: it must be torch.bool")
+    for name, tensor in {**others, "mask": mask}.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be that of log_probs, {shape}")
+
+
 def token_weights(mask: torch.Tensor, aggregation: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Weight of every token (B, T): 0 where `mask` is False; 1, or 1/|o_i| for sequence_mean, where it is True."""
     check_choice("aggregation", aggregation, AGGREGATIONS)

@@ -23,6 +23,10 @@ from rlpost.objectives.policy import effective_sample_size as effective_sample_s
 from rlpost.objectives.policy import policy_loss as policy_loss
 from rlpost.objectives.policy import policy_metrics as policy_metrics
 from rlpost.objectives.policy import policy_terms as policy_terms
+from rlpost.objectives.supervised import minor_sft_loss as minor_sft_loss
+from rlpost.objectives.supervised import minor_sft_terms as minor_sft_terms
+from rlpost.objectives.supervised import sft_loss as sft_loss
+from rlpost.objectives.supervised import sft_terms as sft_terms
 from rlpost.objectives.variants import VARIANTS as VARIANTS
 from rlpost.objectives.variants import clipped_surrogate
 

@@ -52,7 +52,6 @@ def sampler_weights(
     With "none" every weight is 1. Raises ConfigError for an unknown correction, bounds that exclude
     1 or are not in order, and a bound that the correction does not read.
     """
-    check_choice("sampler correction", correction, SAMPLER_CORRECTIONS)
     bounds = correction_bounds(correction, low, high)
     if bounds is None:
         return torch.ones_like(old_log_probs), torch.zeros_like(mask)
@@ -70,7 +69,11 @@ def sampler_weights(
 
 
 def correction_bounds(correction: str, low: float | None, high: float | None) -> tuple[float, float] | None:
-    """The bounds in force, those of the correction itself where None; None for "none", which has none."""
+    """The bounds in force, those of the correction itself where None; None for "none", which has none.
+
+    Raises ConfigError as `sampler_weights` does.
+    """
+    check_choice("sampler correction", correction, SAMPLER_CORRECTIONS)
     if correction == "none":
         if low is not None or high is not None:
             raise ConfigError("sampler_ratio_low and sampler_ratio_high are read only with a sampler_correction")

@@ -9,9 +9,9 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.objectives.aggregation import aggregate, check_choice, keep
-from rlpost.objectives.kl import kl_divergence
-from rlpost.objectives.mismatch import sampler_weights
+from rlpost.objectives.aggregation import aggregate, check_choice, check_shapes, keep
+from rlpost.objectives.kl import KL_ESTIMATORS, kl_divergence
+from rlpost.objectives.mismatch import correction_bounds, sampler_weights
 from rlpost.objectives.variants import VARIANTS
 
 COMMON = ("kl_coef", "kl_estimator", "sampler_kl_coef", "sampler_correction", "sampler_ratio_low", "sampler_ratio_high")
@@ -56,13 +56,19 @@ def policy_terms(
     check_choice("policy loss", name, tuple(VARIANTS))
     variant = VARIANTS[name]
     _check_coefficients(name, coefficients, variant.coefficients)
-    constants = {"old_log_probs": old_log_probs, "sampler_log_probs": sampler_log_probs, "ref_log_probs": ref_log_probs}
-    advantage = _check_shapes(log_probs, advantage, mask, constants)
-    log_probs, advantage = keep(log_probs, mask), keep(advantage, mask)
-    old, sampler, ref = (None if c is None else keep(c.detach(), mask) for c in constants.values())
-    assert old is not None
-    if sampler is None and sampler_correction != "none":
+    check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
+    correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high)
+    if sampler_log_probs is None and sampler_correction != "none":
         raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
+    check_shapes(
+        log_probs,
+        mask,
+        old_log_probs=old_log_probs,
+        sampler_log_probs=sampler_log_probs,
+        ref_log_probs=ref_log_probs,
+    )
+    advantage = keep(_per_token(advantage, log_probs), mask)
+    log_probs, old = keep(log_probs, mask), keep(old_log_probs.detach(), mask)
     surrogate = variant.surrogate(log_probs, old, advantage, mask, **coefficients)
     terms = PolicyTerms(
         mask=mask,
@@ -71,9 +77,10 @@ def policy_terms(
         clipped_low=surrogate.low & mask,
         clipped_high=surrogate.high & mask,
     )
-    if ref is not None:
-        terms.kl_to_ref = kl_divergence(log_probs, ref, kl_estimator)
-    if sampler is not None:
+    if ref_log_probs is not None:
+        terms.kl_to_ref = kl_divergence(log_probs, keep(ref_log_probs.detach(), mask), kl_estimator)
+    if sampler_log_probs is not None:
+        sampler = keep(sampler_log_probs.detach(), mask)
         terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
         terms.sampler_gap = (log_probs - sampler).detach().abs()
         weight, terms.sampler_cut = sampler_weights(
@@ -141,7 +148,7 @@ def policy_loss(
         sampler_ratio_high=sampler_ratio_high,
         **coefficients,
     )
-    aggregation = aggregation or VARIANTS[name].aggregation
+    aggregation = VARIANTS[name].aggregation if aggregation is None else aggregation
     losses = {"loss_policy": aggregate(terms.loss, mask, aggregation, normaliser)}
     if kl_coef and terms.kl_to_ref is not None:
         losses["loss_kl_to_ref"] = kl_coef * aggregate(terms.kl_to_ref, mask, aggregation, normaliser)
@@ -200,18 +207,9 @@ def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float
             raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
 
 
-def _check_shapes(
-    log_probs: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor, others: dict[str, torch.Tensor | None]
-) -> torch.Tensor:
-    """The advantage as (B, T); ValueError for a shape or a mask that does not fit `log_probs`."""
+def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """The advantage as a constant (B, T); ValueError unless it is (B,) or (B, T)."""
     shape = tuple(log_probs.shape)
-    if len(shape) != 2:
-        raise ValueError(f"log_probs has shape {shape}: it must be (B, T), completions by tokens")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask is {mask.dtype}: it must be torch.bool")
-    for name, tensor in {**others, "mask": mask}.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be that of log_probs, {shape}")
     if tuple(advantage.shape) not in (shape, shape[:1]):
         raise ValueError(f"advantage has shape {tuple(advantage.shape)}: it must be {shape[:1]} or {shape}")
     advantage = advantage.detach().to(log_probs.dtype)

@@ -1,0 +1,91 @@
+"""Losses on demonstrations: the likelihood of their tokens, or how much likelier than a reference makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from rlpost.errors import ConfigError
+from rlpost.objectives.aggregation import aggregate, check_shapes, keep, masked_mean, sequence_mean, sequence_sum
+from rlpost.objectives.kl import kl_divergence
+
+
+def sft_terms(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """−log π per trained token, (B, T); 0 where `mask` is False."""
+    return -keep(log_probs, mask)
+
+
+def minor_sft_terms(
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    normalise_by_length: bool = True,
+) -> torch.Tensor:
+    """−log σ(β(s − s_ref)) of each demonstration, given to each of its trained tokens, (B, T).
+
+    s is the sum of a demonstration's log-probabilities, or their mean if `normalise_by_length`.
+    After MinorSFT (arXiv:2408.10642).
+    """
+    of_sequence = sequence_mean if normalise_by_length else sequence_sum
+    margin = of_sequence(log_probs - ref_log_probs.detach(), mask)
+    return keep(-logsigmoid(beta * margin)[:, None].expand_as(log_probs), mask)
+
+
+def sft_loss(
+    log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    ref_log_probs: torch.Tensor | None = None,
+    aggregation: str = "token_mean",
+    normaliser: float | torch.Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of demonstrations: −log π of their trained tokens, and a divergence from a reference.
+
+    `log_probs` and `ref_log_probs` are (B, T), `mask` (B, T) bool: the trained tokens. What the others
+    hold is never read. `aggregation` and `normaliser` are `policy_loss`'s; a sum over a demonstration's
+    tokens, averaged over demonstrations, is constant_length with normaliser=B.
+
+    The loss is a scalar; metrics are detached scalars: loss_sft, and with a reference kl_to_ref, the
+    mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a `kl_coef`
+    without `ref_log_probs` and for an unknown word, ValueError for shapes.
+    """
+    check_shapes(log_probs, mask, ref_log_probs=ref_log_probs)
+    if kl_coef and ref_log_probs is None:
+        raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
+    loss = aggregate(sft_terms(log_probs, mask), mask, aggregation, normaliser)
+    metrics = {"loss_sft": loss.detach()}
+    if ref_log_probs is not None:
+        kl = kl_divergence(log_probs, ref_log_probs.detach(), kl_estimator, mask)
+        metrics["kl_to_ref"] = masked_mean(kl, mask).detach()
+        if kl_coef:
+            loss_kl = kl_coef * aggregate(kl, mask, aggregation, normaliser)
+            metrics["loss_kl_to_ref"] = loss_kl.detach()
+            loss = loss + loss_kl
+    return loss, metrics
+
+
+def minor_sft_loss(
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    beta: float = 0.1,
+    normalise_by_length: bool = True,
+    aggregation: str = "sequence_mean",
+    normaliser: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of `minor_sft_terms`: what is already likelier than the reference had it pulls less.
+
+    sequence_mean averages over demonstrations, token_mean weighs each by its trained tokens. Arguments
+    and errors are otherwise `sft_loss`'s; metrics are loss_sft and kl_to_ref, the mean over trained
+    tokens of k3.
+    """
+    check_shapes(log_probs, mask, ref_log_probs=ref_log_probs)
+    terms = minor_sft_terms(log_probs, ref_log_probs, mask, beta=beta, normalise_by_length=normalise_by_length)
+    loss = aggregate(terms, mask, aggregation, normaliser)
+    kl = kl_divergence(log_probs, ref_log_probs, "k3", mask)
+    return loss, {"loss_sft": loss.detach(), "kl_to_ref": masked_mean(kl, mask).detach()}
