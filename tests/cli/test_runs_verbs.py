@@ -194,7 +194,13 @@ def test_ctrl_c_leaves_a_followed_run_quietly() -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, "-m", "rlpost", "runs", "tail", "a", "-f"]
-        following = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        following = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's "&" ignores it
+        )
         assert following.stdout is not None
         following.stdout.readline()  # it has begun
         following.send_signal(signal.SIGINT)
