@@ -19,12 +19,13 @@ from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
-from rlpost.evaluate import EvalResult, evaluate
+from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model
-from rlpost.objectives import GRPOLoss, MCAdvantage
+from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import GROUP_ESTIMATORS
 from rlpost.objectives.overlong import OverlongPenalty
+from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.optim import build_optimizer
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
@@ -44,6 +45,7 @@ from rlpost.settings import (
     TransformersSettings,
     VLLMSettings,
 )
+from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import chosen_tracker
 from rlpost.tracking.process import TrackerProcess
@@ -64,7 +66,7 @@ class GRPOParts:
     eval_env: DatasetChatEnv
     collector: LLMCollector
     buffer: ReplayBuffer
-    objective: GRPOLoss
+    objective: PolicyObjective
     optimizer: torch.optim.AdamW
 
     @property
@@ -118,11 +120,10 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         eval_env=eval_env,
         collector=collector,
         buffer=buffer,
-        objective=GRPOLoss(
-            clip_low=settings.loss.clip_low,
-            clip_high=settings.loss.clip_high,
-            kl_coef=settings.loss.kl_coef,
+        objective=PolicyObjective(
+            settings.loss,
             temperature=settings.sampling.temperature,
+            max_completion_tokens=settings.env.max_completion_tokens,
         ),
         optimizer=build_optimizer(model, settings.optim),
     )
@@ -204,14 +205,16 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerPro
 
 def evaluate_command(
     settings: EvalSettings, progress: Callable[[int, int], None] = lambda done, total: None
-) -> EvalResult:
-    """`rlpost eval`: every task of the split, or the first `env.limit`.
+) -> Evaluation:
+    """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
 
-    `progress` is told the prompts done and their total. What engines write while they load is seen
+    `progress` is told the completions done and their total. What engines write while they load is seen
     only where loading fails.
     """
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     env.start()  # a bad path or row is found here, before a model is loaded
+    samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
+    sampling = chosen_sampling(settings.sampling, samples)
     with output_aside():
         folder = locate_model(settings.model.path, settings.model.revision)
         policy = build_policy(
@@ -221,11 +224,12 @@ def evaluate_command(
             model=None,
             model_settings=settings.model,
             env_settings=settings.env,
-            sampling=settings.sampling,
+            sampling=sampling,
             seed=settings.seed,
         )
         policy.start()
     try:
-        return evaluate(env, policy, num_prompts=env.num_tasks, sampling=settings.sampling, progress=progress)
+        played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
     finally:
         policy.close()
+    return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played)

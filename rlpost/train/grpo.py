@@ -21,14 +21,14 @@ from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
-from rlpost.objectives.grpo import GRPOLossOutput, token_metrics
+from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.metrics import batch_metrics
+from rlpost.train.metrics import batch_metrics, loss_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
 from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
@@ -99,7 +99,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         if updates_per_step(settings) > 1:
             for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
                 row.old_log_probs = log_probs
-        updates: list[Update[GRPOLossOutput]] = []
+        updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, rows):
             try:
                 updates.append(update(learner, microbatches, minibatch, progress.updates))
@@ -165,11 +165,11 @@ def update_metrics(
     parts: GRPOParts,
     microbatches: Microbatches,
     rows: list[Row],
-    updates: list[Update[GRPOLossOutput]],
+    updates: list[Update[PolicyOutput]],
 ) -> dict[str, float]:
     """What the step's optimizer steps did; the gap between sampler and trainer even where they did nothing."""
     outputs = [output for u in updates for output in u.outputs]
-    metrics = token_metrics(outputs)
+    metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
     norms = [u.grad_norm for u in updates if u.outputs]
     if not outputs:
         longest = max(rows, key=lambda row: row.num_trained)
@@ -179,7 +179,7 @@ def update_metrics(
     return metrics | {
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "lr": parts.optimizer.param_groups[0]["lr"],
-        "tokens/trained": float(sum(output.log_ratio.numel() for output in outputs)),
+        "tokens/trained": float(sum(output.num_tokens for output in outputs)),
         "buffer/dropped_by_age": float(parts.buffer.num_dropped_by_age),
     }
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.objectives.policy import policy_metrics
+from rlpost.objectives.policy_objective import PolicyOutput
+
+# what policy_metrics calls it -> its name in metrics.jsonl
+TOKEN_METRICS = {
+    "clip_fraction": "ratio/clip_fraction",
+    "clip_fraction_low": "ratio/clip_low",
+    "clip_fraction_high": "ratio/clip_high",
+    "ess": "ess",
+    "kl_to_ref": "kl/ref",
+    "kl_to_sampler": "kl/sampler",
+    "sampler_gap": "sampler/logprob_gap",
+}
+CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut_fraction": "sampler/masked"}
 
 
 def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersionLabel | None) -> dict[str, float]:
@@ -35,3 +51,22 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
             "policy/lag_max": lag.max().item(),
         }
     return metrics
+
+
+def loss_metrics(updates: Sequence[Sequence[PolicyOutput]], *, corrected: bool) -> dict[str, float]:
+    """What a step's optimizer steps say, each given by its microbatches' outputs.
+
+    Losses are means over the optimizer steps, all else over every token that was read, however it was
+    split. Where nothing was read the loss is 0 and the means are NaN: nothing was trained on, which is
+    not the same as 0. `corrected` adds the weights that correct for the sampler.
+    """
+    outputs = [output for update in updates for output in update]
+    num_updates = sum(bool(update) for update in updates)
+    losses = {"loss/policy": 0.0}
+    for output in outputs:
+        for name, share in output.losses.items():
+            losses[name] = losses.get(name, 0.0) + share.item() / num_updates
+    means = policy_metrics([output.terms for output in outputs])
+    names = TOKEN_METRICS | (CORRECTION_METRICS if corrected else {})
+    entropy = torch.cat([output.entropy for output in outputs]).mean().item() if outputs else float("nan")
+    return losses | {names[key]: value.item() for key, value in means.items() if key in names} | {"entropy": entropy}

@@ -21,7 +21,7 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.extras import is_installed
-from rlpost.objectives.grpo import GRPOLoss
+from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.settings.run import RunRequest
 from rlpost.train import grpo
 from rlpost.train import update as update_module
@@ -195,14 +195,14 @@ def test_a_step_without_spread_trains_on_nothing_and_says_so(tmp_path: Path, mon
 def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = GRPOLoss.__call__
+    original = PolicyObjective.__call__
 
-    def poisoned(self: GRPOLoss, model: Any, microbatch: Any, normaliser: int) -> Any:
+    def poisoned(self: PolicyObjective, model: Any, microbatch: Any, normaliser: float) -> Any:
         output = original(self, model, microbatch, normaliser)
         output.loss = output.loss * float("nan")
         return output
 
-    monkeypatch.setattr(GRPOLoss, "__call__", poisoned)
+    monkeypatch.setattr(PolicyObjective, "__call__", poisoned)
     with pytest.raises(DivergedError, match="step 1: loss nan") as caught:
         run(tmp_path / "r", "steps=3", "eval.enabled=false")
     assert caught.value.exit_code == 4

@@ -1,0 +1,139 @@
+"""A policy loss over a microbatch of packed tokens, for training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import nn
+
+from rlpost.batching import Microbatch, Row
+from rlpost.logprobs import token_log_probs
+from rlpost.objectives.aggregation import aggregate
+from rlpost.objectives.policy import PolicyTerms, policy_terms
+from rlpost.objectives.variants import VARIANTS
+from rlpost.settings import KLPlace, PolicyLossSettings
+
+IN_THE_PAPER = {("two_sided", "max_ratio"): "delta", ("dual_clip", "max_ratio"): "c"}  # setting -> its symbol
+
+
+@dataclass(slots=True)
+class PolicyOutput:
+    """A microbatch's share of the minibatch loss, and what it says of each of its tokens.
+
+    Shares of one minibatch add up to its loss. Everything but `loss` is detached.
+    """
+
+    loss: torch.Tensor  # the sum of `losses`
+    losses: dict[str, torch.Tensor]  # each term by its name in metrics.jsonl
+    terms: PolicyTerms  # per token (R, T), one completion a row
+    entropy: torch.Tensor  # (M,)
+
+    @property
+    def num_tokens(self) -> int:
+        """M, the tokens that were trained on."""
+        return self.entropy.numel()
+
+
+class PolicyObjective:
+    """The loss that `settings` describe, on log-probs at the sampling `temperature`.
+
+    What each microbatch adds is a sum divided by the count of the whole minibatch, whichever
+    microbatch or rank its completions are in and whether or not they are read, so the gradient does
+    not depend on how it is split. A completion is never split, so ratios of whole completions are exact.
+    """
+
+    def __init__(self, settings: PolicyLossSettings, *, temperature: float, max_completion_tokens: int) -> None:
+        self.variant = settings.variant
+        self.aggregation = settings.aggregation.name if settings.aggregation else VARIANTS[self.variant].aggregation
+        self.kl_coef = settings.kl_coef if settings.kl_in is KLPlace.loss else 0.0
+        self.sampler_kl_coef = settings.sampler_kl_coef
+        self.entropy_coef = settings.entropy_coef
+        self.kl_estimator = settings.kl_estimator.name
+        self.sampler_correction = settings.sampler_correction.name
+        self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
+        shared = {field.name for field in fields(PolicyLossSettings)}
+        self.coefficients: dict[str, float] = {
+            IN_THE_PAPER.get((self.variant, field.name), field.name): getattr(settings, field.name)
+            for field in fields(settings)
+            if field.name not in shared
+        }
+        self.temperature = temperature
+        self.max_completion_tokens = max_completion_tokens
+
+    def normaliser(self, rows: Sequence[Row]) -> int:
+        """What the sum over a minibatch is divided by: its tokens, completions, or completions x longest allowed.
+
+        A completion whose mask was emptied counts as one that says nothing. 0 only for no tokens at all.
+        """
+        if self.aggregation == "token_mean":
+            return sum(row.num_trained for row in rows)
+        return len(rows) * (self.max_completion_tokens if self.aggregation == "constant_length" else 1)
+
+    def needs(self, row: Row) -> bool:
+        """Whether reading `row` can change the gradient: where the loss is the policy's alone, no 0 advantage can."""
+        if row.num_trained == 0:
+            return False
+        if self.kl_coef or self.sampler_kl_coef or self.entropy_coef:
+            return True
+        if isinstance(row.advantage, torch.Tensor):
+            return bool(row.advantage[row.sampled].any())
+        return row.advantage != 0
+
+    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> PolicyOutput:
+        """The microbatch's share of the loss. π_old is the trainer's own where the microbatch has none."""
+        log_probs, entropy = token_log_probs(model, microbatch, self.temperature)
+        lengths = torch.tensor([row.num_trained for row in microbatch.rows], device=log_probs.device)
+        mask = torch.arange(int(lengths.max()), device=log_probs.device) < lengths[:, None]  # (R, T)
+
+        def by_row(values: torch.Tensor) -> torch.Tensor:
+            """(M,) -> (R, T), zeros behind each row's tokens."""
+            return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+        own = by_row(log_probs)
+        low, high = self.sampler_ratio
+        terms = policy_terms(
+            self.variant,
+            own,
+            own.detach() if microbatch.old_log_probs is None else by_row(microbatch.old_log_probs.to(own.dtype)),
+            by_row(microbatch.advantage),
+            mask,
+            sampler_log_probs=by_row(microbatch.sampler_log_probs.to(own.dtype)),
+            ref_log_probs=None if microbatch.ref_log_probs is None else by_row(microbatch.ref_log_probs.to(own.dtype)),
+            kl_estimator=self.kl_estimator,
+            sampler_correction=self.sampler_correction,
+            sampler_ratio_low=low,
+            sampler_ratio_high=high,
+            **self.coefficients,
+        )
+        losses = self._losses(terms, by_row(entropy), normaliser)
+        return PolicyOutput(
+            loss=torch.stack(list(losses.values())).sum(),
+            losses={name: share.detach() for name, share in losses.items()},
+            terms=_detached(terms),
+            entropy=entropy.detach(),
+        )
+
+    def _losses(self, terms: PolicyTerms, entropy: torch.Tensor, normaliser: float) -> dict[str, torch.Tensor]:
+        """The terms that are minimised, each already times its coefficient."""
+
+        def share(values: torch.Tensor) -> torch.Tensor:
+            return aggregate(values, terms.mask, self.aggregation, normaliser)
+
+        losses = {"loss/policy": share(terms.loss)}
+        if self.kl_coef:
+            assert terms.kl_to_ref is not None, "a KL term needs the reference's log-probs"
+            losses["loss/kl"] = self.kl_coef * share(terms.kl_to_ref)
+        if self.sampler_kl_coef:
+            assert terms.kl_to_sampler is not None
+            losses["loss/sampler_kl"] = self.sampler_kl_coef * share(terms.kl_to_sampler)
+        if self.entropy_coef:
+            losses["loss/entropy"] = -self.entropy_coef * share(entropy)
+        return losses
+
+
+def _detached(terms: PolicyTerms) -> PolicyTerms:
+    """The same without the graph, which would keep a microbatch's memory."""
+    tensors = {field.name: getattr(terms, field.name) for field in fields(terms)}
+    return replace(terms, **{name: value.detach() for name, value in tensors.items() if value is not None})
