@@ -69,8 +69,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_logits.scatter_add_(-1, ids, scaled)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
-            update = grad_logits.t() @ rows
-            grad_weight = update.to(_wide(update.dtype)) if grad_weight is None else grad_weight.add_(update)
+            if ctx.needs_input_grad[1]:  # a head that an adapter leaves as it is needs none
+                update = grad_logits.t() @ rows
+                grad_weight = update.to(_wide(update.dtype)) if grad_weight is None else grad_weight.add_(update)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None
@@ -104,7 +105,7 @@ def chunked_log_probs(
 
 def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,)."""
-    with _packed_attention(model):
+    with attending(model.config, ATTENTION_NAME):
         hidden = model.get_decoder()(  # type: ignore[operator]
             input_ids=microbatch.input_ids,
             position_ids=microbatch.position_ids,
@@ -116,11 +117,10 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
 
 
 @contextmanager
-def _packed_attention(model: nn.Module) -> Iterator[None]:
-    """Let `model` attend as `shared_prompt_attention` does; other code keeps the model's own attention."""
-    config: Any = model.config
+def attending(config: Any, attention: str) -> Iterator[None]:
+    """Let the model of `config` attend with the function that transformers knows as `attention`, and no other code."""
     before = config._attn_implementation
-    config._attn_implementation = ATTENTION_NAME
+    config._attn_implementation = attention
     try:
         yield
     finally:

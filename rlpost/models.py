@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,8 +24,16 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from rlpost.config.paths import cache_folder, resolve_model_path
+from rlpost.config.paths import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_base,
+    cache_folder,
+    is_adapter_folder,
+    resolve_model_path,
+)
 from rlpost.errors import ConfigError, DataError
+from rlpost.lora import MergedWeights, is_adapted, merged_with
 from rlpost.settings import ModelSettings
 
 hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
@@ -41,7 +50,8 @@ CHATML_TEMPLATE = (
 def locate_model(path: str, revision: str | None = None) -> Path:
     """The local HF folder of `path`, made, converted or fetched where needed.
 
-    Raises ConfigError for a folder that holds no model, DataError where the hub gives none.
+    That of a peft adapter is its model with the adapter merged. Raises ConfigError for a folder that
+    holds no model, DataError where the hub gives none.
     """
     if path == "builtin:tiny":
         return _made_once("tiny-v1", build_tiny)
@@ -51,9 +61,28 @@ def locate_model(path: str, revision: str | None = None) -> Path:
             return _made_once("smollm2-135m-instruct-v1", lambda folder: convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
     path = resolve_model_path(path)
-    if Path(path).exists():
-        return Path(path)
-    return _fetch(path, revision)
+    folder = Path(path) if Path(path).exists() else _fetch(path, revision)
+    return locate_merged(locate_model(adapter_base(folder)), folder) if is_adapter_folder(folder) else folder
+
+
+def locate_merged(base: Path, adapter: Path) -> Path:
+    """The HF folder of `base` with the peft adapter merged into it, in the format of its weights; made once.
+
+    Raises ConfigError for an adapter that does not fit.
+    """
+    content = hashlib.sha256(str(base.resolve()).encode())
+    for file in [adapter / ADAPTER_CONFIG, adapter / ADAPTER_WEIGHTS]:
+        content.update(file.read_bytes())
+    for file in sorted(base.glob("*.safetensors")):
+        content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+
+    def make(folder: Path) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True)
+        stored = model.dtype
+        merged = merged_with(model.float(), adapter).to(stored)
+        save_model(merged, AutoTokenizer.from_pretrained(base), folder)
+
+    return _made_once(f"merged-{content.hexdigest()[:16]}", make)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -80,6 +109,12 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
         folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True, attn_implementation="sdpa"
     )
     return model.to(pick_device(settings.device)).eval()
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write `model` as a plain HF folder; an adapter is merged into what is written, not into `model`."""
+    model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
+    tokenizer.save_pretrained(folder)
 
 
 def context_length(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate."""
+"""AdamW, in full or with its state in 8 bits, and its learning rate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ from math import cos, pi
 
 import torch
 
-from rlpost.settings import OptimSettings, Schedule
+from rlpost.extras import require
+from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
 
-def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW over every parameter that takes a gradient; weight decay on matrices only."""
+def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+    """AdamW over every parameter that takes a gradient; weight decay on matrices only.
+
+    Raises MissingExtraError where the 8-bit form is asked for without bitsandbytes.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
-    )
+    betas = (settings.beta1, settings.beta2)
+    if isinstance(settings, AdamW8bitSettings):
+        require_bitsandbytes()
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=settings.lr, betas=betas, eps=settings.eps)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
+
+
+def require_bitsandbytes() -> None:
+    """Raise MissingExtraError unless bitsandbytes is there."""
+    require("bitsandbytes", "bitsandbytes", "optim=adamw_8bit")
 
 
 def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,9 @@ from rlpost.user_file import check_defines, check_file, functions_of
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
+EVALS = Path("evals")
+RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -32,9 +36,48 @@ def is_run_folder(folder: Path) -> bool:
     )
 
 
+def is_evaluation_folder(folder: Path) -> bool:
+    """Whether this is a whole evaluation: `evals/NAME`."""
+    return (folder / RESULT).is_file() and (folder / SAMPLES).is_file()
+
+
+def evaluation_names(folder: Path = EVALS) -> list[str]:
+    """The evaluations in a folder, by name."""
+    return sorted(path.name for path in folder.iterdir() if is_evaluation_folder(path)) if folder.is_dir() else []
+
+
 def is_checkpoint_folder(folder: Path) -> bool:
     """Whether this is one checkpoint of a run: `runs/NAME/checkpoints/step-000050`."""
     return (folder / "model" / "config.json").is_file()
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether this is a peft adapter rather than a model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def adapter_base(folder: Path) -> str:
+    """What the adapter in `folder` names as its model. Raises ConfigError where it names none."""
+    try:
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from error
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"the adapter {folder} does not say which model it is for: give that as model.path and the adapter as "
+            f"lora.path, or write base_model_name_or_path into its {ADAPTER_CONFIG}"
+        )
+    return base
+
+
+def check_adapter_path(path: str, key: str = "lora.path") -> Path:
+    """The folder of the peft adapter that the value of `key` names. Raises ConfigError where it holds none."""
+    folder = expanded(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{key}={path} is no folder{_nearby(folder)}")
+    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ConfigError(f"{key}={path} holds no peft adapter: it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+    return folder
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -64,9 +107,10 @@ def never_began(run: Path) -> bool:
 def resolve_model_path(path: str) -> str:
     """The HF folder that `model.path` means, or `path` itself where it names a model that is not local.
 
-    A run folder stands for its latest checkpoint, a checkpoint for its model folder. Touches the
-    disk, never the network. Raises ConfigError for a missing folder and for one without a model
-    in safetensors.
+    A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
+    peft adapter for itself and the model that it names. Touches the disk, never the network. Raises
+    ConfigError for a missing folder, for one without a model in safetensors, and for an adapter
+    whose model is missing.
     """
     if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
         if path not in NAMED_MODELS:
@@ -74,6 +118,10 @@ def resolve_model_path(path: str) -> str:
             raise ConfigError(f"model.path={path} is unknown: it is one of {', '.join(NAMED_MODELS)}{hint}")
         return path
     folder = expanded(path)
+    if folder.is_dir() and is_adapter_folder(folder):
+        check_adapter_path(path, "model.path")
+        _check_base(folder, path)
+        return str(folder)
     if folder.is_dir():
         found = _model_folder(folder, path)
         if not any(found.glob("*.safetensors")):
@@ -128,6 +176,17 @@ def looks_local(path: str) -> bool:
         or first == "runs"
         or ("/" in path and Path(first).is_dir())
     )
+
+
+def _check_base(adapter: Path, path: str) -> None:
+    base = adapter_base(adapter)
+    try:
+        resolve_model_path(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.path={path} is an adapter for {base}, and that is not to be had here: put the model there, or "
+            f"give it as model.path and the adapter as lora.path ({error})"
+        ) from error
 
 
 def _model_folder(folder: Path, path: str) -> Path:

@@ -12,6 +12,7 @@ import rlpost
 from rlpost.config.keys import Key, keys_of, types_of
 from rlpost.errors import ConfigError
 from rlpost.settings import (
+    AdamW8bitSettings,
     ArithmeticSettings,
     AutoPolicySettings,
     CISPOLossSettings,
@@ -50,18 +51,22 @@ S = TypeVar("S", GRPOSettings, SFTSettings, EvalSettings)
 class Command(Generic[S]):
     """A verb that is configured: its words, its YAML file in conf/ and its settings class.
 
-    `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them.
+    `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
+    `optional` are lists that other verbs need, and this one can leave empty.
     """
 
     verb: str
     name: str
     settings: type[S]
     without: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
-TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings)
-TRAIN_SFT = Command("train sft", "sft", SFTSettings)
-EVAL = Command("eval", "eval", EvalSettings, without=("env.eval_limit",))
+TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings, without=("env.completion_column",))
+TRAIN_SFT = Command("train sft", "sft", SFTSettings, optional=("env.reward",))
+EVAL = Command(
+    "eval", "eval", EvalSettings, without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing")
+)
 COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, EVAL)
 
 # group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
@@ -95,7 +100,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
             MinorSFTLossSettings,
         )
     },
-    "optim": {"adamw_schema": OptimSettings},
+    "optim": {"adamw_schema": OptimSettings, "adamw_8bit_schema": AdamW8bitSettings},
     "tracking": {
         "none_schema": NoTrackingSettings,
         "tensorboard_schema": TensorBoardSettings,

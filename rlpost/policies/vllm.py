@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +28,18 @@ from rlpost.policies.base import Policy, Request
 from rlpost.settings import Engine, SamplingSettings, VLLMSettings
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
+ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
 
 
 class _Engine(Protocol):
     """What the wrapper asks of either way of running vLLM."""
 
-    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]: ...
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]: ...
 
     def load_weights(self, weights: NamedWeights) -> None: ...
+
+    def load_adapter(self, adapter: Any) -> None: ...
 
     def close(self) -> None: ...
 
@@ -46,6 +51,9 @@ class vLLMWrapper(Policy):
     those of the distribution that was sampled from (`logprobs_mode="processed_logprobs"`), so they
     include the temperature and top-p. After a weight push that failed half-way the engine is closed,
     and sampling raises PolicyError: there is never a mixture of old and new weights.
+
+    With an `adapter_rank` the engine keeps the weights of `folder` and applies a LoRA adapter of that
+    rank: the one of the folder `adapter` once it has started, then what `load_adapter` brings.
     """
 
     def __init__(
@@ -57,12 +65,17 @@ class vLLMWrapper(Policy):
         sampling: SamplingSettings,
         max_model_len: int,
         seed: int = 0,
+        adapter_rank: int | None = None,
+        adapter: Path | None = None,
     ) -> None:
         super().__init__(sampling=sampling, seed=seed)
         self.folder = folder
         self.tokenizer = tokenizer
         self.settings = settings
         self.max_model_len = max_model_len
+        self.adapter_rank = adapter_rank
+        self.adapter = adapter
+        self._applied: Any | None = None  # vLLM's request for the adapter that completions are sampled with
         self._engine: _Engine | None = None
         self._closed_because: str | None = None
         self._needed: set[str] = set()  # names that a complete weight push brings
@@ -84,14 +97,18 @@ class vLLMWrapper(Policy):
             else:
                 self._engine = _OwnProcessEngine(self._engine_arguments(), self.settings.timeout_seconds)
         except Exception as error:
+            adapting = "; if it cannot apply an adapter to this model, leave lora.push=adapter out"
             raise PolicyError(
                 f"vLLM could not start on {self.folder} ({_first_line(error)}); if memory ran out, lower "
                 "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs"
+                + (adapting if self.adapter_rank else "")
             ) from error
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
         self._closed_because = None
         self._needed = self._checkpoint_names()
+        if self.adapter is not None:
+            self.load_adapter(self.adapter)
 
     def close(self) -> None:
         """Stop the engine; a second call does nothing."""
@@ -118,7 +135,7 @@ class vLLMWrapper(Policy):
             for request in requests
         ]
         try:
-            outputs = engine.generate([request.prompt_ids for request in requests], params)
+            outputs = engine.generate([request.prompt_ids for request in requests], params, self._applied)
         except Exception as error:
             self._discard(f"sampling failed: {_first_line(error)}")
             raise PolicyError(
@@ -137,27 +154,46 @@ class vLLMWrapper(Policy):
             completions.append(Completion(ids, log_probs, text, sample.finish_reason, version))
         return completions
 
-    def load_weights(self, weights: NamedWeights) -> None:
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.
 
         Only a weight updater calls this; it also raises `version`. Raises PolicyError: before
         anything changed if a weight of the checkpoint is missing, otherwise after closing the engine.
         """
         engine = self._running_engine()
-        named = dict(weights)
-        missing = sorted(self._needed - named.keys())
+        missing = sorted(self._needed - weights.keys())
         if missing:
             raise PolicyError(
                 f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
             )
         try:
-            engine.load_weights(named.items())
+            engine.load_weights(weights.items())
         except Exception as error:
             self._discard(f"a weight push failed half-way: {_first_line(error)}")
             raise PolicyError(
                 f"pushing weights to vLLM failed ({_first_line(error)}); the engine was closed, since it may hold "
                 "a mixture of weights: resume the run from its last checkpoint"
             ) from error
+
+    def load_adapter(self, folder: Path) -> None:
+        """Sample with the peft adapter in `folder` from now on, and clear the prefix cache.
+
+        Only a weight updater calls this; it also raises `version`. Raises PolicyError, after closing
+        the engine, where vLLM does not take the adapter.
+        """
+        from vllm.lora.request import LoRARequest
+
+        engine = self._running_engine()
+        try:
+            engine.load_adapter(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=True))
+        except Exception as error:
+            self._discard(f"loading an adapter failed: {_first_line(error)}")
+            raise PolicyError(
+                f"vLLM did not take the adapter ({_first_line(error)}); the engine was closed: go on from the last "
+                "checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model"
+            ) from error
+        # the adapter is loaded and its folder may go; a request that said load_inplace would read it again
+        self._applied = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder))
 
     def _running_engine(self) -> _Engine:
         if self._engine is None:
@@ -191,6 +227,9 @@ class vLLMWrapper(Policy):
             "seed": self.seed % 2**31,
             "disable_log_stats": True,
         }
+        if self.adapter_rank is not None:
+            room = next(rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         if on_gpu:
             arguments["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
         else:
@@ -208,14 +247,22 @@ class _InProcessEngine:
 
         self._llm = LLM(**arguments)
 
-    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return self._llm.generate(inputs, params, use_tqdm=False)
+        return self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
 
     def load_weights(self, weights: NamedWeights) -> None:
         self._llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
         )
+        self._reset_prefix_cache()
+
+    def load_adapter(self, adapter: Any) -> None:
+        if not self._llm.llm_engine.add_lora(adapter):
+            raise RuntimeError("it was not loaded")
+        self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
@@ -250,10 +297,10 @@ class _OwnProcessEngine:
                 f"waited {self._timeout:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
             ) from None
 
-    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         async def one(ids: list[int], how: Any, name: str) -> Any:
             final = None
-            async for output in self._llm.generate({"prompt_token_ids": ids}, how, name):
+            async for output in self._llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
                 final = output
             return final
 
@@ -265,23 +312,42 @@ class _OwnProcessEngine:
         return self._wait(all_of_them(), f"{len(prompts)} completions")
 
     def load_weights(self, weights: NamedWeights) -> None:
-        # tensors cannot cross to the engine's process, a folder in shared memory can
-        shared = Path("/dev/shm")
-        folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
-        try:
-            save_file({n: w.detach().contiguous().cpu() for n, w in weights}, folder / "model.safetensors")
+        # tensors cannot cross to the engine's process, a folder can; a file each, so that no two need be held at once
+        with exchange_folder() as folder:
+            for number, (name, weight) in enumerate(weights):
+                save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
             self._wait(self._push_from(folder), "the weight push")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _push_from(self, folder: Path) -> None:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self._reset_prefix_cache()
+
+    def load_adapter(self, adapter: Any) -> None:
+        self._wait(self._add_lora(adapter), "the adapter to be loaded")
+
+    async def _add_lora(self, adapter: Any) -> None:
+        if not await self._llm.add_lora(adapter):
+            raise RuntimeError("it was not loaded")
+        await self._reset_prefix_cache()
+
+    async def _reset_prefix_cache(self) -> None:
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
     def close(self) -> None:
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+@contextlib.contextmanager
+def exchange_folder() -> Iterator[Path]:
+    """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_line(error: BaseException) -> str:

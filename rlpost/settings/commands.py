@@ -11,6 +11,7 @@ from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
+from rlpost.settings.lora import LoRASettings, check_push
 from rlpost.settings.loss import PolicyLossSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
@@ -43,6 +44,7 @@ class GRPOSettings:
     dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
+    lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
@@ -84,6 +86,7 @@ class GRPOSettings:
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
             )
+        check_push(self.lora, self.policy)
         if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"

@@ -20,7 +20,7 @@ class Schedule(Enum):
 class OptimSettings:
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 1.5e-5  # learning rate after the warm-up
+    lr: float = 1.5e-5  # learning rate after the warm-up; an adapter (lora.enabled) wants about 10 times as much
     weight_decay: float = 0.0  # of matrices only, apart from the gradient
     beta1: float = 0.9  # decay of the gradient's running mean
     beta2: float = 0.999  # decay of the squared gradient's running mean
@@ -37,3 +37,8 @@ class OptimSettings:
         above("optim.eps", self.eps, 0.0)
         at_least("optim.warmup_steps", self.warmup_steps, 0)
         above("optim.max_grad_norm", self.max_grad_norm, 0.0)
+
+
+@dataclass
+class AdamW8bitSettings(OptimSettings):
+    """AdamW of bitsandbytes (arXiv:2110.02861): running means in 8 bits, a quarter of the memory."""

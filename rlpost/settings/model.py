@@ -40,6 +40,7 @@ class ModelSettings:
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
     autocast: Autocast = Autocast.bfloat16  # format of the trainer's matrix products
+    activation_checkpointing: bool = False  # compute each layer's activations again backward: slower, less memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from rlpost.settings.checks import MISSING, above, at_least, between
 from rlpost.settings.commands import CheckpointSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.learning import OptimSettings
+from rlpost.settings.lora import LoRASettings, check_push
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, ScriptedSettings, TransformersSettings
 from rlpost.settings.tracking import TrackingSettings
@@ -91,6 +92,7 @@ class SFTSettings:
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
     policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
     loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
+    lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
@@ -119,6 +121,7 @@ class SFTSettings:
         at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)
         at_least("max_tokens", self.max_tokens, 2)
         between("max_bad_share", self.max_bad_share, 0.0, 1.0)
+        check_push(self.lora, self.policy)
         samples_with = (TransformersSettings, ScriptedSettings)
         if self.deterministic and self.eval.accuracy and not isinstance(self.policy, samples_with):
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import PolicyError
+from rlpost.lora import MergedWeights, is_adapted
 from rlpost.policies.base import Policy
+
+WeightSource = torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 
 
 class WeightUpdater(ABC):
@@ -29,14 +32,14 @@ class WeightUpdater(ABC):
         """Name the policy to push to, where it was not yet known when the updater was built."""
         self.policy = policy
 
-    def push(self, source: torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]) -> PolicyVersionLabel:
+    def push(self, source: WeightSource) -> PolicyVersionLabel:
         """Push `source`'s weights; returns the new version, which is written only after all of it succeeded.
 
         Raises TypeError for a source that holds no weights, PolicyError when the push failed.
         """
         if self.policy is None:
             raise PolicyError("the weight updater has no policy yet: call init(policy)")
-        self._send(self.policy, dict(named_weights(source)))
+        self._send(self.policy, source)
         self.policy.version = self._next_version(self.policy.version)
         return self.policy.version
 
@@ -48,8 +51,8 @@ class WeightUpdater(ABC):
             self.version_tracker.version = version
 
     @abstractmethod
-    def _send(self, policy: Policy, weights: dict[str, torch.Tensor]) -> None:
-        """Bring `weights`, under the names of the HF checkpoint, to `policy`."""
+    def _send(self, policy: Policy, source: WeightSource) -> None:
+        """Bring the weights of `source` to `policy`, and leave `source` as it is."""
 
     def _next_version(self, current: PolicyVersionLabel) -> PolicyVersionLabel:
         if self.version_tracker is not None:
@@ -63,22 +66,22 @@ class WeightUpdater(ABC):
 class SharedWeights(WeightUpdater):
     """For a policy that samples from the trainer's own tensors: nothing to send."""
 
-    def _send(self, policy: Policy, weights: dict[str, torch.Tensor]) -> None:
-        pass
+    def _send(self, policy: Policy, source: WeightSource) -> None:
+        named_weights(source)  # what holds no weights is refused here too
 
 
-def named_weights(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(source: WeightSource) -> Mapping[str, torch.Tensor]:
     """Weights under the names of an HF checkpoint, a tied output head under its own name too.
 
     An engine may keep the output head apart from the embedding it is tied to (vLLM does on a CPU),
-    so the head is always among them.
+    so the head is always among them. Those of an adapted model are merged, each when it is read.
     """
     if isinstance(source, torch.nn.Module):
-        yield from source.state_dict().items()  # detached, and with a tied head under both its names
-    elif isinstance(source, TensorDictBase):
-        for key in source.keys(include_nested=True, leaves_only=True):
-            yield key if isinstance(key, str) else ".".join(key), source.get(key)
-    elif isinstance(source, Mapping):
-        yield from source.items()
-    else:
-        raise TypeError(f"weights come from a module, a TensorDict or a mapping, not from {type(source).__name__}")
+        # detached, and with a tied head under both its names
+        return MergedWeights(source) if is_adapted(source) else source.state_dict()
+    if isinstance(source, TensorDictBase):
+        keys = source.keys(include_nested=True, leaves_only=True)
+        return {key if isinstance(key, str) else ".".join(key): source.get(key) for key in keys}
+    if isinstance(source, Mapping):
+        return source
+    raise TypeError(f"weights come from a module, a TensorDict or a mapping, not from {type(source).__name__}")

@@ -1,0 +1,206 @@
+"""LoRA (arXiv:2106.09685): adapters beside the linear layers of a plain HF model, the only trained tensors.
+
+peft replaces each adapted layer by one that computes `W x + s B A x`, s = alpha / rank. The model
+stays the object it was, so whatever reads its decoder, head, config or parameters keeps working.
+The model with its adapter off is the starting policy: a reference without a second copy.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rlpost.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.extras import require
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.settings import LoRASettings
+
+NAME = "default"  # peft's for the one adapter that a model has
+PEFT_PREFIX = "base_model.model."  # of tensor names in an adapter's file
+
+
+def require_peft(needed_for: str) -> None:
+    """Raise MissingExtraError unless peft is there."""
+    require("peft", "lora", needed_for)
+
+
+def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
+    """Give `model` an adapter that changes nothing yet (B = 0); from now on only its A and B take gradients.
+
+    `base` is written into the adapter's configuration as the model it belongs to. Raises ConfigError
+    where `lora.target_modules` names no linear layer, MissingExtraError without peft.
+    """
+    require_peft("lora.enabled=true")
+    import peft
+
+    targets = _targets(model, settings.target_modules)
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(config, model, NAME)
+    model.eval()  # the new layers too
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether `model` has an adapter of `add_adapter`'s."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config")
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
+    """Meanwhile `model` computes what it did before it was given its adapter."""
+    layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield model
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+class MergedWeights(Mapping[str, torch.Tensor]):
+    """The weights of an adapted model as a plain checkpoint names them, `W + s B A` for adapted ones.
+
+    Each is computed when it is asked for, out of place: the model's own tensors stay as they are,
+    and no more than one merged tensor need exist at a time. A tied head is under both its names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if _has_adapter(module)}
+        for name, tensor in model.state_dict().items():
+            owner = next((layer for layer in _above(name) if layer in adapted), None)
+            if owner is None:
+                self._tensors[name] = tensor
+            elif name.startswith(f"{owner}.base_layer."):
+                kind = name.rpartition(".")[2]
+                self._tensors[f"{owner}.{kind}"] = tensor
+                if kind == "weight":
+                    self._layers[f"{owner}.{kind}"] = adapted[owner]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._tensors[name]
+        layer = self._layers.get(name)
+        if layer is None:
+            return weight
+        a, b = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+        dtype = torch.promote_types(weight.dtype, a.dtype)
+        merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=layer.scaling[NAME])
+        return merged.to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {PEFT_PREFIX + name: p.detach().cpu().contiguous() for name, p in _adapter_parameters(model).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    model.peft_config[NAME].save_pretrained(folder)
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Put the adapter that `save_adapter` wrote into an adapted model.
+
+    Raises CheckpointError, leaving the model as it was, where there is none or it is of other layers or another rank.
+    """
+    try:
+        saved = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} holds no adapter ({error}): its run was without lora.enabled=true, go on without it"
+        ) from error
+    own = {PEFT_PREFIX + name: parameter for name, parameter in _adapter_parameters(model).items()}
+    if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in own.items()}:
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the model: go on with the lora.rank and lora.target_modules "
+            "it was begun with"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
+
+
+def merged_with(model: Any, folder: Path) -> Any:
+    """`model` with the LoRA adapter of `folder`, of whoever's making, merged into its weights.
+
+    Raises ConfigError for an adapter that is no LoRA or does not fit the model.
+    """
+    require_peft(f"the adapter {folder}")
+    import peft
+
+    kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{folder} is a peft adapter of type {kind}, which cannot be merged: rlpost takes LORA")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = peft.PeftModel.from_pretrained(model, str(folder))
+            return adapted.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError, UserWarning) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the adapter {folder} does not fit the model it is for: {reason}") from error
+
+
+def describe_adapter(model: Any) -> str:
+    """Rank, layers and trained share of an adapted model in one phrase."""
+    config = model.peft_config[NAME]
+    layers = sum(_has_adapter(module) for module in model.modules())
+    trained = sum(p.numel() for p in _adapter_parameters(model).values())
+    whole = sum(tensor.numel() for tensor in model.parameters()) - trained
+    return f"rank {config.r}, alpha {config.lora_alpha}, {layers} layers, {trained / whole:.2%} as many parameters"
+
+
+def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A and B of every adapted layer, named as in an adapter's file but for its prefix."""
+    return {
+        f"{name}.{factor}.weight": getattr(module, factor)[NAME].weight
+        for name, module in model.named_modules()
+        if _has_adapter(module)
+        for factor in ("lora_A", "lora_B")
+    }
+
+
+def _has_adapter(module: Any) -> bool:
+    return NAME in getattr(module, "lora_A", ())
+
+
+def _above(name: str) -> Iterator[str]:
+    """`a.b`, then `a`, of `a.b.c`."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:
+    """Last parts of the names of the layers to adapt, as peft reads them: every layer that ends so."""
+    head = model.get_output_embeddings()
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    if not kinds:
+        raise ConfigError(f"lora.enabled=true: {type(model).__name__} has no linear layer to adapt; train it whole")
+    for target in asked or ():
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            hint = did_you_mean(nearest(target, kinds), f"there are {', '.join(kinds)}")
+            raise ConfigError(f"lora.target_modules names {target}, which is no linear layer of the model{hint}")
+    return kinds if asked is None else list(asked)

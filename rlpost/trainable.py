@@ -1,0 +1,87 @@
+"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlpost.activations import recompute_activations
+from rlpost.home import expanded
+from rlpost.lora import adapter_off, add_adapter, load_adapter
+from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model
+from rlpost.optim import build_optimizer
+from rlpost.settings import LoRASettings, ModelSettings, OptimSettings, Push
+
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
+
+
+class TrainingSettings(Protocol):
+    """What the settings of every training have."""
+
+    model: ModelSettings
+    lora: LoRASettings
+    optim: OptimSettings
+
+
+@dataclass
+class Trainable:
+    """The model that is trained and what belongs to it.
+
+    `folder` is a plain HF folder that an engine starts from. `adapter_rank` is set where an engine is to
+    keep the weights of `folder` and apply the adapter beside them, beginning with that of the folder
+    `adapter` where a run goes on.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    tokenizer: Any
+    folder: Path
+    adapter_rank: int | None
+    adapter: Path | None
+    reference: Reference | None
+
+
+def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
+    """The model of `settings` as it starts, or as it is in the folder `checkpoint`, with a new optimizer.
+
+    The reference, where there is to be one, is the starting model: that of `model.path`, with the
+    adapter of `lora.path` merged into it. Under LoRA it is the trained model with its adapter off.
+    """
+    start = locate_model(settings.model.path, settings.model.revision)
+    lora = settings.lora
+    if lora.path is not None:
+        start = locate_merged(start, expanded(lora.path))
+    current = checkpoint / "model" if checkpoint is not None else start
+    adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
+    tokenizer = load_tokenizer(current)
+    model = load_model(start if lora.enabled else current, settings.model)
+    if lora.enabled:
+        add_adapter(model, lora, base=str(start))
+    if adapter is not None:
+        load_adapter(model, adapter)
+    if settings.model.activation_checkpointing:
+        recompute_activations(model)
+    beside = lora.enabled and lora.push is Push.adapter
+    return Trainable(
+        model=model,
+        optimizer=build_optimizer(model, settings.optim),
+        tokenizer=tokenizer,
+        folder=start if beside else current,
+        adapter_rank=lora.rank if beside else None,
+        adapter=adapter if beside else None,
+        reference=_reference(model, start, settings) if with_reference else None,
+    )
+
+
+def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings) -> Reference:
+    if settings.lora.enabled:
+        return lambda: adapter_off(model)
+    frozen = load_model(start, settings.model).requires_grad_(False)
+    return lambda: nullcontext(frozen)
