@@ -11,13 +11,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.paths import SWEEP_FILE, is_run_folder
+from rlpost.config.registry import COMMANDS, Command, search_folders
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
@@ -100,10 +101,7 @@ class RunRecord:
     def _default_choices(self) -> dict[str, str]:
         import yaml
 
-        from rlpost.config.registry import COMMANDS, search_folders
-
-        words = _words(self.commands[-1]) if self.commands else []
-        command = next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
+        command = _command(self.commands)
         if command is None:
             return {}
         file = next((f for folder in search_folders("conf") if (f := folder / f"{command.name}.yaml").is_file()), None)
@@ -130,6 +128,16 @@ def read_run(folder: Path) -> RunRecord:
         environment=_mapping_of_json(folder / "environment.json"),
         updated=_last_write(folder),
     )
+
+
+def command_of(folder: Path) -> Command[Any] | None:
+    """The command that a run's last attempt was of; None where command.txt does not say."""
+    return _command(_text(folder / "command.txt").splitlines())
+
+
+def _command(attempts: Sequence[str]) -> Command[Any] | None:
+    words = _words(attempts[-1]) if attempts else []
+    return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:

@@ -26,14 +26,18 @@ def compose_and_check(
     """
     from rlpost.config.compose import compose
     from rlpost.rewards.functions import load_rewards
-    from rlpost.settings import GRPOSettings, VLLMSettings
+    from rlpost.settings import EvalSettings, SFTSettings, VLLMSettings
     from rlpost.tracking.choice import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
         composed = compose(command, words, kept)
-        load_rewards(composed.settings.env)
-    if isinstance(composed.settings.policy, VLLMSettings):
+        env = composed.settings.env
+        if "env.reward" not in command.optional or getattr(env, "reward", None):
+            load_rewards(env)
+    settings = composed.settings
+    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
+    if samples and isinstance(settings.policy, VLLMSettings):
         require_vllm()
-    if isinstance(composed.settings, GRPOSettings):
-        chosen_tracker(composed.settings.tracking)
+    if not isinstance(settings, EvalSettings):
+        chosen_tracker(settings.tracking)
     return composed

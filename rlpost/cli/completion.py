@@ -77,9 +77,10 @@ def _is_key(raw: list[str], i: int, current: int) -> bool:
     return i < current and raw[i + 1] == "="
 
 
-def complete_grpo(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost train grpo`."""
-    return _settings(TRAIN_GRPO, ctx, _words(ctx), incomplete)
+def complete_training(ctx: typer.Context, incomplete: str) -> Answers:
+    """Settings of the training verb that the line names."""
+    command = next(c for c in COMMANDS if c.verb.split()[-1] == ctx.info_name)
+    return _settings(command, ctx, _words(ctx), incomplete)
 
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:

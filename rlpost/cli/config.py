@@ -10,7 +10,8 @@ from rlpost.cli import config_diff, config_explain, config_init
 from rlpost.cli.completion import complete_group, complete_settings_of_verb
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
-from rlpost.config.registry import SCHEMAS, describe, description, options, recipes
+from rlpost.config.keys import groups_of
+from rlpost.config.registry import COMMANDS, SCHEMAS, commands_of, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
@@ -96,4 +97,11 @@ def _described(group: str) -> dict[str, str]:
     """Option or recipe -> its description."""
     if group == RECIPES:
         return {name: description(file) for name, file in recipes().items()}
-    return {option: describe(group, option) for option in options(group)}
+    return {option: describe(group, option) + _owners(group, option) for option in options(group)}
+
+
+def _owners(group: str, option: str) -> str:
+    """The commands that can choose an option, where others that have its group cannot."""
+    having = [command for command in COMMANDS if group in groups_of(command.settings)]
+    owners = commands_of(group, option)
+    return "" if owners == having else f" ({', '.join(command.verb for command in owners)})"

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
+from rlpost.config.registry import Command, S
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs import read_run
 from rlpost.settings.run import RunRequest
 
-if TYPE_CHECKING:
-    from rlpost.config.compose import Composed
-    from rlpost.settings import GRPOSettings
 
-
-def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
-    """What would run, for `--dry-run --json`."""
-    return {
-        "command": composed.command.verb,
-        "folder": str(folder),
-        "resume": resume,
-        "choices": composed.choices,
-        "overrides": composed.overrides,
-        "settings": composed.as_dict(),
-    }
-
-
-def load_training() -> Callable[[GRPOSettings, RunRequest], int]:
-    """The training loop, imported: the three seconds in which nothing else could say that something happens."""
+def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
+    """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
     show_status("loading torch ...")
     try:
-        from rlpost.train.grpo import train
+        return importlib.import_module(f"rlpost.train.{command.name}").train
     finally:
         show_status("")
-    return train
 
 
-def train_and_print_json(settings: GRPOSettings, request: RunRequest) -> int:
+def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:
     """Train with everything on stderr and the result on stdout; returns the exit code.
 
     An error other than one of the configuration is told in the result too, before it is raised.
     """
     started, error, exit_code = time.monotonic(), None, 0
     with stdout_on_stderr():
-        train = load_training()
+        train = load_training(command)
         try:
             exit_code = train(settings, request)
         except ConfigError:

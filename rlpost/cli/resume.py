@@ -5,27 +5,27 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.run_folder import RESUME_WORDS
 from rlpost.config.paths import SWEEP_FILE, newest_checkpoint, resolve_model_path, step_of
-from rlpost.config.registry import TRAIN_GRPO
+from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
+from rlpost.runs import command_of
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.config.overrides import Override
-    from rlpost.settings import GRPOSettings
 
 
-def kept_settings(run: Path, resume: str, words: Sequence[str]) -> list[Override]:
+def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence[str]) -> list[Override]:
     """What `run` was asked, to compose under the `words` given now.
 
     Nothing where there is no checkpoint to go on from, for then the run begins anew, and for a job
     that its sweep resumes, which is told everything. Raises CheckpointError where the run does not
-    say what it was asked, and ConfigError where it names code to run that the words do not: a folder
-    may be anybody's.
+    say what it was asked, and ConfigError for a run of another command and where it names code to
+    run that the words do not: a folder may be anybody's.
     """
     if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
         return []
@@ -33,6 +33,8 @@ def kept_settings(run: Path, resume: str, words: Sequence[str]) -> list[Override
         return []
     from rlpost.config.overrides import Override
 
+    if (its := command_of(run)) not in (None, command):
+        raise ConfigError(f"--resume: {run} is a run of rlpost {its.verb}, not of rlpost {command.verb}")
     file = run / "overrides.txt"
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -56,14 +58,14 @@ def code_words(overrides: Sequence[str]) -> list[str]:
     return [word for word, key, _, text in parts if is_code(Override(key, text))]
 
 
-def check_kept(composed: Composed[GRPOSettings], kept: list[Override]) -> None:
+def check_kept(composed: Composed[Any], kept: list[Override]) -> None:
     """Raise ConfigError where the words given now change what a run cannot change while it goes on."""
     if not kept:
         return
     from rlpost.config.compose import merge_all
     from rlpost.config.overrides import as_text
 
-    before, now = merge_all(TRAIN_GRPO, [], kept).config, composed.settings
+    before, now = merge_all(composed.command, [], kept).config, composed.settings
     changed = {key: (before[key], getattr(now, key)) for key in now.must_stay}
     if _is_there(before.model.path):
         changed["model.path"] = (before.model.path, now.model.path)

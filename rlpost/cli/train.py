@@ -1,4 +1,4 @@
-"""`rlpost train`."""
+"""`rlpost train`: one verb a training loop, all with the same flags."""
 
 from __future__ import annotations
 
@@ -8,89 +8,120 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.checks import compose_and_check
-from rlpost.cli.completion import complete_grpo
-from rlpost.cli.results import load_training, plan_dict, train_and_print_json
-from rlpost.cli.resume import check_kept, kept_settings, point_of
-from rlpost.cli.run_folder import choose_folder, run_to_resume, slug
+from rlpost.cli.completion import complete_training
+from rlpost.cli.plan import plan_dict, plan_lines, stem_of
+from rlpost.cli.results import load_training, train_and_print_json
+from rlpost.cli.resume import check_kept, kept_settings
+from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
+from rlpost.config.registry import TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.run import RunRequest
-from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
-    from rlpost.settings import GRPOSettings
 
-EXAMPLES = """\b
+GRPO_EXAMPLES = """\b
 Examples:
   rlpost train grpo
   rlpost train grpo model=qwen env=gsm8k optim.lr=1e-6 --name first-try
   rlpost train grpo recipe=gsm8k-smollm2-cpu env.path=data/gsm8k --dry-run
   rlpost train grpo -m optim.lr=1e-5,3e-5 seed=0,1
 """
+SFT_EXAMPLES = """\b
+Examples:
+  rlpost train sft
+  rlpost train sft model=qwen env=gsm8k epochs=2 --name first-try
+  rlpost train sft env=dataset env.path=chats.jsonl steps=200
+  rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1
+"""
+RESUME_HELP = (
+    "Go on with a run and its settings: from its latest checkpoint (auto begins a run where there is none), or from "
+    "PATH."
+)
 
 app = App(help="Train a model.", epilog="Begin with: rlpost train grpo")
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_training),
+]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")]
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="The run folder is runs/NAME.")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="The same as seed=N.")]
+Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RESUME_HELP)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
+Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
+Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+Plain = Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")]
 
-@app.command("grpo", epilog=EXAMPLES, short_help="Train with GRPO.")
-def grpo(
-    context: typer.Context,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_grpo),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder itself.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The run folder is runs/NAME.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same as seed=N.")] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|latest|PATH",
-            help="Go on with a run and its settings: from its latest checkpoint (auto begins a run where there is "
-            "none), or from PATH.",
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")] = False,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")] = False,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")] = False,
-) -> None:
-    """Train with GRPO: sample groups of completions, reward them, learn from the differences."""
-    from rlpost.config.registry import TRAIN_GRPO
 
-    words = [*(overrides or []), *([f"seed={seed}"] if seed is not None else [])]
-    if seed is not None and any(word.startswith("seed=") for word in words[:-1]):
+def add_verb(command: Command[Any], *, short: str, doc: str, examples: str) -> None:
+    """Make `rlpost train NAME` run the loop of `command`."""
+
+    @app.command(command.verb.removeprefix("train "), epilog=examples, short_help=short, help=doc)
+    def train(
+        context: typer.Context,
+        overrides: Overrides = None,
+        out: Out = None,
+        name: Name = None,
+        seed: Seed = None,
+        resume: Resume = None,
+        dry_run: DryRun = False,
+        cfg: Cfg = False,
+        multirun: Multirun = False,
+        as_json: AsJson = False,
+        plain: Plain = False,
+    ) -> None:
+        words = with_seed(overrides or [], seed)
+        typed = ["rlpost", *context.obj]
+        if multirun:
+            options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
+            raise typer.Exit(sweep(command, words, typed, options))
+        composed, folder = resolve(command, words, out, name, resume, as_json=as_json)
+        if cfg:
+            print_configuration(composed, as_json=as_json)
+            return
+        folder = choose_folder(out, name, resume, stem_of(composed)) if folder is None else folder
+        if dry_run and as_json:
+            print_json(plan_dict(composed, folder, resume))
+            return
+        if dry_run:
+            print("\n".join(plan_lines(composed, folder, resume)))
+            return
+        request = RunRequest(folder, resume, composed.overrides, typed, composed.yaml, plain)
+        if as_json:
+            raise typer.Exit(train_and_print_json(command, composed.settings, request))
+        raise typer.Exit(load_training(command)(composed.settings, request))
+
+
+def with_seed(words: list[str], seed: int | None) -> list[str]:
+    """The settings with `--seed` among them. Raises ConfigError where both say it."""
+    if seed is None:
+        return words
+    if any(word.startswith("seed=") for word in words):
         raise ConfigError("--seed and seed= both set the seed: give one of them")
-    if multirun:
-        options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
-        raise typer.Exit(sweep(TRAIN_GRPO, words, ["rlpost", *context.obj], options))
+    return [*words, f"seed={seed}"]
+
+
+def resolve(
+    command: Command[Any], words: list[str], out: Path | None, name: str | None, resume: str | None, *, as_json: bool
+) -> tuple[Composed[Any], Path | None]:
+    """The settings, those that a resumed run keeps among them, and the run that only they could name."""
     run = run_to_resume(out, name, resume) if resume is not None else None
-    kept = kept_settings(run, resume, words) if run and resume else []
-    composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
+    kept = kept_settings(command, run, resume, words) if run and resume else []
+    composed = compose_and_check(command, words, kept, as_json=as_json)
+    named = None
     if resume is not None and run is None:  # the settings given now say which run is meant
-        run = out = choose_folder(None, None, resume, _stem(composed))
-        kept = kept_settings(run, resume, words)
-        composed = compose_and_check(TRAIN_GRPO, words, kept, as_json=as_json)
+        named = choose_folder(None, None, resume, stem_of(composed))
+        kept = kept_settings(command, named, resume, words)
+        composed = compose_and_check(command, words, kept, as_json=as_json)
     check_kept(composed, kept)
-    if cfg:
-        print_configuration(composed, as_json=as_json)
-        return
-    folder = choose_folder(out, name, resume, _stem(composed))
-    if dry_run and as_json:
-        print_json(plan_dict(composed, folder, resume))
-        return
-    if dry_run:
-        print("\n".join(plan_lines(composed, folder, resume)))
-        return
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", *context.obj], composed.yaml, plain)
-    if as_json:
-        raise typer.Exit(train_and_print_json(composed.settings, request))
-    raise typer.Exit(load_training()(composed.settings, request))
+    return composed, named
 
 
 def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
@@ -101,35 +132,15 @@ def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
         print(composed.yaml, end="")
 
 
-def plan_lines(composed: Composed[GRPOSettings], folder: Path, resume: str | None) -> list[str]:
-    """What would run, as `--dry-run` prints it."""
-    settings, choices = composed.settings, composed.choices
-    model, env = settings.model, settings.env
-    completions = settings.prompts_per_step * settings.group_size
-    source = f" from {path}" if isinstance(path := getattr(env, "path", None), str) else ""
-    lines = [
-        f"model   {_model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
-        f"data    {choices['env']}{source}, {env.split} split" + _rewards_of(env),
-        f"policy  {choices['policy']}, temperature {settings.sampling.temperature:g}",
-        f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
-        f"at most {env.max_completion_tokens} tokens each",
-        f"steps   {settings.steps}, seed {settings.seed}",
-        f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
-    ]
-    return [printable(line) for line in lines]
-
-
-def _rewards_of(env: EnvSettings) -> str:
-    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
-
-
-def _stem(composed: Composed[GRPOSettings]) -> str:
-    """What a run is called that nobody named, but for its number."""
-    return f"grpo-{composed.choices['env']}-{_model_name(composed)}"
-
-
-def _model_name(composed: Composed[GRPOSettings]) -> str:
-    """The chosen option, or the end of a path that replaced it."""
-    if any(word.startswith("model.path=") for word in composed.overrides):
-        return slug(composed.settings.model.path)
-    return composed.choices["model"]
+add_verb(
+    TRAIN_GRPO,
+    short="Train with GRPO.",
+    doc="Train with GRPO: sample groups of completions, reward them, learn from the differences.",
+    examples=GRPO_EXAMPLES,
+)
+add_verb(
+    TRAIN_SFT,
+    short="Fine-tune on demonstrations.",
+    doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
+    examples=SFT_EXAMPLES,
+)

@@ -1,0 +1,86 @@
+"""What a training would do, as `--dry-run` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlpost.cli.resume import point_of
+from rlpost.cli.run_folder import slug
+from rlpost.settings import DatasetSettings, EnvSettings, GRPOSettings, SFTSettings
+from rlpost.text import counted, printable
+
+if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
+
+
+def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
+    """What would run, for `--dry-run --json`."""
+    return {
+        "command": composed.command.verb,
+        "folder": str(folder),
+        "resume": resume,
+        "choices": composed.choices,
+        "overrides": composed.overrides,
+        "settings": composed.as_dict(),
+    }
+
+
+def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> list[str]:
+    """What would run, as `--dry-run` prints it."""
+    model = composed.settings.model
+    lines = [
+        f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
+        *WORK[type(composed.settings)](composed),
+        f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
+    ]
+    return [printable(line) for line in lines]
+
+
+def _grpo_lines(composed: Composed[GRPOSettings]) -> list[str]:
+    settings = composed.settings
+    completions = settings.prompts_per_step * settings.group_size
+    return [
+        f"data    {_source(composed)}" + _rewards_of(settings.env),
+        f"policy  {composed.choices['policy']}, temperature {settings.sampling.temperature:g}",
+        f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
+        f"at most {settings.env.max_completion_tokens} tokens each",
+        f"steps   {settings.steps}, seed {settings.seed}",
+    ]
+
+
+def _sft_lines(composed: Composed[SFTSettings]) -> list[str]:
+    settings = composed.settings
+    length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
+    return [
+        f"data    {_source(composed)}, demonstrations of at most {settings.max_tokens} tokens",
+        f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
+        f"step    {counted(settings.minibatch_size, 'sample')}" + ("" if settings.packing else ", one a forward"),
+        f"{length}, seed {settings.seed}",
+    ]
+
+
+WORK: dict[type, Callable[[Composed[Any]], list[str]]] = {GRPOSettings: _grpo_lines, SFTSettings: _sft_lines}
+
+
+def stem_of(composed: Composed[Any]) -> str:
+    """What a run is called that nobody named, but for its number."""
+    return f"{composed.command.name}-{composed.choices['env']}-{model_name(composed)}"
+
+
+def model_name(composed: Composed[Any]) -> str:
+    """The chosen option, or the end of a path that replaced it."""
+    if any(word.startswith("model.path=") for word in composed.overrides):
+        return slug(composed.settings.model.path)
+    return composed.choices["model"]
+
+
+def _source(composed: Composed[Any]) -> str:
+    env = composed.settings.env
+    path = getattr(env, "path", None)
+    return composed.choices["env"] + (f" from {path}" if isinstance(path, str) else "") + f", {env.split} split"
+
+
+def _rewards_of(env: EnvSettings) -> str:
+    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
