@@ -7,7 +7,8 @@ RlpostError                     the base the command line catches
 ├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
 ├── RewardError                 exit 3  a reward raised, hung or returned what is no number
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
-└── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
+├── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
+└── RankError(RuntimeError)     exit 5  another process of the same training did not come or was lost
 
 Anything else that reaches the terminal is a bug and keeps its traceback.
 A message says what is wrong, where, and the one thing to do.
@@ -65,5 +66,11 @@ class DivergedError(RlpostError):
 
 class PolicyError(RlpostError, RuntimeError):
     """The sampling engine failed, or a weight push did not wholly succeed."""
+
+    exit_code = 5
+
+
+class RankError(RlpostError, RuntimeError):
+    """Another process of the same training did not reach a sum in time, or was lost."""
 
     exit_code = 5

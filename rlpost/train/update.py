@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.batching import Microbatch, Row, pack
+from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
 from rlpost.logprobs import token_log_probs
 from rlpost.optim import learning_rate, set_learning_rate
@@ -118,18 +119,19 @@ class Microbatches:
 
 
 def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
-    """Optimizer step `number` (from 0) of the run, over `minibatch`.
+    """Optimizer step `number` (from 0) of the run, over `minibatch`, or over all ranks' minibatches together.
 
     Raises FloatingPointError, before any weight changed, if the loss or the gradient is not finite.
     """
-    normaliser = learner.objective.normaliser(minibatch)
+    normaliser = int(sum_over_ranks(learner.objective.normaliser(minibatch), what="the sizes of their minibatches"))
     needed = [row for row in minibatch if learner.objective.needs(row)]
     set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
-    if not needed:
+    if not sum_over_ranks(len(needed), what="the completions they need"):
         return Update([], 0.0)
     outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
+    sum_gradients(learner.model.parameters())
     norm = nn.utils.clip_grad_norm_(learner.model.parameters(), learner.optim.max_grad_norm).item()
-    loss = sum(output.loss.item() for output in outputs)
+    loss = sum_over_ranks(sum(output.loss.item() for output in outputs), what="their losses")
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise FloatingPointError(f"loss {loss:g}, gradient norm {norm:g}")
     learner.optimizer.step()
@@ -179,7 +181,7 @@ def read_log_probs(
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
-                    read.append(torch.zeros(row.response.numel()).masked_scatter_(row.sampled, values))
+                    read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
     return read
 
 
