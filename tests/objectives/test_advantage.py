@@ -82,5 +82,5 @@ def test_a_group_of_one_is_refused() -> None:
 
 def test_a_group_that_grows_too_large_is_refused() -> None:
     batch = batch_from_conversations([finished(0, i, 0.0) for i in range(3)])
-    with pytest.raises(ValueError, match="more than grpo_size=2"):
+    with pytest.raises(ValueError, match="more than the 2 a group can have"):
         MCAdvantage(2)(select_rows(batch, [0, 1, 2]))

@@ -7,7 +7,7 @@ from math import exp, log
 import pytest
 import torch
 
-from rlpost.objectives.functional import clipped_policy_loss, effective_sample_size, group_advantage, k3
+from rlpost.objectives.functional import clipped_policy_loss, effective_sample_size, k3
 
 
 def loss_and_gradient(log_ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
@@ -55,41 +55,6 @@ def test_effective_sample_size_of_weights_one_and_three() -> None:
 
 def test_effective_sample_size_of_equal_weights_is_one() -> None:
     assert effective_sample_size(torch.full((7,), -2.5)).item() == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "advantage"),
-    [
-        ([0.0, 1.0], [-0.70711, 0.70711]),
-        ([1.0, 0.1, 0.0, 0.0], [1.4929, -0.3604, -0.5663, -0.5663]),
-        ([0.3, 0.3, 0.3], [0.0, 0.0, 0.0]),
-    ],
-)
-def test_group_advantage(rewards: list[float], advantage: list[float]) -> None:
-    values = group_advantage(torch.tensor(rewards), torch.ones(len(rewards), dtype=torch.bool), normalise_std=True)
-    assert values.tolist() == pytest.approx(advantage, abs=1e-4)
-
-
-def test_rounding_noise_in_an_equal_group_gives_exactly_zero() -> None:
-    rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3 + 1e-8])
-    assert group_advantage(rewards, torch.ones(3, dtype=torch.bool), normalise_std=True).tolist() == [0.0, 0.0, 0.0]
-
-
-def test_without_std_the_advantage_is_the_distance_to_the_mean() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    values = group_advantage(rewards, torch.ones(4, dtype=torch.bool), normalise_std=False)
-    assert values.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
-
-
-def test_a_failed_reward_is_left_out_of_the_baseline_and_gets_no_advantage() -> None:
-    rewards = torch.tensor([1.0, 0.0, 123.0])
-    values = group_advantage(rewards, torch.tensor([True, True, False]), normalise_std=True)
-    assert values.tolist() == pytest.approx([0.70711, -0.70711, 0.0], abs=1e-4)
-
-
-def test_a_group_with_one_valid_reward_has_nothing_to_compare() -> None:
-    values = group_advantage(torch.tensor([1.0, 5.0]), torch.tensor([True, False]), normalise_std=True)
-    assert values.tolist() == [0.0, 0.0]
 
 
 def test_exp_of_the_log_ratio_is_the_ratio() -> None:

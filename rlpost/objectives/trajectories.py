@@ -1,0 +1,119 @@
+"""Trajectories inside a batch, and the rewards inside a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlpost.data.batch import concat_rows, select_rows
+
+Key = str | tuple[str, ...]
+
+REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
+
+
+@dataclass(slots=True)
+class Trajectories:
+    """N trajectories, one after the other."""
+
+    steps: TensorDictBase  # (L,)
+    lengths: list[int]  # steps of each; they sum to L
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def part(self, which: Sequence[int]) -> Trajectories:
+        """These trajectories, in this order; itself where that is all of them."""
+        if list(which) == list(range(len(self))):
+            return self
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
+        return Trajectories(select_rows(self.steps, places), [self.lengths[i] for i in which])
+
+    def joined(self, more: Trajectories) -> Trajectories:
+        """These and then `more`."""
+        return Trajectories(concat_rows([self.steps, more.steps]), [*self.lengths, *more.lengths])
+
+    def owner(self) -> torch.Tensor:
+        """The trajectory of each step, (L,)."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
+
+    def valid_steps(self) -> torch.Tensor:
+        """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
+        valid = self.steps.get("valid", None)
+        return torch.ones(sum(self.lengths), dtype=torch.bool) if valid is None else valid.reshape(-1)
+
+    def valid(self) -> torch.Tensor:
+        """Which trajectories count, (N,) bool: those of which every step does."""
+        wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
+        return wrong == 0
+
+    def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
+        """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
+        entries, step = reward_entries(self.steps[rewards_key])
+        owner = self.owner()[step]
+        return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
+
+
+def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:
+    """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
+
+    A batch of one dimension holds trajectories one after the other, each up to a step that is done;
+    of several, each line along the last does. Lines of different lengths come stacked lazily.
+    Raises RuntimeError where a line does not end with a step that is done.
+    """
+    lines = _lines(batch)
+    spans: list[range] = []
+    start = 0
+    for line in lines:
+        done = line[done_key].reshape(line.batch_size[0], -1).any(-1)
+        if not done[-1]:
+            raise RuntimeError("MCAdvantage was given a conversation that is not done: collect whole trajectories")
+        for last in done.nonzero().flatten().tolist():
+            spans.append(range(spans[-1].stop if spans else 0, start + last + 1))
+        start += line.batch_size[0]
+    return lines[0] if len(lines) == 1 else concat_rows(lines), spans
+
+
+def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
+    if batch.ndim == 0:
+        raise RuntimeError("MCAdvantage was given a single step without a batch dimension: unsqueeze it")
+    return [batch] if batch.ndim == 1 else [line for part in batch.unbind(0) for line in _lines(part)]
+
+
+def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
+    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them."""
+    column: Any = steps.get(key)
+    if isinstance(column, torch.Tensor):
+        return [_hashable(row.tolist()) for row in column.unbind()]
+    values = column if isinstance(column, list) else column.tolist()
+    return [_hashable(value) for value in values]
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(_hashable(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def reward_entries(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rewards of L steps in a row (E,), and the step (E,) that each is of.
+
+    `rewards` is (L, 1) with one a step, (L, T, 1) or (L, T) with one a token, or ragged (L, *).
+    """
+    if rewards.is_nested:
+        ragged: Any = rewards
+        sizes = ragged.offsets().diff()
+        return ragged.values().flatten(), torch.arange(sizes.numel()).repeat_interleave(sizes)
+    rows = rewards.reshape(rewards.shape[0], -1)
+    return rows.flatten(), torch.arange(rows.shape[0]).repeat_interleave(rows.shape[1])
+
+
+def like_rewards(values: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """`values` (E,) in the shape of the rewards they were made from, without a last dimension of 1."""
+    if rewards.is_nested:
+        ragged: Any = rewards
+        return torch.nested.nested_tensor_from_jagged(values, ragged.offsets())
+    return values.reshape(rewards.shape[:-1] if rewards.ndim > 1 and rewards.shape[-1] == 1 else rewards.shape)
