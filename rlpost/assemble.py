@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
@@ -26,7 +24,6 @@ from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import GROUP_ESTIMATORS
 from rlpost.objectives.overlong import OverlongPenalty
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.optim import build_optimizer
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
@@ -49,8 +46,9 @@ from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import chosen_tracker
 from rlpost.tracking.process import TrackerProcess
+from rlpost.trainable import Reference, load_trainable
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
-from rlpost.weight_sync.vllm import vLLMUpdater
+from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
 
 @dataclass
@@ -60,14 +58,14 @@ class GRPOParts:
     model_folder: Path
     tokenizer: Any
     model: PreTrainedModel
-    reference: Callable[[], AbstractContextManager[nn.Module]] | None  # frozen; None without a KL term
+    reference: Reference | None  # None without a KL term
     policy: Policy
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
     collector: LLMCollector
     buffer: ReplayBuffer
     objective: PolicyObjective
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
     @property
     def device(self) -> torch.device:
@@ -75,8 +73,8 @@ class GRPOParts:
         return self.model.device
 
 
-def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) -> GRPOParts:
-    """The parts of `rlpost train grpo`, from a checkpoint's model folder where one is given.
+def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRPOParts:
+    """The parts of `rlpost train grpo`, with the weights of a checkpoint's folder where one is given.
 
     The policy is not started yet.
     """
@@ -86,19 +84,18 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
     eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
     for each in (env, eval_env) if settings.eval.enabled else (env,):
         each.start()  # a bad path or row is found here, before a model is loaded
-    base = locate_model(settings.model.path, settings.model.revision)
-    folder = checkpoint_model or base
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, settings.model)
+    trainable = load_trainable(settings, checkpoint, with_reference=settings.loss.kl_coef > 0)
     policy = build_policy(
         settings.policy,
-        folder,
-        tokenizer,
-        model=model,
+        trainable.folder,
+        trainable.tokenizer,
+        model=trainable.model,
         model_settings=settings.model,
         env_settings=settings.env,
         sampling=settings.sampling,
         seed=settings.seed,
+        adapter_rank=trainable.adapter_rank,
+        adapter=trainable.adapter,
     )
     buffer = build_buffer(settings)
     collector = LLMCollector(
@@ -111,10 +108,10 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
         track_policy_version=PolicyVersion(),
     )
     return GRPOParts(
-        model_folder=folder,
-        tokenizer=tokenizer,
-        model=model,
-        reference=frozen_reference(base, settings.model) if settings.loss.kl_coef > 0 else None,
+        model_folder=trainable.folder,
+        tokenizer=trainable.tokenizer,
+        model=trainable.model,
+        reference=trainable.reference,
         policy=policy,
         env=env,
         eval_env=eval_env,
@@ -125,14 +122,8 @@ def assemble_grpo(settings: GRPOSettings, checkpoint_model: Path | None = None) 
             temperature=settings.sampling.temperature,
             max_completion_tokens=settings.env.max_completion_tokens,
         ),
-        optimizer=build_optimizer(model, settings.optim),
+        optimizer=trainable.optimizer,
     )
-
-
-def frozen_reference(folder: Path, settings: ModelSettings) -> Callable[[], AbstractContextManager[nn.Module]]:
-    """The model of `folder` as what training is kept close to; entering the context gives it."""
-    model = load_model(folder, settings).requires_grad_(False)
-    return lambda: nullcontext(model)
 
 
 def build_buffer(settings: GRPOSettings) -> ReplayBuffer:
@@ -161,13 +152,28 @@ def build_policy(
     env_settings: EnvSettings,
     sampling: SamplingSettings,
     seed: int,
+    adapter_rank: int | None = None,
+    adapter: Path | None = None,
 ) -> Policy:
-    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from."""
+    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
+
+    With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
+    the one of the folder `adapter` to begin with.
+    """
     settings = chosen_policy(settings)
     if isinstance(settings, VLLMSettings):
         asked = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
         longest = min(asked, context_length(folder) or asked)
-        return vLLMWrapper(folder, tokenizer, settings=settings, sampling=sampling, max_model_len=longest, seed=seed)
+        return vLLMWrapper(
+            folder,
+            tokenizer,
+            settings=settings,
+            sampling=sampling,
+            max_model_len=longest,
+            seed=seed,
+            adapter_rank=adapter_rank,
+            adapter=adapter,
+        )
     if isinstance(settings, TransformersSettings):
         return TransformersWrapper(
             model if model is not None else load_model(folder, model_settings),
@@ -191,7 +197,9 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
 
 def build_updater(policy: Policy) -> WeightUpdater:
     """How the trainer's weights reach `policy`."""
-    return vLLMUpdater(policy) if isinstance(policy, vLLMWrapper) else SharedWeights(policy)
+    if isinstance(policy, vLLMWrapper):
+        return vLLMUpdater(policy) if policy.adapter_rank is None else vLLMAdapterUpdater(policy)
+    return SharedWeights(policy)
 
 
 def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:

@@ -161,9 +161,10 @@ class Difference:
 
 
 def is_told(differences: Array) -> Array:
-    """Whether the mean of `differences` (..., N >= 2) is told from 0: its interval leaves 0 out, and at least six differ.
+    """Whether the mean of `differences` (..., N >= 2) is told from 0.
 
-    With fewer, even if all point one way, chance does so more often than once in twenty.
+    Its 95% interval leaves 0 out, and at least six differ: with fewer, even if all point one way,
+    chance does so more often than once in twenty.
     """
     _, low, high = mean_interval(differences)
     return ((low > 0) | (high < 0)) & ((differences != 0).sum(-1) >= FEWEST_DIFFERING)

@@ -34,3 +34,4 @@ def record_score(conversation: Conversation, scorer: Callable[[Conversation], Sc
         conversation.reward_parts |= score.parts
         conversation.accuracy_strict = score.accuracy_strict
         conversation.accuracy_lenient = score.accuracy_lenient
+        conversation.answer = score.answer

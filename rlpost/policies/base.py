@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class Policy(ABC):
         self.sampling = sampling
         self.seed = seed
         self.version: PolicyVersionLabel = 0
+        self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
 
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load what is needed to sample; a second call does nothing."""

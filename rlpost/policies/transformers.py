@@ -58,7 +58,8 @@ class TransformersWrapper(Policy):
         completions: list[Completion] = []
         with self.inference():  # one for all of it, so that each weight is cast once
             for start in range(0, len(requests), self.max_num_seqs):
-                completions += self._generate_together(requests[start : start + self.max_num_seqs], sampling)
+                together = requests[start : start + self.max_num_seqs]
+                completions += self._generate_together(together, sampling, before=start)
         return completions
 
     @contextmanager
@@ -106,15 +107,22 @@ class TransformersWrapper(Policy):
             tokens = chosen[:, None]
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(alive), 1)], -1)
 
-    def _generate_together(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+    def _generate_together(
+        self, requests: Sequence[Request], sampling: SamplingSettings, *, before: int
+    ) -> list[Completion]:
+        """Completions under way at once, `before` of the call having ended already."""
         ids: list[list[int]] = [[] for _ in requests]
         log_probs: list[list[float]] = [[] for _ in requests]
         stopped = [False] * len(requests)
+        ended = 0
         for drawn in self.draws(requests, sampling):
             for row, token, log_prob, stop in drawn:
                 ids[row].append(token)
                 log_probs[row].append(log_prob)
                 stopped[row] = stop
+                ended += stop or len(ids[row]) == requests[row].max_tokens
+            if self.on_ended is not None:
+                self.on_ended(before + ended)
         return [
             Completion(
                 token_ids=ids[row],

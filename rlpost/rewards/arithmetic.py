@@ -12,6 +12,9 @@ def score(reply: str, answer: str) -> Score:
     `answer` is an integer as Python writes it. `accuracy_lenient` is the same measure;
     `accuracy_strict` asks that the reply be the number and nothing else, a final full stop allowed.
     """
-    right = float(last_number(reply) == answer)
+    found = last_number(reply)
+    right = float(found == answer)
     strict = float(only_number(reply) == answer)
-    return Score(reward=right, parts={"answer": right}, accuracy_strict=strict, accuracy_lenient=right)
+    return Score(
+        reward=right, parts={"answer": right}, accuracy_strict=strict, accuracy_lenient=right, answer=found or ""
+    )

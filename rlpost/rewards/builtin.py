@@ -47,7 +47,8 @@ class BuiltIn:
 def _exact(reply: str, answer: str) -> Score:
     """Strict accuracy is the reward; lenient accuracy also forgives case, inner white space and a final full stop."""
     right = float(reply.strip() == answer.strip())
-    return Score(right, accuracy_strict=right, accuracy_lenient=float(_loosened(reply) == _loosened(answer)))
+    said = _loosened(reply)
+    return Score(right, accuracy_strict=right, accuracy_lenient=float(said == _loosened(answer)), answer=said)
 
 
 def _number(reply: str, answer: str) -> Score:

@@ -73,10 +73,12 @@ def load_reward(reward: str) -> RewardFunction:
 def load_rewards(settings: EnvSettings) -> Rewards | None:
     """The rewards that the settings of an environment name, their files imported; None if it has its own.
 
-    Raises ConfigError for one that cannot be loaded.
+    Raises ConfigError where none is named, and for one that cannot be loaded.
     """
     if not isinstance(settings, DatasetSettings):
         return None
+    if not settings.reward:
+        raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
     functions = [load_reward(reward) for reward in settings.reward]
     accuracy = settings.accuracy
     if accuracy is None:
@@ -159,6 +161,7 @@ class Rewards:
             if self.judge and score.valid:
                 verdict = self.judge(conversation.reply, conversation.answer or "")
                 score.accuracy_strict, score.accuracy_lenient = verdict.accuracy_strict, verdict.accuracy_lenient
+                score.answer = verdict.answer
         return scores
 
     def _offer(self, function: RewardFunction, batch: Sequence[Finished]) -> dict[str, Any]:

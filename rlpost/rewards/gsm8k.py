@@ -14,12 +14,16 @@ ANSWER_MARK = "#### "  # in the dataset, between the worked solution and the fin
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a reply contains: its first think and answer block (None where it has none), and if it is right."""
+    """What a reply contains: its first think and answer block (None where it has none), and if it is right.
+
+    `found` is the answer that lenient extraction reads out of it, "" where there is none.
+    """
 
     think: str | None
     answer: str | None
     right: bool
     right_lenient: bool
+    found: str
 
 
 def split_solution(answer: str) -> tuple[str, str]:
@@ -56,9 +60,9 @@ def judge(reply: str, truth: str) -> Verdict:
     wanted = normalise(truth)
     answer = first_block(reply, "answer")
     right = answer is not None and normalise(answer) == wanted
-    found = last_number(answer) if answer else None
-    lenient = right or (last_number(reply) if found is None else found) == wanted
-    return Verdict(first_block(reply, "think"), answer, right, lenient)
+    in_block = last_number(answer) if answer else None
+    found = wanted if right else (last_number(reply) if in_block is None else in_block) or ""
+    return Verdict(first_block(reply, "think"), answer, right, found == wanted, found)
 
 
 def score(reply: str, truth: str, tiers: tuple[float, float, float] = TIERS) -> Score:
@@ -74,4 +78,5 @@ def score(reply: str, truth: str, tiers: tuple[float, float, float] = TIERS) -> 
         parts={"format": base, "right": right_tier - base if verdict.right else 0.0},
         accuracy_strict=float(verdict.right),
         accuracy_lenient=float(verdict.right_lenient),
+        answer=verdict.found,
     )

@@ -15,7 +15,9 @@ class Score:
 
     `reward` is what is trained on and `parts` what it was made of, by name; `accuracy_strict` and
     `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
-    has none. A reward that failed is `valid=False` with its `error`: never a 0. Raises ConfigError
+    has none. `answer` is what the reply says, written in one way so that equal answers are equal texts:
+    "" for a reply that says nothing, None where the task reads no answer out of replies; maj@k votes by
+    it. A reward that failed is `valid=False` with its `error`: never a 0. Raises ConfigError
     for a part whose name in the metrics is taken.
     """
 
@@ -23,6 +25,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     accuracy_strict: float | None = None
     accuracy_lenient: float | None = None
+    answer: str | None = None
     valid: bool = True
     error: str | None = None
 
