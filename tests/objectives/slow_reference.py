@@ -1,0 +1,227 @@
+"""Every loss a second time: loops over tokens, one formula of a paper after another, plain floats.
+
+It shares no code with rlpost. `x` are the log-probabilities a loss is a function of; `frozen` are the
+same numbers wherever a paper stops the gradient, so that finite differences in `x` see them as constants.
+Tables are lists of rows; a row of `mask` says which of its tokens count, and no other token is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log
+
+Table = list[list[float]]
+
+
+@dataclass
+class Batch:
+    """Tables of one shape; `advantage` is one too, whether or not it differs within a row."""
+
+    old: Table
+    advantage: Table
+    mask: list[list[bool]]
+    sampler: Table
+    ref: Table
+
+
+@dataclass
+class Choice:
+    """What a loss is made of; coefficients are those of the variant."""
+
+    variant: str
+    aggregation: str
+    coefficients: dict[str, float] = field(default_factory=dict)
+    kl_estimator: str = "k3"
+    kl_coef: float = 0.0
+    sampler_kl_coef: float = 0.0
+    correction: str = "none"
+    low: float = 0.0
+    high: float = 0.0
+    normaliser: float | None = None
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return low if value < low else high if value > high else value
+
+
+def trained(batch: Batch, row: int) -> list[int]:
+    """Positions of a row that count."""
+    return [t for t, counts in enumerate(batch.mask[row]) if counts]
+
+
+def mean_log_ratio(x: Table, batch: Batch, row: int) -> float:
+    tokens = trained(batch, row)
+    return sum(x[row][t] - batch.old[row][t] for t in tokens) / len(tokens)
+
+
+def variant_loss(choice: Choice, x: Table, frozen: Table, batch: Batch, row: int, t: int) -> float:
+    """The variant's loss of one token."""
+    c, a = choice.coefficients, batch.advantage[row][t]
+    ratio = exp(x[row][t] - batch.old[row][t])
+    if choice.variant == "reinforce":
+        return -a * x[row][t]
+    low, high = 1 - c["clip_low"], 1 + c["clip_high"]
+    if choice.variant == "cispo":
+        constant = exp(frozen[row][t] - batch.old[row][t])
+        return -clip(constant, low, high) * a * x[row][t]
+    if choice.variant == "gspo":
+        ratio = exp(mean_log_ratio(x, batch, row))
+    if choice.variant == "gspo_token":
+        ratio = exp(mean_log_ratio(frozen, batch, row)) * exp(x[row][t]) / exp(frozen[row][t])
+    if choice.variant == "two_sided":
+        return -min(min(ratio, c["delta"]) * a, clip(ratio, low, high) * a)
+    inner = min(ratio * a, clip(ratio, low, high) * a)
+    if choice.variant == "dual_clip" and a < 0:
+        return -max(inner, c["c"] * a)
+    return -inner
+
+
+def kl_term(estimator: str, x: float, frozen: float, other: float) -> float:
+    """An estimate of KL(π ‖ other) from one token."""
+    if estimator == "k1":
+        return x - other
+    if estimator == "k2":
+        return 0.5 * (x - other) ** 2
+    if estimator == "k3":
+        return exp(other - x) - (other - x) - 1
+    if estimator == "k3_k2grad":  # at x = frozen this is k3, and moves with x as k2 does
+        return exp(other - frozen) - (other - frozen) - 1 + 0.5 * (x - other) ** 2 - 0.5 * (frozen - other) ** 2
+    raise KeyError(estimator)
+
+
+def sampler_weight(choice: Choice, batch: Batch, row: int, t: int) -> tuple[float, bool]:
+    """w = π_old/µ of a token after the correction, and whether a bound changed it."""
+    kind, _, level = choice.correction.partition("_")
+    if kind == "none":
+        return 1.0, False
+    tokens = trained(batch, row) if level == "sequence" else [t]
+    weight = 1.0
+    for s in tokens:
+        weight *= exp(batch.old[row][s]) / exp(batch.sampler[row][s])
+    if kind == "tis":
+        return min(weight, choice.high), weight > choice.high
+    inside = choice.low <= weight <= choice.high
+    return (weight if inside else 0.0), not inside
+
+
+def averaged(choice: Choice, batch: Batch, values: Table) -> float:
+    """The values of the tokens that count as one number."""
+    rows, length = len(batch.mask), len(batch.mask[0])
+    total, count = 0.0, 0
+    for row in range(rows):
+        tokens = trained(batch, row)
+        count += len(tokens)
+        for t in tokens:
+            total += values[row][t] / len(tokens) if choice.aggregation == "sequence_mean" else values[row][t]
+    if choice.normaliser is not None:
+        return total / choice.normaliser
+    if choice.aggregation == "token_mean":
+        return total / count if count else 0.0
+    return total / rows if choice.aggregation == "sequence_mean" else total / (rows * length)
+
+
+def loss(choice: Choice, x: Table, frozen: Table, batch: Batch) -> float:
+    """The whole policy loss at `x`."""
+    policy, to_ref, to_sampler = ([[0.0] * len(x[0]) for _ in x] for _ in range(3))
+    for row in range(len(x)):
+        for t in trained(batch, row):
+            weight, _ = sampler_weight(choice, batch, row, t)
+            policy[row][t] = weight * variant_loss(choice, x, frozen, batch, row, t)
+            here = (x[row][t], frozen[row][t])
+            to_ref[row][t] = kl_term(choice.kl_estimator, *here, batch.ref[row][t])
+            to_sampler[row][t] = kl_term(choice.kl_estimator, *here, batch.sampler[row][t])
+    total = averaged(choice, batch, policy)
+    if choice.kl_coef:
+        total += choice.kl_coef * averaged(choice, batch, to_ref)
+    if choice.sampler_kl_coef:
+        total += choice.sampler_kl_coef * averaged(choice, batch, to_sampler)
+    return total
+
+
+def gradient(choice: Choice, x: Table, batch: Batch, step: float = 1e-5) -> Table:
+    """∂loss/∂x by central differences; 0 where the mask is False."""
+    slopes = [[0.0] * len(x[0]) for _ in x]
+    for row in range(len(x)):
+        for t in trained(batch, row):
+            up, down = [list(r) for r in x], [list(r) for r in x]
+            up[row][t] += step
+            down[row][t] -= step
+            slopes[row][t] = (loss(choice, up, x, batch) - loss(choice, down, x, batch)) / (2 * step)
+    return slopes
+
+
+def bounds(choice: Choice) -> list[float]:
+    """Log ratios at which the variant's slope jumps."""
+    c = choice.coefficients
+    ratios = [1 - c["clip_low"], 1 + c["clip_high"]] if "clip_low" in c else []
+    return [log(r) for r in [*ratios, *(c[k] for k in ("delta", "c") if k in c)] if r > 0]
+
+
+def distance_to_a_kink(choice: Choice, x: Table, batch: Batch) -> float:
+    """How near a ratio is to a bound, where a finite difference would straddle two slopes."""
+    nearest = 1.0
+    for row in range(len(x)):
+        for t in trained(batch, row):
+            sequence = choice.variant.startswith("gspo")
+            at = mean_log_ratio(x, batch, row) if sequence else x[row][t] - batch.old[row][t]
+            nearest = min([nearest, *(abs(at - bound) for bound in bounds(choice))])
+    return nearest
+
+
+MEANS = (
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "ratio_mean",
+    "kl_to_old",
+    "kl_to_ref",
+    "kl_to_sampler",
+    "sampler_gap",
+    "sampler_weight_mean",
+    "sampler_cut_fraction",
+)
+
+
+def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
+    """Means over the tokens that count."""
+    c = choice.coefficients
+    low, high = 1 - c.get("clip_low", 1e9), 1 + c.get("clip_high", 1e9)  # no bound: reinforce
+    ceiling = c.get("delta", c.get("c", 1e9))
+    sums = dict.fromkeys(MEANS, 0.0)
+    count, squares = 0, 0.0
+    for row in range(len(x)):
+        for t in trained(batch, row):
+            count += 1
+            own, a = exp(x[row][t] - batch.old[row][t]), batch.advantage[row][t]
+            used = exp(mean_log_ratio(x, batch, row)) if choice.variant.startswith("gspo") else own
+            if choice.variant == "cispo":
+                sums["clip_fraction_low"] += a != 0 and used < low
+                sums["clip_fraction_high"] += a != 0 and used > high
+            else:
+                sums["clip_fraction_low"] += a < 0 and used < low
+                sums["clip_fraction_high"] += (a > 0 and used > high) or (a < 0 and used > ceiling)
+            sums["ratio_mean"] += own
+            squares += own * own
+            sums["kl_to_old"] += batch.old[row][t] - x[row][t]
+            sums["kl_to_ref"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.ref[row][t])
+            sums["kl_to_sampler"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.sampler[row][t])
+            sums["sampler_gap"] += abs(x[row][t] - batch.sampler[row][t])
+            weight, cut = sampler_weight(choice, batch, row, t)
+            sums["sampler_weight_mean"] += weight
+            sums["sampler_cut_fraction"] += cut
+    means = {name: total / count for name, total in sums.items()}
+    means["ess"] = sums["ratio_mean"] ** 2 / (count * squares)
+    means["clip_fraction"] = means["clip_fraction_low"] + means["clip_fraction_high"]
+    return means
+
+
+def minor_sft_loss(x: Table, batch: Batch, beta: float, by_length: bool, choice: Choice) -> float:
+    """−log σ(β(s − s_ref)) of each row, averaged as `choice` says."""
+    values = [[0.0] * len(x[0]) for _ in x]
+    for row in range(len(x)):
+        tokens = trained(batch, row)
+        difference = sum(x[row][t] - batch.ref[row][t] for t in tokens)
+        if by_length and tokens:
+            difference /= len(tokens)
+        for t in tokens:
+            values[row][t] = -log(1 / (1 + exp(-beta * difference)))
+    return averaged(choice, batch, values)

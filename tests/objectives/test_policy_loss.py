@@ -1,0 +1,379 @@
+"""Every policy loss against the slow reference, value and gradient; then edge cases by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.objectives.functional import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    SAMPLER_CORRECTIONS,
+    VARIANTS,
+    policy_loss,
+    policy_metrics,
+    policy_terms,
+)
+from tests.objectives import slow_reference as slow
+from tests.objectives.slow_reference import Batch, Choice, Table
+
+ROWS, LENGTH = 3, 4
+FIRST, SEEDS = 6, 4  # together they reach every branch of every variant, as a test below holds
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
+COEFFICIENTS: dict[str, dict[str, Any]] = {
+    "grpo": CLIP,
+    "dr_grpo": CLIP,
+    "dapo": CLIP,
+    "gspo": CLIP,  # far wider than its own, so that some completions are inside
+    "gspo_token": CLIP,
+    "cispo": CLIP,
+    "two_sided": {**CLIP, "delta": 1.9},
+    "dual_clip": {**CLIP, "c": 1.7},
+    "reinforce": {},
+}
+RATIO_BOUNDS = {
+    "tis_token": (0.0, 1.1),
+    "tis_sequence": (0.0, 1.1),
+    "mis_token": (0.8, 1.2),
+    "mis_sequence": (0.7, 1.4),
+    "icepop": (0.85, 1.15),
+}
+
+
+def table(draw: random.Random, low: float, high: float) -> Table:
+    return [[draw.uniform(low, high) for _ in range(LENGTH)] for _ in range(ROWS)]
+
+
+def moved(draw: random.Random, start: Table, spread: float) -> Table:
+    return [[value + draw.gauss(0, spread) for value in row] for row in start]
+
+
+@cache
+def draw_batch(seed: int) -> tuple[Table, Batch]:
+    """Log-probabilities and a ragged batch: rows of any length, gaps, an empty row in every third seed."""
+    draw = random.Random(seed)
+    x = table(draw, -3, -0.5)
+    mask = [[draw.random() < 0.75 for _ in range(LENGTH)] for _ in range(ROWS)]
+    mask[0][0] = True
+    if seed % 3 == 0:
+        mask[-1] = [False] * LENGTH
+    if seed % 2:
+        advantage = table(draw, -1.5, 1.5)
+    else:
+        advantage = [[value] * LENGTH for value in (draw.uniform(0.2, 1.5), draw.uniform(-1.5, -0.2), 0.0)]
+    return x, Batch(moved(draw, x, 0.5), advantage, mask, moved(draw, x, 0.15), moved(draw, x, 0.4))
+
+
+def cases(choice: Choice, number: int) -> Iterator[tuple[Table, Batch]]:
+    """`number` batches in which no ratio is near a bound of the variant."""
+    away = (case for case in map(draw_batch, count(FIRST)) if slow.distance_to_a_kink(choice, *case) > 1e-4)
+    return islice(away, number)
+
+
+def tensors(x: Table, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The same as float64 tensors, with rubbish wherever nothing may be read."""
+    mask = torch.tensor(batch.mask)
+
+    def rubbish(values: Table, what: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).masked_fill(~mask, what)
+
+    log_probs = rubbish(x, math.nan).requires_grad_()
+    by_row = all(len(set(row)) == 1 for row in batch.advantage)
+    advantage = torch.tensor(batch.advantage, dtype=torch.float64)
+    return log_probs, {
+        "old_log_probs": rubbish(batch.old, math.inf),
+        "advantage": advantage[:, 0] if by_row else rubbish(batch.advantage, math.nan),
+        "mask": mask,
+        "sampler_log_probs": rubbish(batch.sampler, -math.inf),
+        "ref_log_probs": rubbish(batch.ref, math.nan),
+    }
+
+
+def keywords(choice: Choice) -> dict[str, Any]:
+    bounds: dict[str, float] = {}
+    if choice.correction != "none":
+        bounds["sampler_ratio_high"] = choice.high
+    if choice.correction.startswith(("mis", "icepop")):
+        bounds["sampler_ratio_low"] = choice.low
+    return {
+        "aggregation": choice.aggregation,
+        "normaliser": choice.normaliser,
+        "kl_coef": choice.kl_coef,
+        "kl_estimator": choice.kl_estimator,
+        "sampler_kl_coef": choice.sampler_kl_coef,
+        "sampler_correction": choice.correction,
+        **bounds,
+        **choice.coefficients,
+    }
+
+
+def assert_as_slow(choice: Choice, x: Table, batch: Batch) -> None:
+    log_probs, given = tensors(x, batch)
+    loss, metrics = policy_loss(choice.variant, log_probs, **given, **keywords(choice))
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(slow.loss(choice, x, x, batch), abs=1e-6, rel=1e-6)
+    for row, expected in zip(gradient.tolist(), slow.gradient(choice, x, batch), strict=True):
+        assert row == pytest.approx(expected, abs=1e-6, rel=1e-6)
+    assert not any(value.requires_grad for value in metrics.values())
+    measured = {name: metrics[name].item() for name in metrics if not name.startswith("loss_")}
+    assert measured == pytest.approx(slow.metrics(choice, x, batch), abs=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_value_gradient_and_metrics_for_every_kl_choice(variant: str, aggregation: str) -> None:
+    kl_choices = [("k3", 0.0, 0.0), *((e, *coefs) for e in KL_ESTIMATORS for coefs in ((0.3, 0.0), (0.0, 0.2)))]
+    for estimator, kl_coef, sampler_kl_coef in kl_choices:
+        choice = Choice(variant, aggregation, COEFFICIENTS[variant], estimator, kl_coef, sampler_kl_coef)
+        for x, batch in cases(choice, SEEDS):
+            assert_as_slow(choice, x, batch)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_value_gradient_and_metrics_for_every_sampler_correction(variant: str, aggregation: str) -> None:
+    for correction, (low, high) in RATIO_BOUNDS.items():
+        choice = Choice(
+            variant, aggregation, COEFFICIENTS[variant], kl_coef=0.1, correction=correction, low=low, high=high
+        )
+        choice.normaliser = 7.5
+        for x, batch in cases(choice, SEEDS):
+            assert_as_slow(choice, x, batch)
+
+
+def test_every_correction_is_in_the_proof() -> None:
+    assert {"none", *RATIO_BOUNDS} == set(SAMPLER_CORRECTIONS)
+    assert set(COEFFICIENTS) == set(VARIANTS)
+
+
+def test_the_batches_of_the_proof_reach_every_branch() -> None:
+    for variant, coefficients in COEFFICIENTS.items():
+        choice = Choice(variant, "token_mean", coefficients, correction="icepop", low=0.85, high=1.15)
+        seen = [slow.metrics(choice, x, batch) for x, batch in cases(choice, SEEDS)]
+        cuts = ["sampler_cut_fraction"] + (
+            [] if variant == "reinforce" else ["clip_fraction_low", "clip_fraction_high"]
+        )
+        for name in cuts:
+            assert 0 < sum(metrics[name] for metrics in seen) < len(seen), (variant, name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_defaults_are_the_papers(variant: str) -> None:
+    expected: dict[str, tuple[str, dict[str, float]]] = {
+        "grpo": ("sequence_mean", {"clip_low": 0.2, "clip_high": 0.2}),
+        "dr_grpo": ("constant_length", {"clip_low": 0.2, "clip_high": 0.2}),
+        "dapo": ("token_mean", {"clip_low": 0.2, "clip_high": 0.28}),
+        "gspo": ("sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        "gspo_token": ("sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        "cispo": ("token_mean", {"clip_low": 1.0, "clip_high": 4.0}),
+        "two_sided": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}),
+        "dual_clip": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "c": 3.0}),
+        "reinforce": ("token_mean", {}),
+    }
+    aggregation, coefficients = expected[variant]
+    choice = Choice(variant, aggregation, coefficients)
+    for x, batch in cases(choice, 2):
+        log_probs, given = tensors(x, batch)
+        loss, _ = policy_loss(variant, log_probs, **given)
+        assert loss.item() == pytest.approx(slow.loss(choice, x, x, batch), abs=1e-9)
+
+
+def one_token(
+    variant: str, log_ratio: float, advantage: float, log_prob: float = -1.0, **coefficients: Any
+) -> tuple[float, float]:
+    """Loss and slope of a single token whose ratio is exp(log_ratio)."""
+    x = torch.tensor([[log_prob]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    loss, _ = policy_loss(variant, x, x.detach() - log_ratio, torch.tensor([advantage]), mask, **coefficients)
+    (slope,) = torch.autograd.grad(loss, x)
+    return loss.item(), slope.item()
+
+
+@pytest.mark.parametrize(
+    ("variant", "ratio", "advantage", "coefficients", "loss", "slope"),
+    [
+        ("grpo", 1.5, 1.0, {}, -1.2, 0.0),
+        ("grpo", 1.5, -1.0, {}, 1.5, 1.5),
+        ("grpo", 0.5, 1.0, {}, -0.5, -0.5),
+        ("grpo", 0.5, -1.0, {}, 0.8, 0.0),
+        ("dapo", 1.5, 1.0, {}, -1.28, 0.0),
+        ("cispo", 1.5, 1.0, {"clip_high": 0.2}, 1.2, -1.2),  # −1.2 · 1 · log π with log π = −1; clipped, yet a slope
+        ("cispo", 1.5, -1.0, {"clip_high": 0.2}, -1.2, 1.2),
+        ("cispo", 0.5, -1.0, {"clip_low": 0.2}, -0.8, 0.8),
+        ("two_sided", 6.0, -1.0, {}, 4.0, 0.0),
+        ("two_sided", 3.0, -1.0, {}, 3.0, 3.0),
+        ("dual_clip", 6.0, -2.0, {}, 6.0, 0.0),
+        ("dual_clip", 6.0, 1.0, {}, -1.2, 0.0),
+        ("reinforce", 1.5, 2.0, {}, 2.0, -2.0),
+    ],
+)
+def test_one_token_by_hand(
+    variant: str, ratio: float, advantage: float, coefficients: dict[str, Any], loss: float, slope: float
+) -> None:
+    assert one_token(variant, math.log(ratio), advantage, **coefficients) == pytest.approx((loss, slope), abs=1e-12)
+
+
+def test_gspo_by_hand() -> None:
+    """Ratios 1.2 and 0.8 have the geometric mean 0.979796: inside wide bounds, below 1 − 3e-4 by its own."""
+    ratios = torch.tensor([[1.2, 0.8]], dtype=torch.float64)
+    x = torch.full((1, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    given = (x.detach() - ratios.log(), torch.tensor([-1.0]), torch.ones(1, 2, dtype=torch.bool))
+    wide, _ = policy_loss("gspo", x, *given, clip_low=0.2, clip_high=0.2)
+    own, metrics = policy_loss("gspo", x, *given)
+    assert wide.item() == pytest.approx(0.979796, abs=1e-6)
+    assert torch.autograd.grad(wide, x)[0].tolist()[0] == pytest.approx([0.489898, 0.489898], abs=1e-6)
+    assert own.item() == pytest.approx(0.9997)
+    assert metrics["clip_fraction_low"].item() == 1.0
+    assert metrics["clip_fraction_high"].item() == 0.0
+
+
+def test_with_one_advantage_a_completion_gspo_token_is_gspo() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    old = x.detach() + 0.3 * torch.randn(4, 6, dtype=torch.float64, generator=generator)
+    mask = torch.rand(4, 6, generator=generator) < 0.8
+    given = (old, torch.tensor([1.0, -1.0, 0.5, -0.3]), mask)
+    (whole, _), (token, _) = (policy_loss(name, x, *given, **CLIP) for name in ("gspo", "gspo_token"))
+    assert whole.item() == pytest.approx(token.item(), abs=1e-12)
+    gradients = [torch.autograd.grad(loss, x)[0] for loss in (whole, token)]
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-12)
+    assert gradients[0].abs().sum() > 0
+
+
+def test_lengths_one_and_three_by_hand() -> None:
+    """Losses 1 and 0: a quarter of the tokens, half of the completions, one of six places."""
+    x = torch.tensor([[-1.0, 9.0, 9.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    expected = {"token_mean": 0.25, "sequence_mean": 0.5, "constant_length": 1 / 6}
+    for aggregation, value in expected.items():
+        loss, _ = policy_loss("reinforce", x, x, torch.ones(2), mask, aggregation=aggregation)
+        assert loss.item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shares_of_a_split_batch_add_up(variant: str) -> None:
+    choice = Choice(variant, VARIANTS[variant].aggregation, COEFFICIENTS[variant], kl_coef=0.1, normaliser=9.0)
+    choice.correction, choice.low, choice.high = "mis_sequence", 0.7, 1.4
+    for x, batch in cases(choice, 2):
+        log_probs, given = tensors(x, batch)
+        whole, metrics = policy_loss(variant, log_probs, **given, **keywords(choice))
+        shares, terms = [], []
+        for part in (slice(0, 1), slice(1, 3)):
+            own = {name: tensor[part] for name, tensor in given.items()}
+            shares.append(policy_loss(variant, log_probs[part], **own, **keywords(choice))[0])
+            of_terms = {k: v for k, v in keywords(choice).items() if k not in AVERAGING}
+            terms.append(policy_terms(variant, log_probs[part], **own, **of_terms))
+        total = torch.stack(shares).sum()
+        assert total.item() == pytest.approx(whole.item(), abs=1e-12)
+        gradients = [torch.autograd.grad(loss, log_probs)[0] for loss in (whole, total)]
+        assert torch.allclose(gradients[0], gradients[1], atol=1e-12)
+        combined = {name: value.item() for name, value in policy_metrics(terms).items()}
+        assert combined == pytest.approx({name: metrics[name].item() for name in combined})
+
+
+AVERAGING = ("aggregation", "normaliser", "kl_coef", "sampler_kl_coef")  # policy_terms has not averaged yet
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_log_probs_are_learned(variant: str) -> None:
+    choice = Choice(variant, "token_mean", COEFFICIENTS[variant], kl_coef=0.1, sampler_kl_coef=0.1)
+    choice.correction, choice.high = "tis_token", 1.1
+    x, batch = next(cases(choice, 1))
+    log_probs, given = tensors(x, batch)
+    constants = [tensor.requires_grad_() for name, tensor in given.items() if name != "mask"]
+    loss, _ = policy_loss(variant, log_probs, **given, **keywords(choice))
+    gradients = torch.autograd.grad(loss, [log_probs, *constants], allow_unused=True)
+    assert gradients[0] is not None
+    assert gradients[1:] == (None,) * len(constants)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_to_train_on_is_a_loss_of_zero(variant: str) -> None:
+    x = torch.full((2, 3), math.nan, requires_grad=True)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    for aggregation in AGGREGATIONS:
+        loss, metrics = policy_loss(variant, x, x.detach(), torch.ones(2), nothing, aggregation=aggregation)
+        assert loss.item() == 0.0
+        assert torch.autograd.grad(loss, x)[0].abs().sum().item() == 0.0
+        assert math.isnan(metrics["ratio_mean"].item())  # the mean of nothing, which is not 0
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "reinforce"])
+def test_a_ratio_that_overflows_leaves_no_nan(variant: str) -> None:
+    x = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-501.0, -501.0], [-501.0, -501.0]])  # exp(500) is infinite in float32
+    loss, _ = policy_loss(variant, x, old, torch.tensor([1.0, 0.0]), torch.ones(2, 2, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_sampler_weight_that_overflows_is_cut_to_its_bound() -> None:
+    x = torch.tensor([[-1.0]], requires_grad=True)
+    given = (x.detach(), torch.tensor([2.0]), torch.ones(1, 1, dtype=torch.bool))
+    for correction, expected in (("tis_token", 2.0), ("tis_sequence", 2.0), ("mis_token", 0.0), ("icepop", 0.0)):
+        loss, metrics = policy_loss(
+            "grpo", x, *given, sampler_log_probs=torch.tensor([[-501.0]]), sampler_correction=correction
+        )
+        assert loss.item() == -2 * expected
+        assert metrics["sampler_weight_mean"].item() == expected
+        assert metrics["sampler_cut_fraction"].item() == 1.0
+
+
+def test_a_dropped_token_still_counts_in_the_normaliser() -> None:
+    x = torch.full((1, 2), -1.0)
+    mu = torch.tensor([[-1.0, -5.0]])  # w = 1 and e⁴
+    given = (x, torch.ones(1), torch.ones(1, 2, dtype=torch.bool))
+    loss, _ = policy_loss("dapo", x, *given, sampler_log_probs=mu, sampler_correction="mis_token")
+    assert loss.item() == pytest.approx(-0.5)
+
+
+ONES = torch.ones(2, 3)
+MASK = torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("gpro", {}, ValueError, "no policy loss 'gpro'; did you mean grpo?"),
+        ("grpo", {"aggregation": "token_means"}, ValueError, "did you mean token_mean?"),
+        ("grpo", {"aggregation": ""}, ValueError, "token_mean, sequence_mean, constant_length"),
+        ("grpo", {"kl_estimator": "k4"}, ValueError, "KL estimator 'k4'"),
+        ("grpo", {"sampler_correction": "icepops"}, ValueError, "did you mean icepop?"),
+        ("grpo", {"clip_hihg": 0.3}, TypeError, "does not read clip_hihg; did you mean clip_high?"),
+        ("grpo", {"delta": 4.0}, TypeError, "'grpo' does not read delta"),
+        ("two_sided", {"c": 4.0}, TypeError, "'two_sided' does not read c"),
+        ("reinforce", {"clip_low": 0.2}, TypeError, "'reinforce' does not read clip_low"),
+        ("two_sided", {"delta": 1.1}, ValueError, "above 1 \\+ clip_high = 1.2"),
+        ("dual_clip", {"c": 1.0}, ValueError, "c=1 must be above 1"),
+        ("grpo", {"kl_coef": 0.1}, ValueError, "kl_coef=0.1 needs ref_log_probs"),
+        ("grpo", {"sampler_kl_coef": 0.1}, ValueError, "needs sampler_log_probs"),
+        ("grpo", {"sampler_correction": "tis_token"}, ValueError, "needs sampler_log_probs"),
+        ("grpo", {"sampler_ratio_high": 2.0}, ValueError, "only with a sampler_correction"),
+        ("grpo", {"sampler_correction": "tis_token", "sampler_ratio_low": 0.5}, ValueError, "no lower bound"),
+        ("grpo", {"sampler_correction": "icepop", "sampler_ratio_high": 0.9}, ValueError, "must hold 1"),
+        ("grpo", {"normaliser": 0}, ValueError, "normaliser=0.0 must be positive"),
+        (
+            "grpo",
+            {"advantage": torch.ones(3)},
+            ValueError,
+            r"advantage has shape \(3,\): it must be \(2,\) or \(2, 3\)",
+        ),
+        ("grpo", {"old_log_probs": torch.ones(2, 1)}, ValueError, r"old_log_probs has shape \(2, 1\)"),
+        ("grpo", {"ref_log_probs": torch.ones(3, 2)}, ValueError, r"ref_log_probs has shape \(3, 2\)"),
+        ("grpo", {"mask": torch.ones(2, 3)}, ValueError, "mask is torch.float32: it must be torch.bool"),
+        ("grpo", {"log_probs": torch.ones(6)}, ValueError, r"must be \(B, T\)"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(name: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"log_probs": ONES, "old_log_probs": ONES, "advantage": torch.ones(2), "mask": MASK}
+    with pytest.raises(error, match=message) as caught:
+        policy_loss(name, **arguments | given)
+    assert "\n" not in str(caught.value)
