@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
@@ -13,6 +15,7 @@ from rlpost.data.plain import from_plain, to_plain
 from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
+Rule = Callable[[TensorDictBase], bool]  # a group (G,) -> whether it may be trained on
 
 
 @runtime_checkable
@@ -22,6 +25,13 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A transform that has something to say in a step's metrics."""
+
+    def counts(self) -> dict[str, float]: ...
 
 
 class GroupSource(Protocol):
@@ -35,6 +45,49 @@ class GroupSource(Protocol):
     def policy_version(self) -> PolicyVersionLabel | None:
         """The version that the policy samples with now."""
         ...
+
+
+@dataclass
+class Drawn:
+    """The groups that came into the buffer over some time, and those of them that a rule turned down.
+
+    Rewards are those of valid rows: their sum and number over all groups, and how far they lie apart
+    in the groups turned down.
+    """
+
+    groups: int = 0
+    reward_sum: float = 0.0
+    num_rewards: int = 0
+    turned_down: int = 0
+    lowest: float | None = None
+    highest: float | None = None
+    widest: float = 0.0  # the most that two rewards of one group lie apart
+
+    def add(self, group: TensorDictBase) -> None:
+        """Count a group that came in."""
+        rewards = _valid_rewards(group)
+        self.groups += 1
+        self.reward_sum += sum(rewards)
+        self.num_rewards += len(rewards)
+
+    def turn_down(self, group: TensorDictBase) -> None:
+        """Count a group that was counted before as turned down."""
+        self.turned_down += 1
+        if rewards := _valid_rewards(group):
+            low, high = min(rewards), max(rewards)
+            self.lowest = low if self.lowest is None else min(self.lowest, low)
+            self.highest = high if self.highest is None else max(self.highest, high)
+            self.widest = max(self.widest, high - low)
+
+    @property
+    def reward_mean(self) -> float:
+        """Over every valid row that came in; NaN where none did."""
+        return self.reward_sum / self.num_rewards if self.num_rewards else math.nan
+
+
+def _valid_rewards(group: TensorDictBase) -> list[float]:
+    rewards, valid = group["next", "reward"].flatten().tolist(), group["valid"].tolist()
+    return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
 
 
 class ReplayBuffer:
@@ -53,6 +106,7 @@ class ReplayBuffer:
         self.draw_limit = draw_limit
         self.source: GroupSource | None = None
         self.num_dropped_by_age = 0  # groups
+        self.drawn = Drawn()  # since `take_counts` was last called
         self._groups: list[TensorDictBase] = []
 
     def __len__(self) -> int:
@@ -68,16 +122,18 @@ class ReplayBuffer:
         ids = current[self.group_key].tolist()
         for group in dict.fromkeys(ids):
             self._groups.append(select_rows(current, [i for i, g in enumerate(ids) if g == group]))
+            self.drawn.add(self._groups[-1])
 
-    def take(self, num_groups: int, max_policy_lag: int | None = None) -> TensorDict:
+    def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.
 
         Asks the source for more where too few are there. A group sampled more than `max_policy_lag`
-        weight pushes before the present policy is dropped and counted. Raises PolicyError when
-        `draw_limit` rounds did not bring enough.
+        weight pushes before the present policy is dropped and counted, and so is one that `accept`
+        turns down: neither is ever taken. Groups beyond `num_groups` stay for the next time. Raises
+        PolicyError when `draw_limit` rounds did not bring enough.
         """
         rounds = 0
-        self._drop_older_than(max_policy_lag)
+        self._drop(max_policy_lag, accept)
         while len(self._groups) < num_groups:
             if self.source is None:
                 raise PolicyError(
@@ -87,20 +143,39 @@ class ReplayBuffer:
             if rounds == self.draw_limit:
                 raise PolicyError(
                     f"{rounds} rounds of sampling brought {len(self._groups)} of {num_groups} groups "
-                    f"({self.num_dropped_by_age} dropped by age so far): group_size may exceed what the environment "
-                    "repeats"
+                    f"({self.num_dropped_by_age} dropped by age so far): {self._advice()}"
                 )
             self.source.collect()
             rounds += 1
-            self._drop_older_than(max_policy_lag)
+            self._drop(max_policy_lag, accept)
         taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
         return concat_rows(taken)
+
+    def take_counts(self) -> dict[str, float]:
+        """What came in since this was last called, under the names of metrics.jsonl.
+
+        `groups/drawn`, `groups/dropped` (by a rule) and `reward/mean_drawn`, the mean reward before
+        any group was dropped. Counted since the run began: `buffer/dropped_by_age`, and what the
+        transforms count.
+        """
+        counts = {
+            "groups/drawn": float(self.drawn.groups),
+            "groups/dropped": float(self.drawn.turned_down),
+            "reward/mean_drawn": self.drawn.reward_mean,
+            "buffer/dropped_by_age": float(self.num_dropped_by_age),
+        }
+        self.drawn = Drawn()
+        for transform in self.transforms:
+            if isinstance(transform, Counting):
+                counts |= transform.counts()
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that wait and the rows that transforms hold back, as JSON-compatible values."""
         return {
             "groups": [to_plain(group) for group in self._groups],
             "num_dropped_by_age": self.num_dropped_by_age,
+            "drawn": asdict(self.drawn),
             "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
         }
 
@@ -108,9 +183,38 @@ class ReplayBuffer:
         """Go on where `state_dict` was taken, with the same transforms."""
         self._groups = [from_plain(group) for group in state["groups"]]
         self.num_dropped_by_age = state["num_dropped_by_age"]
+        self.drawn = Drawn(**state["drawn"])
         for transform, saved in zip(self.transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)
+
+    def _drop(self, max_policy_lag: int | None, accept: Rule | None) -> None:
+        """Drop and count what may not be trained on."""
+        self._drop_older_than(max_policy_lag)
+        if accept is None:
+            return
+        kept = []
+        for group in self._groups:
+            if accept(group):
+                kept.append(group)
+            else:
+                self.drawn.turn_down(group)
+        self._groups = kept
+
+    def _advice(self) -> str:
+        """What may be the reason that too few groups came, and what to do."""
+        drawn = self.drawn
+        if not drawn.turned_down:
+            return "group_size may exceed what the environment repeats"
+        spread = (
+            "none had a valid reward"
+            if drawn.lowest is None
+            else f"rewards from {drawn.lowest:g} to {drawn.highest:g}, at most {drawn.widest:g} apart within a group"
+        )
+        return (
+            f"{drawn.turned_down} of {drawn.groups} groups were turned down ({spread}); give prompts that the model "
+            "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
+        )
 
     def _drop_older_than(self, max_policy_lag: int | None) -> None:
         version = self.source.policy_version if self.source is not None else None
