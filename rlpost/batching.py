@@ -110,6 +110,16 @@ class Microbatch:
         """N, the tokens the model reads."""
         return self.input_ids.shape[1]
 
+    def mask(self) -> torch.Tensor:
+        """(R, T) bool, a row each: as many True as it has trained tokens, of which T is the most."""
+        lengths = torch.tensor([row.num_trained for row in self.rows], device=self.target.device)
+        return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+
+def by_row(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A value a trained token, (M,), as (R, T) with zeros where `mask`, a microbatch's, is False."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
 
 def pack(rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device) -> Iterator[Microbatch]:
     """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.

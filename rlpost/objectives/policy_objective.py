@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
-from rlpost.batching import Microbatch, Row
+from rlpost.batching import Microbatch, Row, by_row
 from rlpost.logprobs import token_log_probs
 from rlpost.objectives.aggregation import aggregate
 from rlpost.objectives.policy import PolicyTerms, policy_terms
@@ -84,30 +84,28 @@ class PolicyObjective:
     def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: float) -> PolicyOutput:
         """The microbatch's share of the loss. π_old is the trainer's own where the microbatch has none."""
         log_probs, entropy = token_log_probs(model, microbatch, self.temperature)
-        lengths = torch.tensor([row.num_trained for row in microbatch.rows], device=log_probs.device)
-        mask = torch.arange(int(lengths.max()), device=log_probs.device) < lengths[:, None]  # (R, T)
+        mask = microbatch.mask()  # (R, T)
 
-        def by_row(values: torch.Tensor) -> torch.Tensor:
-            """(M,) -> (R, T), zeros behind each row's tokens."""
-            return values.new_zeros(mask.shape).masked_scatter(mask, values)
+        def padded(values: torch.Tensor) -> torch.Tensor:
+            return by_row(values.to(log_probs.dtype), mask)
 
-        own = by_row(log_probs)
+        own = padded(log_probs)
         low, high = self.sampler_ratio
         terms = policy_terms(
             self.variant,
             own,
-            own.detach() if microbatch.old_log_probs is None else by_row(microbatch.old_log_probs.to(own.dtype)),
-            by_row(microbatch.advantage),
+            own.detach() if microbatch.old_log_probs is None else padded(microbatch.old_log_probs),
+            padded(microbatch.advantage),
             mask,
-            sampler_log_probs=by_row(microbatch.sampler_log_probs.to(own.dtype)),
-            ref_log_probs=None if microbatch.ref_log_probs is None else by_row(microbatch.ref_log_probs.to(own.dtype)),
+            sampler_log_probs=padded(microbatch.sampler_log_probs),
+            ref_log_probs=None if microbatch.ref_log_probs is None else padded(microbatch.ref_log_probs),
             kl_estimator=self.kl_estimator,
             sampler_correction=self.sampler_correction,
             sampler_ratio_low=low,
             sampler_ratio_high=high,
             **self.coefficients,
         )
-        losses = self._losses(terms, by_row(entropy), normaliser)
+        losses = self._losses(terms, padded(entropy), normaliser)
         return PolicyOutput(
             loss=torch.stack(list(losses.values())).sum(),
             losses={name: share.detach() for name, share in losses.items()},
