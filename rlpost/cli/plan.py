@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
-from rlpost.settings import DatasetSettings, EnvSettings, GRPOSettings, SFTSettings
+from rlpost.settings import DatasetSettings, EnvSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -61,7 +61,28 @@ def _sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     ]
 
 
-WORK: dict[type, Callable[[Composed[Any]], list[str]]] = {GRPOSettings: _grpo_lines, SFTSettings: _sft_lines}
+def _expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[str]:
+    settings = composed.settings
+    completions = settings.prompts_per_step * settings.group_size
+    bar = (
+        "better than the median" if settings.min_reward is None else f"with a reward of {settings.min_reward:g} or more"
+    )
+    return [
+        f"data    {_source(composed)}" + _rewards_of(settings.env),
+        f"policy  {composed.choices['policy']}, temperature {settings.sampling.temperature:g}",
+        f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
+        f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
+        f"at most {settings.env.max_completion_tokens} tokens each",
+        f"select  the best {settings.topk_size} of each prompt, {bar}",
+        f"steps   {settings.steps}, seed {settings.seed}",
+    ]
+
+
+WORK: dict[type, Callable[[Composed[Any]], list[str]]] = {
+    GRPOSettings: _grpo_lines,
+    SFTSettings: _sft_lines,
+    ExpertIterationSettings: _expert_iteration_lines,
+}
 
 
 def stem_of(composed: Composed[Any]) -> str:

@@ -17,7 +17,7 @@ from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
-from rlpost.config.registry import TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.registry import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError
 from rlpost.settings.run import RunRequest
 
@@ -37,6 +37,13 @@ Examples:
   rlpost train sft model=qwen env=gsm8k epochs=2 --name first-try
   rlpost train sft env=dataset env.path=chats.jsonl steps=200
   rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1
+"""
+EXPERT_ITERATION_EXAMPLES = """\b
+Examples:
+  rlpost train expert-iteration
+  rlpost train expert-iteration model=qwen env=gsm8k topk_size=2 --name first-try
+  rlpost train expert-iteration loss=minor_sft passes=2 --dry-run
+  rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu
 """
 RESUME_HELP = (
     "Go on with a run and its settings: from its latest checkpoint (auto begins a run where there is none), or from "
@@ -143,4 +150,10 @@ add_verb(
     short="Fine-tune on demonstrations.",
     doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
     examples=SFT_EXAMPLES,
+)
+add_verb(
+    TRAIN_EXPERT_ITERATION,
+    short="Fine-tune on the model's own best.",
+    doc="Expert iteration: sample completions, keep the best of each prompt, fine-tune on them, and again.",
+    examples=EXPERT_ITERATION_EXAMPLES,
 )

@@ -21,6 +21,7 @@ from rlpost.settings import (
     DrGRPOLossSettings,
     DualClipLossSettings,
     EvalSettings,
+    ExpertIterationSettings,
     GRPOLossSettings,
     GRPOSettings,
     GSM8KSettings,
@@ -44,7 +45,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.registered import ENVS
 
-S = TypeVar("S", GRPOSettings, SFTSettings, EvalSettings)
+S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,13 @@ class Command(Generic[S]):
 
 TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings, without=("env.completion_column",))
 TRAIN_SFT = Command("train sft", "sft", SFTSettings, optional=("env.reward",))
+TRAIN_EXPERT_ITERATION = Command(
+    "train expert-iteration", "expert_iteration", ExpertIterationSettings, without=("env.completion_column",)
+)
 EVAL = Command(
     "eval", "eval", EvalSettings, without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing")
 )
-COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, EVAL)
+COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL)
 
 # group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
 # its `defaults:` list and adds values only, so a YAML file never names code to run.

@@ -15,6 +15,7 @@ from rlpost.settings.evaluation import AttemptsSettings as AttemptsSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings as EvalDuringTrainingSettings
 from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSettings
 from rlpost.settings.evaluation import EvalSettings as EvalSettings
+from rlpost.settings.expert_iteration import ExpertIterationSettings as ExpertIterationSettings
 from rlpost.settings.learning import AdamW8bitSettings as AdamW8bitSettings
 from rlpost.settings.learning import OptimSettings as OptimSettings
 from rlpost.settings.learning import Schedule as Schedule
