@@ -2,6 +2,7 @@
 
 step-000050/
     model/          a plain HF folder
+    adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
     state/          tensors.safetensors, state.json: what resuming needs beside the weights
     manifest.json   size and SHA-256 of every file, written last
 """
@@ -33,6 +34,7 @@ def save_checkpoint(
     step: int,
     *,
     write_model: Callable[[Path], None],
+    write_adapter: Callable[[Path], None] | None = None,
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int,
@@ -49,6 +51,8 @@ def save_checkpoint(
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         write_model(making / "model")
+        if write_adapter is not None:
+            write_adapter(making / "adapter")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps(state))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))

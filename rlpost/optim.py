@@ -9,6 +9,10 @@ import torch
 from rlpost.extras import require
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
+# of the 8-bit form's state: the tables of its numbers, which all parameters share, and a scale for each block of them
+SHARED_STATE = ("qmap1", "qmap2")
+OTHER_SHAPES = (*SHARED_STATE, "absmax1", "absmax2")  # not that of their parameter
+
 
 def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
     """AdamW over every parameter that takes a gradient; weight decay on matrices only.

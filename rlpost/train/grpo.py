@@ -21,6 +21,7 @@ from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
+from rlpost.objectives.dynamic_sampling import has_spread
 from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
@@ -28,6 +29,7 @@ from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GRPOSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
+from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
 from rlpost.train.metrics import batch_metrics, loss_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
@@ -53,7 +55,7 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
         with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
-            parts = assemble_grpo(settings, checkpoint / "model" if checkpoint else None)
+            parts = assemble_grpo(settings, checkpoint)
             parts.policy.start()
         with screen, contextlib.closing(parts.policy):  # what an engine says while it closes is not for the terminal
             run.catch_signals()
@@ -70,6 +72,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
     """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
     after = None
     screen = run.screen
+    accept = has_spread if settings.dynamic.enabled else None
     learner = Learner(
         parts.model,
         parts.optimizer,
@@ -86,19 +89,17 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
     )
     for step in run.steps(done=progress.step):
         started = time.perf_counter()
-        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
+        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)
         metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
+        metrics |= parts.buffer.take_counts()
         collected = time.perf_counter()
 
         screen.phase("training")
         rows = rows_of(batch)
-        if parts.reference is not None:
-            with parts.reference() as reference:
-                for row, log_probs in zip(rows, log_probs_of(settings, reference, microbatches, rows), strict=True):
-                    row.ref_log_probs = log_probs
-        if updates_per_step(settings) > 1:
-            for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
-                row.old_log_probs = log_probs
+        fill_log_probs(settings, parts, microbatches, rows)
+        metrics |= complete_advantages(settings, batch, rows)
+        if settings.overlong.mask:
+            metrics |= mask_overlong(batch, rows)
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, rows):
             try:
@@ -151,6 +152,17 @@ def updates_per_step(settings: GRPOSettings) -> int:
     return settings.passes * (completions // (settings.minibatch_size or completions))
 
 
+def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
+    """Give `rows` the log-probs of the reference, and of the model as it sampled them, where those are read."""
+    if parts.reference is not None:
+        with parts.reference() as reference:
+            for row, log_probs in zip(rows, log_probs_of(settings, reference, microbatches, rows), strict=True):
+                row.ref_log_probs = log_probs
+    if updates_per_step(settings) > 1 or kl_in_reward(settings):
+        for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
+            row.old_log_probs = log_probs
+
+
 def log_probs_of(
     settings: GRPOSettings, model: nn.Module, microbatches: Microbatches, rows: Sequence[Row]
 ) -> list[torch.Tensor]:
@@ -171,8 +183,8 @@ def update_metrics(
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
     norms = [u.grad_norm for u in updates if u.outputs]
-    if not outputs:
-        longest = max(rows, key=lambda row: row.num_trained)
+    longest = max(rows, key=lambda row: row.num_trained)
+    if not outputs and longest.num_trained:
         [log_probs] = log_probs_of(settings, parts.model, microbatches, [longest])
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
@@ -180,7 +192,6 @@ def update_metrics(
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "lr": parts.optimizer.param_groups[0]["lr"],
         "tokens/trained": float(sum(output.num_tokens for output in outputs)),
-        "buffer/dropped_by_age": float(parts.buffer.num_dropped_by_age),
     }
 
 

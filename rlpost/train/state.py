@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 from rlpost.assemble import GRPOParts
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.lora import is_adapted, save_adapter
+from rlpost.models import save_model
+from rlpost.optim import OTHER_SHAPES, SHARED_STATE
 from rlpost.run import Run
 from rlpost.settings import CheckpointSettings, GRPOSettings
 
@@ -28,19 +32,19 @@ def save_run(
     settings: CheckpointSettings,
     state: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint of `step`: weights, optimizer, RNG, and the loop's own `state` as JSON."""
-    run.screen.phase("saving checkpoint")
+    """Write the checkpoint of `step`: weights, optimizer, RNG, and the loop's own `state` as JSON.
 
-    def write_model(folder: Path) -> None:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+    """
+    run.screen.phase("saving checkpoint")
 
     path = save_checkpoint(
         run.folder / "checkpoints",
         step,
-        write_model=write_model,
+        write_model=partial(save_model, model, tokenizer),
+        write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         tensors=optimizer_tensors(model, optimizer),
-        state=state,
+        state={**state, "optimizer": type(optimizer).__name__},
         keep_last=settings.keep_last,
     )
     log.info("saved %s", path)
@@ -58,6 +62,9 @@ def load_run(
     for key, saved in state["must_stay"].items():
         if getattr(settings, key) != saved:
             raise ConfigError(f"--resume: the run began with {key}={saved}, not {getattr(settings, key)}; keep it")
+    own = type(optimizer).__name__
+    if state["optimizer"] != own:
+        raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
     restore_optimizer(model, optimizer, tensors)
     return state
 
@@ -72,7 +79,9 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     tensors = {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{key}/{name}"] = value
+            saved = torch.as_tensor(value)  # a count may be an int
+            # what all parameters share is written for each of them: a file takes no tensor twice
+            tensors[f"optimizer/{key}/{name}"] = saved.clone() if key in SHARED_STATE else saved
     return tensors
 
 
@@ -86,13 +95,13 @@ def restore_optimizer(
             continue
         _, moment, name = key.split("/", 2)
         parameter = parameters.get(name)
-        if parameter is None or (value.ndim and value.shape != parameter.shape):
+        if parameter is None or (value.ndim and moment not in OTHER_SHAPES and value.shape != parameter.shape):
             raise CheckpointError(f"the checkpoint's optimizer state {key} does not fit the model: another model's?")
         # AdamW keeps its step count on the CPU in float32, unless it is fused on a GPU
         device = parameter.device if value.ndim else torch.device("cpu")
         if not value.ndim and parameter.device.type == "cuda":
             device = parameter.device
-        optimizer.state[parameter][moment] = value.to(device)
+        optimizer.state[parameter][moment] = value.item() if value.dtype is torch.int64 else value.to(device)
     torch.set_rng_state(tensors["rng"])
 
 

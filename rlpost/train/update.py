@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +18,7 @@ from rlpost.batching import Microbatch, Row, pack
 from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
 from rlpost.logprobs import token_log_probs
+from rlpost.models import save_model
 from rlpost.optim import learning_rate, set_learning_rate
 from rlpost.precision import autocast
 from rlpost.settings import Autocast, OptimSettings
@@ -32,8 +32,6 @@ class MicrobatchOutput(Protocol):
 
 O = TypeVar("O", bound=MicrobatchOutput)  # noqa: E741
 O_co = TypeVar("O_co", bound=MicrobatchOutput, covariant=True)
-
-Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
 
 
 class Objective(Protocol[O_co]):
@@ -192,8 +190,7 @@ def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str) ->
     bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
     report = {"what": what, "parameters_with_bad_gradient": bad}
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_model(model, tokenizer, folder / "model")
     return DivergedError(
         f"stopped before an update that would have destroyed the weights: {what}. The batch, the weights and a report "
         f"are in {folder}; resume with a lower optim.lr"
