@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from rlpost.errors import ConfigError
 
-TAKEN = ("mean", "std", "failed")  # reward/mean, reward/std and reward/failed are the step's own figures
+# reward/mean and so on are the step's own figures, and `overlong` is the part that overlong.penalty_tokens adds
+TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong")
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ def updates_per_step(settings: GRPOSettings) -> int:
 
 
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
-    """Give `rows` the log-probs of the reference, and of the model as it sampled them, where those are read."""
+    """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
     if parts.reference is not None:
         with parts.reference() as reference:
             for row, log_probs in zip(rows, log_probs_of(settings, reference, microbatches, rows), strict=True):

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.objectives.policy import policy_metrics
 from rlpost.objectives.policy_objective import PolicyOutput
 
@@ -28,13 +29,14 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
     """What a step's completions say: (B,) rows in whole groups; `version` is the policy's at their training."""
     reward = batch["next", "reward"].squeeze(-1)
     valid = batch["valid"]
-    groups = reward.view(-1, group_size)
+    groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
+    no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
     lengths = torch.tensor([float(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
     metrics = {
         "reward/mean": reward[valid].mean().item(),
         "reward/std": reward[valid].std().item(),
         "reward/failed": float((~valid).sum()),
-        "groups/zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item(),
+        "groups/zero_std": sum(no_spread) / len(no_spread),
         "completion/tokens_mean": lengths.mean().item(),
         "completion/truncated": sum(r == "length" for r in batch["finish_reason"]) / len(lengths),
         "tokens/generated": lengths.sum().item(),
