@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost import logprobs as logprobs_module
 from rlpost.batching import Row, pack
 from rlpost.logprobs import chunked_log_probs, token_log_probs
-from rlpost.objectives import GRPOLoss
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.settings import Aggregation, GRPOLossSettings
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -98,9 +99,14 @@ def test_a_model_in_float64_is_read_in_float64() -> None:
     assert [values.dtype for values in token_log_probs(model, microbatch, 1.0)] == [torch.float64] * 2
 
 
+def grpo_objective(kl_coef: float = 0.0, temperature: float = 1.0) -> PolicyObjective:
+    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=kl_coef)
+    return PolicyObjective(settings, temperature=temperature, max_completion_tokens=32)
+
+
 def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
     model.zero_grad()
-    objective = GRPOLoss(kl_coef=0.1, temperature=0.9)
+    objective = grpo_objective(kl_coef=0.1, temperature=0.9)
     normaliser = objective.normaliser(rows)
     for microbatch in pack(rows, budget, torch.device("cpu")):
         objective(model, microbatch, normaliser).loss.backward()
@@ -123,7 +129,7 @@ def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
 def test_the_gradient_is_that_of_the_plain_forward() -> None:
     model = small_model("qwen2", torch.float32)
     rows = random_rows([(7, [3, 9]), (4, [5])])
-    objective = GRPOLoss()
+    objective = grpo_objective()
     [microbatch] = pack(rows, 10_000, torch.device("cpu"))
     objective(model, microbatch, objective.normaliser(rows)).loss.backward()
     packed = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

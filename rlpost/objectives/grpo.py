@@ -1,105 +1,207 @@
-"""The GRPO objective over a microbatch of trained tokens."""
+"""GRPOLoss: a policy loss that reads a TensorDict, as the collectors and `MCAdvantage` leave it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
-from rlpost.batching import Microbatch, Row
+from rlpost.batching import Row, pack
 from rlpost.logprobs import token_log_probs
-from rlpost.objectives.functional import clipped_policy_loss, effective_sample_size, k3
+from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
+from rlpost.objectives.fields import aligned, numbers, per_token, to_padded, trained_masks
+from rlpost.objectives.policy import PolicyTerms, policy_metrics, policy_terms
+from rlpost.objectives.variants import VARIANTS
+
+CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
+ALSO_CALLED = {"prompt_mean": "sequence_mean"}
+LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
 
 
 @dataclass(slots=True)
 class GRPOLossOutput:
-    """A microbatch's share of the minibatch loss, and what it says of each trained token (M,).
+    """What `GRPOLoss` says of a batch: scalars, or one value a token (B, T) for losses with aggregation="none".
 
-    Shares of one minibatch add up to its loss: Σ over its tokens / normaliser. Everything but `loss`
-    is detached.
+    Losses carry gradient and their coefficients, all else is a detached mean over the tokens of the
+    mask. What was not asked for is None.
     """
 
-    loss: torch.Tensor
     loss_objective: torch.Tensor
-    loss_kl_to_ref: torch.Tensor
-    log_ratio: torch.Tensor  # log π_θ − log π_old
-    clipped: torch.Tensor  # bool: the clip took this token's gradient
-    sampler_difference: torch.Tensor  # log π_θ − log µ
-    kl_to_ref: torch.Tensor | None
-    entropy: torch.Tensor
+    clip_fraction: torch.Tensor  # share of tokens whose ratio a bound cut
+    kl_approx: torch.Tensor  # log π_old − log π_θ
+    ESS: torch.Tensor  # effective sample size of the ratios, in (0, 1]
+    entropy: torch.Tensor | None = None
+    loss_entropy: torch.Tensor | None = None
+    loss_kl_to_ref: torch.Tensor | None = None
+    kl_to_ref: torch.Tensor | None = None
+    loss_kl_to_inference: torch.Tensor | None = None
+    kl_to_inference: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """What to minimise: the sum of the loss terms that there are, and of nothing else."""
+        present = [value for name in LOSSES if (value := getattr(self, name)) is not None]
+        return torch.stack(present).sum(0)
 
 
-class GRPOLoss:
-    """Clipped policy loss and KL to a frozen reference, averaged over all tokens of a minibatch.
+class GRPOLoss(nn.Module):
+    """The clipped policy loss with an entropy bonus and KL terms (GRPO, arXiv:2402.03300).
 
-    `normaliser` is the minibatch's number of sampled tokens, whichever microbatch or rank they are
-    in and whether or not they are read, so the gradient does not depend on how it is split.
+    `actor` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it.
+    Log-probs are taken at `temperature`: the wrapper's own where None, else 1. Logits exist for a
+    chunk of tokens at a time.
+
+    Reads `("tokens", "full")`, `advantage`, `("log_probs", "full")` and the masks; with
+    `kl_to_ref_coeff` also `("next", "ref_log_probs", "full")`. Fields are ragged (B, *), or padded
+    (B, T) where `("masks", "all_attention_mask")` tells the ids from the pads. The advantage is (B,),
+    (B, 1), or one a token.
+
+    `masking_strategy` says which tokens are trained: "sft" all but those of `("tokens", "prompt")`,
+    or those of the assistant mask where there are no prompt tokens; "rlhf" those of
+    `("masks", "all_assistant_mask")`; "generic" all. A sequence's first id, which nothing predicts, never is.
+    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none.
+    `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
+    loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
+
+    Raises ConfigError (a ValueError) for an unknown word, ValueError for impossible clip bounds.
     """
 
     def __init__(
-        self, *, clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, temperature: float = 1.0
+        self,
+        actor: Any,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_mask_threshold: float | None = None,
+        aggregation: str = "token_mean",
+        entropy_bonus: bool = True,
+        entropy_coeff: float = 0.01,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        masking_strategy: str = "sft",
+        variant: str = "grpo",
+        temperature: float | None = None,
     ) -> None:
-        self.clip_low = clip_low
-        self.clip_high = clip_high
-        self.kl_coef = kl_coef
-        self.temperature = temperature
+        super().__init__()
+        aggregation = ALSO_CALLED.get(aggregation, aggregation)
+        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
+        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
+        check_choice("clipping loss", variant, CLIPPING)
+        self.actor, self.temperature = _model_and_temperature(actor, temperature)
+        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
+        self.kl_mask_threshold = kl_mask_threshold
+        self.aggregation = aggregation
+        self.entropy_bonus = entropy_bonus
+        self.entropy_coeff = entropy_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_to_inference_coeff = kl_to_inference_coeff
+        self.masking_strategy = masking_strategy
+        self.variant = variant
 
-    def normaliser(self, rows: Sequence[Row]) -> int:
-        """Sampled tokens of a minibatch; at least 1."""
-        return max(1, sum(row.num_trained for row in rows))
+    def forward(self, batch: TensorDictBase) -> GRPOLossOutput:
+        """The loss of `batch` (B,).
 
-    def needs(self, row: Row) -> bool:
-        """Whether reading `row` can change the gradient: without a KL term an advantage of 0 cannot."""
-        return row.num_trained > 0 and (row.advantage != 0 or self.kl_coef > 0)
-
-    def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> GRPOLossOutput:
-        """The microbatch's share of the loss. π_old is the trainer's own where the microbatch has none."""
-        log_probs, entropy = token_log_probs(model, microbatch, self.temperature)
-        old = log_probs.detach() if microbatch.old_log_probs is None else microbatch.old_log_probs
-        log_ratio = log_probs - old
-        policy_loss = clipped_policy_loss(log_ratio, microbatch.advantage, self.clip_low, self.clip_high)
-        loss_objective = policy_loss.sum() / normaliser
-        loss_kl, kl = torch.zeros_like(loss_objective), None
-        if microbatch.ref_log_probs is not None:
-            kl = k3(log_probs, microbatch.ref_log_probs)
-            loss_kl = self.kl_coef * kl.sum() / normaliser
-        with torch.no_grad():
-            ratio = log_ratio.exp()
-            outside = torch.where(microbatch.advantage > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
-        return GRPOLossOutput(
-            loss=loss_objective + loss_kl,
-            loss_objective=loss_objective.detach(),
-            loss_kl_to_ref=loss_kl.detach(),
-            log_ratio=log_ratio.detach(),
-            clipped=outside & (microbatch.advantage != 0),
-            sampler_difference=log_probs.detach() - microbatch.sampler_log_probs,
-            kl_to_ref=None if kl is None else kl.detach(),
-            entropy=entropy.detach(),
+        Raises ValueError for a batch without tokens or advantage, for shapes that do not fit and for
+        masks that are all empty; KeyError where log-probs are missing that a term needs; RuntimeError
+        for old log-probs that require a gradient.
+        """
+        ids = numbers(batch, ("tokens", "full"), missing=ValueError)
+        advantage = per_token(batch, "advantage", ids)
+        old = aligned(batch, ("log_probs", "full"), ids)
+        if any(row.requires_grad for row in old):
+            raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
+        wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
+        ref = aligned(batch, ("next", "ref_log_probs", "full"), ids) if wants_ref else None
+        trained = trained_masks(batch, ids, self.masking_strategy)
+        log_probs, entropy = self._read(ids, trained)
+        device, dtype = log_probs.device, log_probs.dtype
+        mask = to_padded(trained).to(device)
+        old_padded = keep(to_padded(old).to(device, dtype), mask)
+        if self.kl_mask_threshold is not None:
+            mask = mask & ((log_probs.detach() - old_padded).square() / 2 <= self.kl_mask_threshold)
+        terms = policy_terms(
+            self.variant,
+            log_probs,
+            old_padded,
+            to_padded(advantage).to(device),
+            mask,
+            sampler_log_probs=old_padded,
+            ref_log_probs=None if ref is None else to_padded(ref).to(device, dtype),
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
         )
+        return self._output(terms, entropy)
+
+    def _read(self, ids: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """log π_θ and the entropy of the trained tokens, both (B, T) in the places of their ids, 0 elsewhere."""
+        device = next(self.actor.parameters()).device
+        rows = []
+        for row, mask in zip(ids, trained, strict=True):
+            if mask.any():
+                first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
+                rest = row[first:]
+                rows.append(Row(row[:first], rest, mask[first:], torch.zeros(rest.numel()), 0.0))
+        if not rows:
+            raise ValueError("no token of the batch is trained: all masks are empty")
+        size = sum(row.prompt.numel() + row.response.numel() for row in rows)
+        [microbatch] = pack(rows, size, device)
+        places = to_padded(trained).to(device)
+        log_probs, entropy = (
+            values.new_zeros(places.shape).masked_scatter(places, values)
+            for values in token_log_probs(self.actor, microbatch, self.temperature)
+        )
+        return log_probs, entropy
+
+    def _output(self, terms: PolicyTerms, entropy: torch.Tensor) -> GRPOLossOutput:
+        def share(values: torch.Tensor) -> torch.Tensor:
+            if self.aggregation == "none":
+                return keep(values, terms.mask)
+            return aggregate(values, terms.mask, self.aggregation)
+
+        metrics = policy_metrics([terms])
+        output = GRPOLossOutput(
+            loss_objective=share(terms.loss),
+            clip_fraction=metrics["clip_fraction"],
+            kl_approx=metrics["kl_to_old"],
+            ESS=metrics["ess"],
+        )
+        if self.entropy_bonus:
+            output.entropy = masked_mean(entropy, terms.mask).detach()
+            output.loss_entropy = -self.entropy_coeff * share(entropy)
+        if terms.kl_to_ref is not None and self.kl_to_ref_coeff is not None:
+            output.kl_to_ref = metrics["kl_to_ref"]
+            output.loss_kl_to_ref = self.kl_to_ref_coeff * share(terms.kl_to_ref)
+        if terms.kl_to_sampler is not None and self.kl_to_inference_coeff is not None:
+            output.kl_to_inference = metrics["kl_to_sampler"]
+            output.loss_kl_to_inference = self.kl_to_inference_coeff * share(terms.kl_to_sampler)
+        return output
 
 
-def token_metrics(outputs: Sequence[GRPOLossOutput]) -> dict[str, float]:
-    """Means over every token of `outputs`, under the names of metrics.jsonl; losses are summed shares.
+def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of one bound for both sides or of a pair. Raises ValueError for bounds that cannot be."""
+    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+    if len(pair) != 2:
+        raise ValueError(f"clip_epsilon={clip_epsilon} must be one number or (low, high)")
+    low, high = (float(bound) for bound in pair)
+    if low < 0 or high < 0:
+        raise ValueError(f"clip_epsilon={clip_epsilon} must not be negative")
+    if low >= 1:
+        raise ValueError(f"clip_epsilon={clip_epsilon} allows a ratio of 0: its lower bound must be below 1")
+    return low, high
 
-    With no output every mean is NaN: nothing was trained on, which is not the same as 0.
-    """
-    if not outputs:
-        nan = float("nan")
-        return {"loss/policy": 0.0, "ratio/clip_fraction": nan, "ess": nan, "entropy": nan}
-    log_ratio = torch.cat([o.log_ratio for o in outputs])
-    difference = torch.cat([o.sampler_difference for o in outputs])
-    metrics = {
-        "loss/policy": sum(o.loss_objective.item() for o in outputs),
-        "ratio/clip_fraction": torch.cat([o.clipped for o in outputs]).float().mean().item(),
-        "ess": effective_sample_size(log_ratio).item(),
-        "entropy": torch.cat([o.entropy for o in outputs]).mean().item(),
-        "sampler/logprob_gap": difference.abs().mean().item(),
-        "kl/sampler": (torch.expm1(difference) - difference).mean().item(),
-    }
-    kls = [o.kl_to_ref for o in outputs if o.kl_to_ref is not None]
-    if kls:
-        metrics["loss/kl"] = sum(o.loss_kl_to_ref.item() for o in outputs)
-        metrics["kl/ref"] = torch.cat(kls).mean().item()
-    return metrics
+
+def _model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
+    model = actor if isinstance(actor, nn.Module) else getattr(actor, "model", None)
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"actor is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
+        )
+    if temperature is None:
+        sampling = None if model is actor else getattr(actor, "sampling", None)
+        temperature = 1.0 if sampling is None else sampling.temperature
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature:g} gives no probabilities to train: it must be above 0")
+    return model, temperature

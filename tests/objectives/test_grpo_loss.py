@@ -1,0 +1,270 @@
+"""GRPOLoss on a batch: values by hand, what it reads, what it refuses."""
+
+from __future__ import annotations
+
+from math import exp, inf, log
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlpost.data.batch import ragged
+from rlpost.objectives import GRPOLoss, GRPOLossOutput
+from rlpost.policies import TransformersWrapper
+from rlpost.settings import SamplingSettings
+
+FULL = [[3, 4, 5, 6, 7], [3, 4, 8], [9, 1, 2, 3]]
+PROMPTS = [2, 2, 1]
+LENGTHS = [len(row) - prompt for row, prompt in zip(FULL, PROMPTS, strict=True)]  # 3, 1, 3 trained tokens
+ADVANTAGES = [1.0, -1.0, 0.5]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=False, **sizes)).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def log_probs_of(model: LlamaForCausalLM, temperature: float = 1.0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """log π and entropy at every id, by the plain forward of each sequence alone; 0 at the first."""
+    log_probs, entropies = [], []
+    for row in FULL:
+        ids = torch.tensor(row)
+        log_p = (model(ids[None]).logits[0] / temperature).log_softmax(-1)[:-1]
+        nothing = log_p.new_zeros(1)
+        log_probs.append(torch.cat([nothing, log_p.gather(-1, ids[1:, None]).squeeze(-1)]))
+        entropies.append(torch.cat([nothing, -(log_p.exp() * log_p).sum(-1)]))
+    return log_probs, entropies
+
+
+def batch(old: list[torch.Tensor], **more: Any) -> TensorDict:
+    fields = {
+        "tokens": {
+            "full": ragged([torch.tensor(row) for row in FULL]),
+            "prompt": ragged([torch.tensor(row[:n]) for row, n in zip(FULL, PROMPTS, strict=True)]),
+        },
+        "masks": {
+            "all_attention_mask": ragged([torch.ones(len(row), dtype=torch.bool) for row in FULL]),
+            "all_assistant_mask": ragged([torch.arange(len(row)) >= len(row) - 1 for row in FULL]),  # the last id alone
+        },
+        "log_probs": {"full": ragged(old)},
+        "advantage": torch.tensor(ADVANTAGES, dtype=torch.float64),
+    }
+    return TensorDict(fields | more, batch_size=[3])
+
+
+def shifted(log_probs: list[torch.Tensor], by: float) -> list[torch.Tensor]:
+    return [row.detach() + by for row in log_probs]
+
+
+def trained(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [row[n:] for row, n in zip(rows, PROMPTS, strict=True)]
+
+
+def test_values_are_means_over_the_trained_tokens_alone(model: LlamaForCausalLM) -> None:
+    log_probs, entropies = log_probs_of(model)
+    loss = GRPOLoss(model, kl_to_ref_coeff=0.3, kl_to_inference_coeff=0.2)
+    ref = {"ref_log_probs": {"full": ragged(shifted(log_probs, 0.1))}}
+    out = loss(batch(shifted(log_probs, -log(1.5)), next=ref))  # every ratio is 1.5, every reference 0.1 above
+    # 3 tokens of advantage 1 at the bound 1.2; one of -1 and three of 0.5, of which the latter at the bound
+    assert out.loss_objective.item() == pytest.approx((3 * -1.2 + 1.5 + 3 * -0.6) / 7, abs=1e-6)
+    assert out.clip_fraction.item() == pytest.approx(6 / 7)
+    assert out.kl_approx.item() == pytest.approx(-log(1.5), abs=1e-6)
+    assert out.ESS.item() == pytest.approx(1.0)
+    entropy = torch.cat(trained(entropies)).mean().item()
+    assert out.entropy is not None
+    assert out.entropy.item() == pytest.approx(entropy, abs=1e-5)
+    assert out.loss_entropy is not None
+    assert out.loss_entropy.item() == pytest.approx(-0.01 * entropy, abs=1e-6)
+    assert out.kl_to_ref is not None
+    assert out.kl_to_ref.item() == pytest.approx(0.00517092, abs=1e-6)  # k3(0.1)
+    assert out.loss_kl_to_ref is not None
+    assert out.loss_kl_to_ref.item() == pytest.approx(0.3 * 0.00517092, abs=1e-6)
+    k3 = exp(-log(1.5)) - 1 + log(1.5)
+    assert out.loss_kl_to_inference is not None
+    assert out.loss_kl_to_inference.item() == pytest.approx(0.2 * k3, abs=1e-6)
+    terms = (out.loss_objective, out.loss_entropy, out.loss_kl_to_ref, out.loss_kl_to_inference)
+    assert out.loss.item() == pytest.approx(sum(term.item() for term in terms), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", -(3 * 1.0 - 1.0 + 3 * 0.5) / 7),
+        ("prompt_mean", -(1.0 - 1.0 + 0.5) / 3),
+        ("sequence_mean", -(1.0 - 1.0 + 0.5) / 3),
+        ("constant_length", -(3 * 1.0 - 1.0 + 3 * 0.5) / 15),
+    ],
+)
+def test_aggregations_of_an_on_policy_batch(model: LlamaForCausalLM, aggregation: str, expected: float) -> None:
+    out = GRPOLoss(model, aggregation=aggregation)(batch(shifted(log_probs_of(model)[0], 0.0)))
+    assert out.loss_objective.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_an_aggregation_each_token_keeps_its_loss_in_its_place(model: LlamaForCausalLM) -> None:
+    out = GRPOLoss(model, aggregation="none", entropy_bonus=False)(batch(shifted(log_probs_of(model)[0], 0.0)))
+    expected = torch.tensor([[0, 0, -1, -1, -1], [0, 0, 1, 0, 0], [0, -0.5, -0.5, -0.5, 0]], dtype=torch.float64)
+    torch.testing.assert_close(out.loss.detach(), expected, atol=1e-6, rtol=0)
+    assert out.entropy is None
+    assert out.loss_entropy is None
+
+
+def test_the_gradient_is_that_of_the_plain_forward(model: LlamaForCausalLM) -> None:
+    log_probs, entropies = log_probs_of(model)
+    old = shifted(log_probs, 0.1)
+    GRPOLoss(model, entropy_coeff=0.2)(batch(old)).loss.backward()
+    own = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    advantage = torch.cat([torch.full((n,), a, dtype=torch.float64) for n, a in zip(LENGTHS, ADVANTAGES, strict=True)])
+    ratio = (torch.cat(trained(log_probs)) - torch.cat(trained(old))).exp()  # 0.905: within the clip
+    (-(ratio * advantage) - 0.2 * torch.cat(trained(entropies))).mean().backward()
+    for gradient, parameter in zip(own, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(("strategy", "num_trained"), [("sft", 7), ("rlhf", 3), ("generic", 9)])
+def test_the_masking_strategy_says_what_is_trained(model: LlamaForCausalLM, strategy: str, num_trained: int) -> None:
+    out = GRPOLoss(model, masking_strategy=strategy, aggregation="none", entropy_bonus=False)(
+        batch(shifted(log_probs_of(model)[0], 0.0))
+    )
+    assert int((out.loss_objective != 0).sum()) == num_trained
+
+
+def test_sft_without_prompt_tokens_reads_the_assistant_mask(model: LlamaForCausalLM) -> None:
+    rows = batch(shifted(log_probs_of(model)[0], 0.0))
+    del rows["tokens", "prompt"]
+    rlhf = GRPOLoss(model, masking_strategy="rlhf")(rows).loss
+    assert GRPOLoss(model)(rows).loss.item() == rlhf.item()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_gives_what_the_ragged_one_gives(model: LlamaForCausalLM, side: str) -> None:
+    old = shifted(log_probs_of(model)[0], 0.3)
+
+    def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(
+            [torch.nn.functional.pad(r, (5 - len(r), 0) if side == "left" else (0, 5 - len(r))) for r in rows]
+        )
+
+    dense = batch(old)
+    for name in (("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")):
+        dense[name] = padded(list(dense[name].unbind()))
+    dense["log_probs", "full"] = padded(old)
+    expected = GRPOLoss(model)(batch(old)).loss
+    assert GRPOLoss(model)(dense).loss.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_the_advantage_may_be_given_once_a_row_or_once_a_token(model: LlamaForCausalLM) -> None:
+    old = shifted(log_probs_of(model)[0], 0.1)
+    expected = GRPOLoss(model)(batch(old)).loss.item()
+    column = torch.tensor(ADVANTAGES, dtype=torch.float64)[:, None]
+    rows = ragged([torch.full((len(row),), a, dtype=torch.float64) for row, a in zip(FULL, ADVANTAGES, strict=True)])
+    for advantage in (column, rows):
+        assert GRPOLoss(model)(batch(old, advantage=advantage)).loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_wrapped_policy_is_trained_at_its_sampling_temperature(model: LlamaForCausalLM) -> None:
+    wrapper = TransformersWrapper.__new__(TransformersWrapper)
+    wrapper.model, wrapper.sampling = model, SamplingSettings(temperature=0.5)  # pyright: ignore
+    old = shifted(log_probs_of(model, temperature=0.5)[0], 0.0)
+    assert GRPOLoss(wrapper)(batch(old)).kl_approx.item() == pytest.approx(0.0, abs=1e-6)
+    assert abs(GRPOLoss(model)(batch(old)).kl_approx.item()) > 0.01
+
+
+def test_tokens_far_from_the_sampler_can_be_left_out(model: LlamaForCausalLM) -> None:
+    log_probs, _ = log_probs_of(model)
+    old = shifted(log_probs, 0.0)
+    old[0][3] -= 1.0  # (1)^2 / 2 is above 0.4
+    same = [GRPOLoss(model, kl_mask_threshold=t)(batch(old)).loss.item() for t in (None, inf, 1e9)]
+    assert same[0] == same[1] == same[2]
+    out = GRPOLoss(model, kl_mask_threshold=0.4)(batch(old))
+    assert out.loss_objective.item() == pytest.approx(-(2 * 1.0 - 1.0 + 3 * 0.5) / 6, abs=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["grpo", "cispo", "gspo", "dual_clip"])
+@pytest.mark.parametrize("clip_epsilon", [0.2, (0.2, 0.28)])
+def test_outputs_are_finite_scalars(model: LlamaForCausalLM, variant: str, clip_epsilon: Any) -> None:
+    old = shifted(log_probs_of(model)[0], 0.4)
+    out = GRPOLoss(model, variant=variant, clip_epsilon=clip_epsilon, kl_to_inference_coeff=0.0)(batch(old))
+    for name in GRPOLossOutput.__slots__:
+        value = getattr(out, name)
+        if value is not None:
+            assert value.shape == (), name
+            assert value.isfinite(), name
+            assert value.requires_grad == name.startswith("loss_"), name
+    assert 0 <= out.clip_fraction.item() <= 1
+    assert out.kl_to_inference is not None  # a coefficient of 0 still measures
+    assert out.kl_to_ref is None
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token(model: LlamaForCausalLM) -> None:
+    log_probs, _ = log_probs_of(model)
+    rows = batch(shifted(log_probs, -log(1.5)), advantage=torch.ones(3, dtype=torch.float64))
+    gradients = {}
+    for variant in ("grpo", "cispo"):
+        model.zero_grad()
+        GRPOLoss(model, variant=variant, entropy_bonus=False)(rows).loss.backward()
+        gradients[variant] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    model.zero_grad()
+    assert gradients["grpo"] == 0
+    assert gradients["cispo"] > 0.01
+
+
+def test_what_is_missing_is_named(model: LlamaForCausalLM) -> None:
+    old = shifted(log_probs_of(model)[0], 0.0)
+    for name, error in ((("tokens", "full"), ValueError), ("advantage", ValueError), (("log_probs", "full"), KeyError)):
+        rows = batch(old)
+        del rows[name]
+        with pytest.raises(error, match=name if isinstance(name, str) else name[0]):
+            GRPOLoss(model)(rows)
+    with pytest.raises(KeyError, match="ref_log_probs"):
+        GRPOLoss(model, kl_to_ref_coeff=0.1)(batch(old))
+    assert GRPOLoss(model, kl_to_ref_coeff=0.0)(batch(old)).kl_to_ref is None  # a weight of 0 needs no reference
+
+
+def test_what_does_not_fit_is_refused(model: LlamaForCausalLM) -> None:
+    old = shifted(log_probs_of(model)[0], 0.0)
+    with pytest.raises(ValueError, match=r"rows of \[4, 3, 4\] values for sequences of \[5, 3, 4\] ids"):
+        GRPOLoss(model)(batch([old[0][:4], *old[1:]]))
+    with pytest.raises(ValueError, match="advantage has shape"):
+        GRPOLoss(model)(batch(old, advantage=torch.zeros(3, 2, 2)))
+    with pytest.raises(RuntimeError, match="require a gradient"):
+        GRPOLoss(model)(batch([row.clone().requires_grad_() for row in old]))
+    nothing = ragged([torch.zeros(len(row), dtype=torch.bool) for row in FULL])
+    masks = {"all_attention_mask": batch(old)["masks", "all_attention_mask"], "all_assistant_mask": nothing}
+    with pytest.raises(ValueError, match="no token of the batch is trained"):
+        GRPOLoss(model, masking_strategy="rlhf")(batch(old, masks=masks))
+    wrong = {"full": batch(old)["tokens", "full"], "prompt": torch.zeros(3, 2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match="does not begin with"):
+        GRPOLoss(model)(batch(old, tokens=wrong))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip_epsilon": (0.1, 0.2, 0.3)}, "one number or"),
+        ({"clip_epsilon": -0.1}, "negative"),
+        ({"clip_epsilon": (1.0, 0.2)}, "below 1"),
+        ({"aggregation": "token_men"}, "did you mean token_mean"),
+        ({"masking_strategy": "all"}, "masking strategy"),
+        ({"variant": "reinforce"}, "clipping loss"),
+        ({"temperature": 0.0}, "above 0"),
+    ],
+)
+def test_impossible_arguments_are_refused(model: LlamaForCausalLM, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOLoss(model, **arguments)
+
+
+def test_an_unknown_argument_and_what_is_no_model_are_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(TypeError, match="clip_epsilom"):
+        GRPOLoss(model, clip_epsilom=0.1)  # pyright: ignore
+    with pytest.raises(TypeError, match="actor is a str"):
+        GRPOLoss("model")
