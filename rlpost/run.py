@@ -28,7 +28,7 @@ from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.rollouts import write_rollouts
-from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, read_metrics
+from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, read_metrics
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.base import Status
@@ -139,10 +139,17 @@ class Run:
         rows, _ = read_metrics(self.folder / "metrics.jsonl")
         self.screen.begin(done, self.total_steps, ((row["step"], row) for row in rows))
         for step in range(done + 1, self.total_steps + 1):
-            if self.stopping:
+            if self.stopping or step > self.total_steps:  # the total is less once the run ends early
                 return
             self.screen.begin_step()
             yield step
+
+    def plan(self, total_steps: int) -> None:
+        """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
+        self.total_steps = total_steps
+        if self._is_ours:
+            with self._writing("free some space, then --resume auto"):
+                self._write_environment()
 
     @property
     def stopping(self) -> bool:
@@ -252,7 +259,11 @@ class Run:
         (self.folder / "overrides.txt").write_text("".join(word + "\n" for word in self.request.overrides))
         with (self.folder / "command.txt").open("a") as stream:  # one line an attempt
             stream.write(shlex.join(self.request.command) + "\n")
-        (self.folder / "environment.json").write_text(json.dumps(environment(self.seed), indent=1) + "\n")
+        self._write_environment()
+
+    def _write_environment(self) -> None:
+        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps}
+        (self.folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def environment(seed: int) -> dict[str, Any]:

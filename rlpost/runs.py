@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,6 +31,7 @@ BEGAN = "the run began"
 FINISHED = "the run finished"
 STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
+TOTAL_STEPS = "total_steps"  # in environment.json: how many steps there are, which may depend on the data
 _VERDICT = re.compile(rf"^\d{{4}}-\S+ \S+ [A-Z]+ ({BEGAN}|{FINISHED}|{STOPPED}|{FAILED})(.*)$", re.MULTILINE)
 
 
@@ -66,9 +67,8 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that were asked for."""
-        steps = self.config.get("steps")
-        return steps if isinstance(steps, int) else None
+        """Steps that the run has when it is done; None where that is not known yet."""
+        return _total_steps(self.config, self.environment)
 
     @property
     def steps_done(self) -> int:
@@ -113,9 +113,10 @@ def read_run(folder: Path) -> RunRecord:
     """The record of a run folder."""
     metrics, damaged = read_metrics(folder / "metrics.jsonl")
     config = _mapping_of_yaml(folder / "config.yaml")
-    total = config.get("steps")
+    environment = _mapping_of_json(folder / "environment.json")
+    total = _total_steps(config, environment)
     done = max((row["step"] for row in metrics), default=0)
-    state, error = _state(folder, finished=isinstance(total, int) and done >= total)
+    state, error = _state(folder, finished=total is not None and done >= total)
     return RunRecord(
         folder=folder,
         state=state,
@@ -125,9 +126,14 @@ def read_run(folder: Path) -> RunRecord:
         commands=_text(folder / "command.txt").splitlines(),
         overrides=_text(folder / "overrides.txt").splitlines(),
         config=config,
-        environment=_mapping_of_json(folder / "environment.json"),
+        environment=environment,
         updated=_last_write(folder),
     )
+
+
+def _total_steps(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
+    steps = environment.get(TOTAL_STEPS) or config.get("steps")
+    return steps if isinstance(steps, int) else None
 
 
 def command_of(folder: Path) -> Command[Any] | None:

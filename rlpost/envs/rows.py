@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
-class OrderedRows:
+class OrderedRows(Generic[T]):
     """Rows without end: epoch after epoch, each in its own permutation if `shuffle`.
 
     Position p is row `p % len(rows)` of the permutation of (seed, epoch `p // len(rows)`), so a
@@ -18,16 +20,16 @@ class OrderedRows:
     dataset's `__getitems__` where it has one.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], *, shuffle: bool, seed: int, read_ahead: int = 1) -> None:
+    def __init__(self, rows: Sequence[T], *, shuffle: bool, seed: int, read_ahead: int = 1) -> None:
         self.rows = rows
         self.shuffle = shuffle
         self.seed = seed
         self.read_ahead = read_ahead
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[T]:
         return self.iter_from(0)
 
-    def iter_from(self, position: int) -> Iterator[Mapping[str, Any]]:
+    def iter_from(self, position: int) -> Iterator[T]:
         """The rows from `position` on, without end."""
         epoch, start = divmod(position, len(self.rows))
         while True:
@@ -62,6 +64,6 @@ class OrderedRows:
         except (TypeError, ValueError):
             return ""
 
-    def _fetch(self, numbers: list[int]) -> Sequence[Mapping[str, Any]]:
+    def _fetch(self, numbers: list[int]) -> Sequence[T]:
         fetch_many = getattr(self.rows, "__getitems__", None)
         return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
