@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
+from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.rows import OrderedRows
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
@@ -24,6 +27,7 @@ from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import GROUP_ESTIMATORS
 from rlpost.objectives.overlong import OverlongPenalty
 from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
@@ -33,11 +37,13 @@ from rlpost.settings import (
     AutoPolicySettings,
     EnvSettings,
     EvalSettings,
+    ExpertIterationSettings,
     GRPOSettings,
     ModelSettings,
     PolicySettings,
     SamplingSettings,
     ScriptedSettings,
+    SFTSettings,
     TrackingSettings,
     TransformersSettings,
     VLLMSettings,
@@ -46,25 +52,24 @@ from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import chosen_tracker
 from rlpost.tracking.process import TrackerProcess
-from rlpost.trainable import Reference, load_trainable
+from rlpost.trainable import Reference, Trainable, load_trainable
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
 
 @dataclass
-class GRPOParts:
-    """Everything the GRPO loop works with."""
+class SamplingParts:
+    """What every loop works with that learns from what its own policy samples."""
 
     model_folder: Path
     tokenizer: Any
     model: PreTrainedModel
-    reference: Reference | None  # None without a KL term
+    reference: Reference | None  # None where the loss compares with none
     policy: Policy
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
     collector: LLMCollector
     buffer: ReplayBuffer
-    objective: PolicyObjective
     optimizer: torch.optim.Optimizer
 
     @property
@@ -73,18 +78,60 @@ class GRPOParts:
         return self.model.device
 
 
+@dataclass
+class GRPOParts(SamplingParts):
+    """Everything the GRPO loop works with."""
+
+    objective: PolicyObjective
+
+
+@dataclass
+class ExpertIterationParts(SamplingParts):
+    """Everything the loop of expert iteration works with; the buffer lets in what it selects."""
+
+    objective: SFTObjective
+
+
 def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRPOParts:
     """The parts of `rlpost train grpo`, with the weights of a checkpoint's folder where one is given.
 
     The policy is not started yet.
     """
+    objective = PolicyObjective(
+        settings.loss,
+        temperature=settings.sampling.temperature,
+        max_completion_tokens=settings.env.max_completion_tokens,
+    )
+    with_reference = settings.loss.kl_coef > 0
+    parts = _assemble_sampling(settings, checkpoint, build_buffer(settings), with_reference=with_reference)
+    return GRPOParts(**vars(parts), objective=objective)
+
+
+def assemble_expert_iteration(
+    settings: ExpertIterationSettings, checkpoint: Path | None = None
+) -> ExpertIterationParts:
+    """The parts of `rlpost train expert-iteration`; see `assemble_grpo`."""
+    objective = SFTObjective(settings.loss)
+    selector = TopKRewardSelector(settings.group_size, settings.topk_size, min_reward=settings.min_reward)
+    buffer = ReplayBuffer(transforms=[selector])
+    parts = _assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
+    return ExpertIterationParts(**vars(parts), objective=objective)
+
+
+def _assemble_sampling(
+    settings: GRPOSettings | ExpertIterationSettings,
+    checkpoint: Path | None,
+    buffer: ReplayBuffer,
+    *,
+    with_reference: bool,
+) -> SamplingParts:
     env = build_env(
         settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
     )
     eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
     for each in (env, eval_env) if settings.eval.enabled else (env,):
         each.start()  # a bad path or row is found here, before a model is loaded
-    trainable = load_trainable(settings, checkpoint, with_reference=settings.loss.kl_coef > 0)
+    trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
     policy = build_policy(
         settings.policy,
         trainable.folder,
@@ -97,7 +144,6 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         adapter_rank=trainable.adapter_rank,
         adapter=trainable.adapter,
     )
-    buffer = build_buffer(settings)
     collector = LLMCollector(
         env,
         policy=policy,
@@ -107,7 +153,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         weight_updater=build_updater(policy),
         track_policy_version=PolicyVersion(),
     )
-    return GRPOParts(
+    return SamplingParts(
         model_folder=trainable.folder,
         tokenizer=trainable.tokenizer,
         model=trainable.model,
@@ -117,13 +163,87 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         eval_env=eval_env,
         collector=collector,
         buffer=buffer,
-        objective=PolicyObjective(
-            settings.loss,
-            temperature=settings.sampling.temperature,
-            max_completion_tokens=settings.env.max_completion_tokens,
-        ),
         optimizer=trainable.optimizer,
     )
+
+
+@dataclass
+class AccuracyParts:
+    """What answers held-out prompts during fine-tuning."""
+
+    env: DatasetChatEnv
+    policy: Policy
+    updater: WeightUpdater
+
+
+@dataclass
+class SFTParts:
+    """Everything the fine-tuning loop works with."""
+
+    model_folder: Path
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: Reference | None  # None unless the loss compares with it
+    samples: OrderedRows[Sample]
+    bad_rows: BadRows
+    held_out: list[Sample]  # none where evaluation is off
+    accuracy: AccuracyParts | None  # None unless eval.accuracy
+    objective: SFTObjective
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self.model.device
+
+
+def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
+    """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
+
+    The policy, where there is one, is not started yet. Raises DataError where more than
+    `max_bad_share` of the rows cannot be trained on.
+    """
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
+    if settings.eval.accuracy:
+        eval_env.start()  # a bad path or row is found here, before a model is loaded
+    objective = SFTObjective(settings.loss)
+    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
+    encoder = Encoder(trainable.tokenizer, settings.max_tokens)
+    samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
+    held_out: list[Sample] = []
+    if settings.eval.enabled:
+        first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
+        held_out, _ = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+    return SFTParts(
+        model_folder=trainable.folder,
+        tokenizer=trainable.tokenizer,
+        model=trainable.model,
+        reference=trainable.reference,
+        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
+        bad_rows=bad_rows,
+        held_out=held_out,
+        accuracy=build_accuracy(settings, eval_env, trainable) if settings.eval.accuracy else None,
+        objective=objective,
+        optimizer=trainable.optimizer,
+    )
+
+
+def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, trainable: Trainable) -> AccuracyParts:
+    """What samples greedy replies during fine-tuning and scores them."""
+    policy = build_policy(
+        settings.policy,
+        trainable.folder,
+        trainable.tokenizer,
+        model=trainable.model,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=SamplingSettings(temperature=0.0),
+        seed=settings.seed,
+        adapter_rank=trainable.adapter_rank,
+        adapter=trainable.adapter,
+    )
+    return AccuracyParts(env, policy, build_updater(policy))
 
 
 def build_buffer(settings: GRPOSettings) -> ReplayBuffer:
