@@ -42,7 +42,38 @@ def load_rows(
     test_path: str | None = None,
     prompt: Callable[[Row], str] | None = None,
 ) -> list[Row]:
+    """The rows of `located_rows`, without where they stand."""
+    return [
+        row
+        for _, row in located_rows(
+            path,
+            split,
+            required,
+            limit,
+            config=config,
+            check=check,
+            held_out=held_out,
+            test_path=test_path,
+            prompt=prompt,
+        )
+    ]
+
+
+def located_rows(
+    path: str,
+    split: str,
+    required: Sequence[str] = ("question", "answer"),
+    limit: int | None = None,
+    *,
+    config: str | None = None,
+    check: Callable[[Row], Complaint | None] | None = None,
+    held_out: float = HELD_OUT,
+    test_path: str | None = None,
+    prompt: Callable[[Row], str] | None = None,
+) -> list[tuple[str, Row]]:
     """The first `limit` rows (None: all) of a split, each with non-empty strings under `required`.
+
+    Each comes with its place: "train.jsonl, row 3".
 
     `path` is a .jsonl, .json, .csv or .parquet file, a folder with one such file named after each
     split, or a hub id, whose configuration `config` names; `test_path`, likewise, is where the split
@@ -62,15 +93,16 @@ def load_rows(
     divided = source.shared and test_path is None
     rows = []
     for number, row in source.numbered if divided else islice(source.numbered, limit):
+        where = f"{source.name}, row {number}"
         complaint = _complaint(row, required) or (check(row) if check else None)
         if complaint:
-            raise DataError(f"{source.name}, row {number}, field {complaint[0]!r}: {complaint[1]}")
-        rows.append(dict(row))
+            raise DataError(f"{where}, field {complaint[0]!r}: {complaint[1]}")
+        rows.append((where, dict(row)))
     if not rows:
         raise DataError(f"{source.name} holds no rows: {_INSTEAD}, one JSON object a line")
     if not divided:
         return rows
-    prompts = [prompt(row) if prompt else row[required[0]] for row in rows]
+    prompts = [prompt(row) if prompt else row[required[0]] for _, row in rows]
     kept = [
         row for row, is_test in zip(rows, held_out_of(prompts, held_out), strict=True) if is_test == (split == "test")
     ]

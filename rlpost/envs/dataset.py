@@ -9,7 +9,9 @@ from decimal import Decimal
 from typing import Any
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import Complaint, Row, load_rows, missing
+from rlpost.data.datasets import Complaint, Row, load_rows, located_rows, missing
+from rlpost.data.demonstrations import Demonstration
+from rlpost.data.formats import FormatError, RowFormat, kind_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.errors import ConfigError, DataError
@@ -38,6 +40,7 @@ class DatasetEnv(DatasetChatEnv):
         super().__init__(settings.path, shuffle=settings.shuffle, held_out=settings.held_out, **chat)
         self.settings = settings
         self.rewards: Rewards | None = None
+        self._format: RowFormat | None = None  # of demonstrations, once their first row is read
         self._of_messages: bool | None = None  # what the first prompt is; the others have to be the same
 
     def start(self) -> None:
@@ -80,7 +83,10 @@ class DatasetEnv(DatasetChatEnv):
         """See `ChatEnv.opening_messages`."""
         if not self._of_messages:
             return super().opening_messages(task)
-        messages = _asked(task[self.data_key])
+        return self._under_system(_asked(task[self.data_key]))
+
+    def _under_system(self, messages: list[Message]) -> list[Message]:
+        """The messages under `system_prompt`, where there is one, in place of a system message of their own."""
         if self.system_prompt is None:
             return messages
         rest = messages[1:] if messages[0]["role"] == "system" else messages
@@ -103,6 +109,83 @@ class DatasetEnv(DatasetChatEnv):
             columns=task,
             answer=as_answer(task.get(self._answer_column)),
         )
+
+    # What supervised fine-tuning learns from
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: the rows as `rlpost.data.formats` reads them; no reward is needed.
+
+        Raises DataError naming file, row and field, ConfigError for a setting that the rows have no place for.
+        """
+        self._format = None
+        rows = located_rows(
+            self.settings.path,
+            self.split,
+            (),
+            self.limit,
+            config=self.settings.config,
+            check=self._demonstration_complaint,
+            held_out=self.held_out,
+            test_path=self.settings.test_path,
+            prompt=self._demonstrated_prompt,
+        )
+        for where, row in rows:
+            yield self._demonstration(where, row)
+
+    def _demonstration_complaint(self, row: Row) -> Complaint | None:
+        if not isinstance(row, Mapping):
+            return "messages", f"the row is no object of named fields but {kind_of(row)}"
+        try:
+            if self._format is None:
+                self._format = self._told_format(row)
+            if self.prompt_template is not None and (complaint := self._template_complaint(row)):
+                return complaint
+            self._demonstration("", row)
+        except FormatError as error:
+            return error.complaint
+        return None
+
+    def _told_format(self, first_row: Row) -> RowFormat:
+        """The format of the rows. Raises ConfigError for a setting that they have no place for."""
+        settings = self.settings
+        told = RowFormat(
+            first_row, settings.prompt_column, settings.completion_column, templated=self.prompt_template is not None
+        )
+        messages = told.chat or (told.prompt if isinstance(first_row.get(told.prompt or ""), list) else None)
+        if self.prompt_template is not None and (messages or told.text):
+            raise ConfigError(
+                f"env.prompt_template is for prompts of text, and {messages or told.text} holds "
+                f"{'messages' if messages else 'whole texts'}: leave it out"
+            )
+        if self.system_prompt is not None and told.text is not None:
+            raise ConfigError("env.system_prompt is for conversations, and the rows show plain text: leave it out")
+        return told
+
+    def _demonstration(self, where: str, row: Row) -> Demonstration:
+        """What a row shows. Raises FormatError where it is malformed."""
+        assert self._format is not None
+        if self._format.text is not None:
+            return Demonstration(where, text=self._format.plain_text(row))
+        tools = self._format.tools(row)
+        if self._format.chat is not None:
+            return Demonstration(where, self._under_system(self._format.messages(row)), tools=tools)
+        asked = self.user_message(row) if self.prompt_template is not None else self._format.asked(row)
+        if isinstance(asked, str):
+            asked = [{"role": self.user_role, "content": asked}]
+        return Demonstration(where, [*self._under_system(asked), *self._format.answer(row)], tools=tools)
+
+    def _demonstrated_prompt(self, row: Row) -> str:
+        """What `_identity` says of the row too, so that training on rewards holds the same rows out."""
+        assert self._format is not None
+        column = self.settings.prompt_column or next((name for name in PROMPT_COLUMNS if name in row), None)
+        if column is not None and column != self._format.chat and isinstance(row[column], str):
+            return row[column]
+        if self._format.text is not None:
+            return self._format.plain_text(row)
+        if self._format.chat is not None:
+            return json.dumps(_asked(self._format.messages(row)))
+        asked = self.user_message(row) if self._format.prompt is None else self._format.asked(row)
+        return asked if isinstance(asked, str) else json.dumps(_asked(asked))
 
     # What `rlpost env test` needs
 
@@ -163,12 +246,12 @@ class DatasetEnv(DatasetChatEnv):
                     f"env.prompt_template is for prompts of text, and {column} holds messages: leave it out"
                 )
         if isinstance(prompt, list) != self._of_messages:
-            return column, f"is {_kind(prompt)} where the first row has {'messages' if self._of_messages else 'text'}"
+            return column, f"is {kind_of(prompt)} where the first row has {'messages' if self._of_messages else 'text'}"
         if isinstance(prompt, list):
             wrong = _messages_complaint(prompt)
             return (column, wrong) if wrong else None
         if not isinstance(prompt, str):
-            return column, f"must be text or a list of messages, and is {_kind(prompt)}"
+            return column, f"must be text or a list of messages, and is {kind_of(prompt)}"
         return self._template_complaint(row) if prompt.strip() else (column, "is empty")
 
     def _template_complaint(self, row: Row) -> Complaint | None:
@@ -195,7 +278,7 @@ class DatasetEnv(DatasetChatEnv):
             return None
         answer = as_answer(row[column])
         if answer is None:
-            return column, f"must be text or a number, and is {_kind(row[column])}"
+            return column, f"must be text or a number, and is {kind_of(row[column])}"
         if not answer.strip():
             return column, "is empty"
         return next(((column, wrong) for name in built_in if (wrong := BUILT_IN[name].complaint(answer))), None)
@@ -227,11 +310,11 @@ def _messages_complaint(messages: Sequence[Any]) -> str | None:
     """What is wrong with a prompt of messages, or None."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
-            return f"message {number} is no object with role and content but {_kind(message)}"
+            return f"message {number} is no object with role and content but {kind_of(message)}"
         if message.get("role") not in ROLES:
             return f"message {number} has the role {message.get('role')!r:.40}: it must be one of {', '.join(ROLES)}"
         if not isinstance(message.get("content"), str):
-            return f"message {number} must have text as its content, and has {_kind(message.get('content'))}"
+            return f"message {number} must have text as its content, and has {kind_of(message.get('content'))}"
         more = [str(name) for name, value in message.items() if name not in ("role", "content") and value is not None]
         if more:
             return (
@@ -241,9 +324,3 @@ def _messages_complaint(messages: Sequence[Any]) -> str | None:
     if not asked or asked[-1]["role"] != "user":
         return "has to end with a user's message, which an assistant's may follow"
     return None
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return {"str": "text", "list": "a list", "dict": "an object"}.get(type(value).__name__, type(value).__name__)

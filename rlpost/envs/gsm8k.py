@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ COMPLETION_PROMPT = (
     "User asks a math question and Assistant solves it: the reasoning stands between <think> and </think>, "
     "the final number between <answer> and </answer>.\n\nUser: {question}\n\nAssistant: <think>"
 )
+CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 class GSM8KPrepareQuestion(Transform):
@@ -159,8 +161,8 @@ class GSM8KEnv(DatasetChatEnv):
             yield f"{self.split} row {number}", task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """See `EnvBase.gold_reply`."""
-        return f"<think>{task['solution']}</think><answer>{task['answer']}</answer>"
+        """See `EnvBase.gold_reply`: the dataset's solution, without the calls of a calculator (`<<48/2=24>>`) in it."""
+        return f"<think>{CALCULATOR.sub('', task['solution'])}</think><answer>{task['answer']}</answer>"
 
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
         """See `EnvBase.corrupted_replies`."""

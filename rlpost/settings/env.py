@@ -82,12 +82,17 @@ class GSM8KSettings(EnvSettings):
 
 @dataclass
 class DatasetSettings(EnvSettings):
-    """Rows of your own, scored by rewards of your own."""
+    """Rows of your own, scored by rewards of your own, or shown as demonstrations.
+
+    For training on rewards a row is a prompt. As a demonstration it holds a conversation
+    (`messages`, or `conversations` with from and value), a prompt and a completion, or plain `text`.
+    """
 
     path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
     reward: list[str] = MISSING  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
     reward_weights: list[float] | None = None  # one a reward; None: 1 each
     prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
+    completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
     accuracy: str | None = None  # a reward of 0 and 1 that measures accuracy; None: exact or number, if used
     reward_timeout_seconds: float = 600.0  # longest wait for one call of a reward, after which the run stops
@@ -104,8 +109,6 @@ class DatasetSettings(EnvSettings):
         super().__post_init__()
         between("env.held_out", self.held_out, 0.0, 1.0)
         between("env.reward_timeout_seconds", self.reward_timeout_seconds, 0.001, 86400.0)
-        if not self.reward:
-            raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
             raise ConfigError(
                 f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "

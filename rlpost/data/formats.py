@@ -1,0 +1,210 @@
+"""The forms in which people keep demonstrations, read into messages.
+
+Four are known, told apart by the columns of the first row: `messages` (role and content, tool calls
+as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion,
+each a text or messages; plain `text`. A column of messages may be JSON written out as text, as a
+CSV file has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlpost.data.datasets import Complaint, Row, missing
+from rlpost.data.demonstrations import ChatMessage
+
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = ("prompt", "question")
+COMPLETION_COLUMN = "completion"
+TEXT_COLUMN = "text"
+TOOLS_COLUMN = "tools"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHARE_GPT = {  # who speaks -> role
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+}
+
+
+class FormatError(ValueError):
+    """A row that is no demonstration: `complaint` is the column and what is wrong with it."""
+
+    def __init__(self, column: str, wrong: str) -> None:
+        super().__init__(f"{column}: {wrong}")
+        self.complaint: Complaint = (column, wrong)
+
+
+class RowFormat:
+    """Where the rows of one dataset keep what they show: the names of their columns.
+
+    Set is `chat`, or `completion` (with `prompt`, unless a template writes that), or `text`.
+    """
+
+    def __init__(
+        self, first_row: Row, prompt_column: str | None, completion_column: str | None, *, templated: bool = False
+    ) -> None:
+        """Told from the first row, unless the columns are named; `templated` prompts need no column of their own.
+
+        Raises FormatError where the row has none of what is known.
+        """
+        self.chat: str | None = None
+        self.prompt: str | None = None
+        self.completion: str | None = None
+        self.text: str | None = None
+        prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in first_row), None)
+        chat = next((name for name in CHAT_COLUMNS if name in first_row), None)
+        if completion_column is not None or (prompt_column is not None and COMPLETION_COLUMN in first_row):
+            self.completion = completion_column or COMPLETION_COLUMN
+            self.prompt = prompt or (None if templated else PROMPT_COLUMNS[0])
+        elif prompt_column is not None:
+            self.chat = prompt_column
+        elif chat is not None:
+            self.chat = chat
+        elif COMPLETION_COLUMN in first_row and (prompt is not None or templated):
+            self.prompt, self.completion = prompt, COMPLETION_COLUMN
+        elif TEXT_COLUMN in first_row:
+            self.text = TEXT_COLUMN
+        else:
+            wanted = "a demonstration has messages, prompt and completion, or text: name its columns with "
+            wanted += "env.prompt_column and env.completion_column"
+            column = CHAT_COLUMNS[0] if prompt is None else COMPLETION_COLUMN
+            raise FormatError(column, f"{missing(column, first_row)}; {wanted}")
+
+    def messages(self, row: Row) -> list[ChatMessage]:
+        """The conversation of a row with `chat`. Raises FormatError."""
+        assert self.chat is not None
+        return read_messages(_present(row, self.chat), self.chat)
+
+    def asked(self, row: Row) -> str | list[ChatMessage]:
+        """The prompt of a row with `prompt`, a text or messages; none of these is trained. Raises FormatError."""
+        assert self.prompt is not None
+        value = _present(row, self.prompt)
+        if isinstance(value, str):
+            if not value.strip():
+                raise FormatError(self.prompt, "is empty")
+            return value
+        messages = read_messages(value, self.prompt)
+        return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+
+    def answer(self, row: Row) -> list[ChatMessage]:
+        """The completion of a row as messages. Raises FormatError."""
+        assert self.completion is not None
+        value = _present(row, self.completion)
+        if isinstance(value, str):
+            return [{"role": "assistant", "content": value}]
+        if isinstance(value, list):
+            return read_messages(value, self.completion)
+        raise FormatError(self.completion, f"must be text or a list of messages, and is {kind_of(value)}")
+
+    def plain_text(self, row: Row) -> str:
+        """The text of a row with `text`. Raises FormatError."""
+        assert self.text is not None
+        value = _present(row, self.text)
+        if not isinstance(value, str):
+            raise FormatError(self.text, f"must be text, and is {kind_of(value)}")
+        return value
+
+    def tools(self, row: Row) -> list[dict[str, Any]] | None:
+        """The functions that a row's conversation may call, if it says. Raises FormatError."""
+        value = row.get(TOOLS_COLUMN)
+        if isinstance(value, str):
+            value = _from_json(value, TOOLS_COLUMN) if value.strip() else None
+        if value is None or value == []:
+            return None
+        if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+            raise FormatError(TOOLS_COLUMN, "must be a list of JSON schemas")
+        return _without_nulls(value)
+
+
+def read_messages(value: Any, column: str) -> list[ChatMessage]:
+    """A column's messages as chat templates read them. Raises FormatError naming message and fault."""
+    if isinstance(value, str):
+        value = _from_json(value, column)
+    if not isinstance(value, list):
+        raise FormatError(column, f"must be a list of messages, and is {kind_of(value)}")
+    if not value:
+        raise FormatError(column, "has no messages")
+    return [_message(message, number, column) for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, number: int, column: str) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        raise FormatError(column, f"message {number} is no object with role and content but {kind_of(message)}")
+    read = {str(name): value for name, value in message.items() if value is not None}
+    if "role" not in read and "from" in read:
+        speaker = read.pop("from")
+        read = {"role": SHARE_GPT.get(speaker, speaker), "content": read.pop("value", ""), **read}
+    role = read.get("role")
+    if role not in ROLES:
+        raise FormatError(column, f"message {number} has the role {role!r:.40}: it must be one of {', '.join(ROLES)}")
+    if "tool_calls" in read:
+        read["tool_calls"] = _tool_calls(read["tool_calls"], number, column)
+    elif "content" not in read:
+        raise FormatError(column, f"message {number} has no content: give it text")
+    read["content"] = _content(read.get("content", ""), number, column)
+    if read.get("weight", 1) not in (0, 1):
+        raise FormatError(column, f"message {number} has the weight {read['weight']!r:.40}: it must be 0 or 1")
+    return read
+
+
+def _content(content: Any, number: int, column: str) -> str:
+    """Text, or the texts of a list of parts, joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FormatError(column, f"message {number} must have text as its content, and has {kind_of(content)}")
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+            raise FormatError(column, f"message {number} has content of type {kind}: rlpost trains on text only")
+    return "".join(part["text"] for part in content)
+
+
+def _tool_calls(calls: Any, number: int, column: str) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects: OpenAI writes them as JSON in a text, templates read objects."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise FormatError(column, f"message {number} has tool_calls that are no list but {kind_of(calls)}")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise FormatError(column, f"message {number} has a tool call without the name of a function")
+        arguments = function.get("arguments") or {}
+        arguments = _from_json(arguments, column) if isinstance(arguments, str) else _without_nulls(arguments)
+        if not isinstance(arguments, Mapping):
+            raise FormatError(column, f"message {number} calls {function['name']} with arguments that are no object")
+        rest = {name: value for name, value in call.items() if name in ("id", "type") and value is not None}
+        read.append({"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}})
+    return read
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without the entries that are null: Parquet gives each object the fields of all others in its column."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _from_json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(column, f"{text[:40]!r} is not JSON ({error})") from error
+
+
+def _present(row: Row, column: str) -> Any:
+    if column not in row:
+        raise FormatError(column, missing(column, row))
+    return row[column]
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words."""
+    if value is None:
+        return "null"
+    return {"str": "text", "list": "a list", "dict": "an object"}.get(type(value).__name__, type(value).__name__)
