@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.config.registry import Command, S
-from rlpost.extras import require_vllm
+from rlpost.extras import require_bitsandbytes, require_peft, require_vllm
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -40,4 +40,8 @@ def compose_and_check(
         require_vllm()
     if not isinstance(settings, EvalSettings):
         chosen_tracker(settings.tracking)
+    if getattr(composed.settings, "lora", None) is not None and composed.settings.lora.enabled:
+        require_peft("lora.enabled=true")
+    if isinstance(getattr(composed.settings, "optim", None), AdamW8bitSettings):
+        require_bitsandbytes()
     return composed

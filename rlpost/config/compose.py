@@ -93,6 +93,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     for override in chosen:
         _check_option(override, command)
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen})
+    _leave_empty(config, command.optional)
     keys = _keys(command, config, groups)
     texts: list[str] = []
     for override in overrides:
@@ -184,6 +185,14 @@ def _store_schemas() -> None:
             store.store(group=group, name=name, node=settings)
     for name, env in ENVS.items():
         store.store(group="env", name=name, node=env.settings)
+
+
+def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:
+    """Give the lists under `keys` that have no value an empty one; a choice may have no such key."""
+    for key in keys:
+        group, _, name = key.rpartition(".")
+        if OmegaConf.is_missing(OmegaConf.select(config, group), name):
+            OmegaConf.update(config, key, [])
 
 
 def _keys(command: Command[Any], config: DictConfig, groups: Sequence[str]) -> dict[str, Key]:
