@@ -26,7 +26,7 @@ def compose_and_check(
     """
     from rlpost.config.compose import compose
     from rlpost.rewards.functions import load_rewards
-    from rlpost.settings import EvalSettings, SFTSettings, VLLMSettings
+    from rlpost.settings import AdamW8bitSettings, EvalSettings, SFTSettings, VLLMSettings
     from rlpost.tracking.choice import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
