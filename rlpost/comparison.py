@@ -11,7 +11,7 @@ from typing import Any
 from rlpost.config.keys import flat
 from rlpost.errors import DataError
 from rlpost.evaluations import SavedEvaluation
-from rlpost.statistics import CONFIDENCE, POWER, Difference, difference
+from rlpost.statistics import CONFIDENCE, POWER, Difference, difference, most_differing
 from rlpost.text import counted
 
 MEASURES = {"accuracy_lenient": "accuracy, lenient", "accuracy_strict": "accuracy, strict", "reward": "reward"}
@@ -58,7 +58,7 @@ class Comparison:
         return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
 
     def lines(self) -> list[str]:
-        """For people: the verdict last, where the eye rests."""
+        """For people, at most 80 columns wide but for names and settings: the verdicts last, where the eye rests."""
         lines = [f"A  {self.name_a}", f"B  {self.name_b}"]
         lines.append(f"{counted(self.prompts, 'prompt')} that both answered, paired; 95% intervals")
         left_out = [f"{count} only in {side}" for side, count in (("A", self.only_a), ("B", self.only_b)) if count]
@@ -68,8 +68,14 @@ class Comparison:
             lines.append(f"beware: {key} differs, {_shown(a)} in A and {_shown(b)} in B")
         lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
         lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
-        for name, measured in self.measures.items():
-            lines.append(f"{MEASURES[name]}: {measured.verdict}")
+        lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
+        name, first = next(iter(self.measures.items()))
+        if not first.difference.is_told and first.difference.told is not None:
+            size = _figure(first.difference.told, name)
+            lines.append(
+                f"{counted(first.difference.prompts, 'prompt')} such as these tell a difference of {size} "
+                f"({POWER:.0%} power, {1 - CONFIDENCE:.0%} significance)"
+            )
         return lines
 
 
@@ -106,19 +112,17 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
 
 
 def verdict(found: Difference) -> str:
-    """B is better, B is worse, within noise, or too few samples and how many would do."""
+    """B is better, B is worse, within noise, or too few samples and how many prompts would do."""
     if found.is_told:
         return "B is better" if found.value > 0 else "B is worse"
-    if found.told is None:
+    if found.prompts < 2:
         return "too few samples: one prompt says nothing of others"
+    if not found.differing:
+        most = most_differing(found.prompts)
+        return f"within noise: equal on every prompt, so at most {most:.1%} of all may differ"
     if found.within_noise:
-        if not found.differing:
-            return "within noise: A and B are equal on every prompt"
-        return "within noise: chance alone gives as large a difference one time in three"
-    return (
-        f"too few samples: {found.needed} prompts would tell a difference of this size, with {POWER:.0%} power at "
-        f"{1 - CONFIDENCE:.0%} significance"
-    )
+        return "within noise: chance alone does as much one time in three"
+    return f"too few samples: {found.needed} prompts would tell a difference of this size"
 
 
 def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
@@ -156,16 +160,16 @@ def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(title: str, name: str, measured: Measured) -> str:
-    is_share = name != "reward"
     found = measured.difference
+    spread = ""
+    if found.low is not None and found.high is not None:
+        spread = f"  [{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
+    a, b = _figure(measured.a, name), _figure(measured.b, name)
+    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{spread}"
 
-    def figure(value: float, sign: str = "") -> str:
-        return f"{value:{sign}.1%}" if is_share else f"{value:{sign}.3f}"
 
-    spread = (
-        "" if found.low is None or found.high is None else f"  [{figure(found.low, '+')}, {figure(found.high, '+')}]"
-    )
-    return f"  {title:<18}{figure(measured.a):>8}{figure(measured.b):>8}    {figure(found.value, '+')}{spread}"
+def _figure(value: float, name: str, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if name == "reward" else f"{value:{sign}.1%}"
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +30,7 @@ class EvalResult:
 
     `accuracy_*` is avg@k for every k, and pass@1: the share of a prompt's completions that are right,
     averaged over prompts. `attempts` holds the others by name, `pass_at_8_lenient`,
-    `maj_at_8_strict`, in the order of k. Every interval is clustered by prompt. Completions whose
+    `maj_at_8_strict`. Every interval is clustered by prompt. Completions whose
     reward failed are counted in `num_failed` and left out of everything else, and so are prompts
     that have no other, in `num_prompts` too.
     """
@@ -43,7 +43,7 @@ class EvalResult:
     accuracy_strict: Share | None
     truncated: Share
     reward_mean: float
-    reward_low: float | None  # None: one prompt has no interval
+    reward_low: float | None  # None: all prompts earned the same, which says nothing of how they vary
     reward_high: float | None
     reward_parts: dict[str, float]
     tokens_mean: float
@@ -209,7 +209,7 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
         raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
     each = [c for prompt in scored for c in prompt]
     rewards = np.array([fmean(c.reward or 0.0 for c in prompt) for prompt in scored])
-    low, high = mean_interval(rewards)[1:] if len(scored) > 1 else (None, None)
+    low, high = mean_interval(rewards)[1:] if rewards.std() > 0 else (None, None)
     names = sorted({name for c in each for name in c.reward_parts})
     return EvalResult(
         num_prompts=len(scored),
@@ -245,19 +245,19 @@ def _marks(prompt: Sequence[Conversation], extraction: str) -> list[float]:
 
 
 def _attempts(prompts: Sequence[Sequence[Conversation]], k: Sequence[int]) -> dict[str, Share]:
-    """pass@k and maj@k of each k above 1, of the prompts that have k scored completions."""
+    """pass@k, then maj@k, of each k above 1, over the prompts that have k scored completions."""
+    several = sorted(n for n in k if n > 1)
     found: dict[str, Share] = {}
-    for attempts in sorted(n for n in k if n > 1):
-        for extraction in EXTRACTIONS:
-            rows = [row for prompt in prompts if len(row := _marks(prompt, extraction)) >= attempts]
-            if rows:
-                values = [float(pass_at_k(len(row), np.array(row.count(1.0)), attempts)) for row in rows]
-                found[f"pass_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, rows)))
-        for extraction in EXTRACTIONS:
-            votes = [pairs for prompt in prompts if len(pairs := _votes(prompt, extraction)) >= attempts]
-            if votes:
-                values = [maj_at_k([a for a, _ in pairs], [mark for _, mark in pairs], attempts) for pairs in votes]
-                found[f"maj_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, votes)))
+    for attempts, extraction in product(several, EXTRACTIONS):
+        rows = [row for prompt in prompts if len(row := _marks(prompt, extraction)) >= attempts]
+        if rows:
+            values = [float(pass_at_k(len(row), np.array(row.count(1.0)), attempts)) for row in rows]
+            found[f"pass_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, rows)))
+    for attempts, extraction in product(several, EXTRACTIONS):
+        votes = [pairs for prompt in prompts if len(pairs := _votes(prompt, extraction)) >= attempts]
+        if votes:
+            values = [maj_at_k([a for a, _ in pairs], [mark for _, mark in pairs], attempts) for pairs in votes]
+            found[f"maj_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, votes)))
     return found
 
 

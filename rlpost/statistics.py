@@ -142,7 +142,7 @@ def _ways(others: Sequence[int], silent: int, most: int, draws: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over prompts, with its 95% interval where there are prompts enough for one.
+    """A mean difference over prompts, with its 95% interval; None where the prompts do not vary, or there is one.
 
     `differing` counts the prompts where there is any. `needed` is how many prompts would tell a
     difference of this size from none in 80% of all evaluations; None where nothing differs.
@@ -182,19 +182,22 @@ def difference(differences: Sequence[float]) -> Difference:
         return Difference(mean, None, None, count, differing, False, False, None, None)
     deviation = float(values.std(ddof=1))
     error = deviation / math.sqrt(count)
+    told = (Z + Z_POWER) * error
+    fewest = math.ceil(count * FEWEST_DIFFERING / max(differing, 1))
     _, low, high = mean_interval(values)
-    needed = None
-    if mean and deviation:
-        wanted = math.ceil(((Z + Z_POWER) * deviation / mean) ** 2)
-        needed = max(wanted, math.ceil(count * FEWEST_DIFFERING / differing))
     return Difference(
         mean,
-        float(low),
-        float(high),
+        float(low) if deviation else None,
+        float(high) if deviation else None,
         count,
         differing,
         is_told=bool(is_told(values)),
         within_noise=abs(mean) < error or mean == 0,
-        needed=needed,
-        told=(Z + Z_POWER) * error,
+        needed=max(math.ceil(count * (told / mean) ** 2), fewest) if mean else None,
+        told=told if deviation else None,
     )
+
+
+def most_differing(prompts: int) -> float:
+    """How large a share of prompts may differ, at 95% confidence, where none of so many does."""
+    return 1 - (1 - CONFIDENCE) ** (1 / prompts)

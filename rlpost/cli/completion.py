@@ -84,8 +84,19 @@ def complete_training(ctx: typer.Context, incomplete: str) -> Answers:
 
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
-    """Settings of `rlpost eval`."""
-    return _settings(EVAL, ctx, _words(ctx), incomplete)
+    """Settings of `rlpost eval`, or as its first word `compare`."""
+    words = _words(ctx)
+    verbs = [] if words or not "compare".startswith(_before(ctx) + incomplete) else [("compare", "a verb")]
+    return [*verbs, *_settings(EVAL, ctx, words, incomplete)]
+
+
+def complete_evaluation(ctx: typer.Context, incomplete: str) -> Answers:
+    """The name of an evaluation, or a path."""
+    from rlpost.config.candidates import Candidate, file_candidates
+    from rlpost.config.paths import evaluation_names
+
+    files = file_candidates(incomplete, (".parquet",)) if incomplete.startswith((".", "~", "/")) else []
+    return _answers(ctx, [*(Candidate(name) for name in evaluation_names()), *files], incomplete)
 
 
 def complete_settings_of_verb(ctx: typer.Context, incomplete: str) -> Answers:

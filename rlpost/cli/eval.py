@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from rlpost.cli import eval_compare
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval
+from rlpost.cli.evaluation_folder import choose_evaluation_folder, reserved
+from rlpost.cli.plan import model_name
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
-from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP
+from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, VerbWithVerbs
 from rlpost.errors import ConfigError
 from rlpost.text import printable
 
 if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
     from rlpost.evaluate import EvalResult
     from rlpost.settings import EvalSettings
 
@@ -24,9 +32,19 @@ EXAMPLES = """\b
 Examples:
   rlpost eval
   rlpost eval model=runs/my-run env=gsm8k env.limit=64
-  rlpost eval model=runs/my-run --json > result.json
+  rlpost eval model=runs/my-run eval.k=[1,8] --name my-run
+  rlpost eval compare before my-run
   rlpost eval -m model=smollm2,runs/my-run
 """
+
+
+class EvalVerb(VerbWithVerbs):
+    """`rlpost eval KEY=VALUE...` and `rlpost eval compare A B`."""
+
+    @cached_property
+    def below(self) -> dict[str, TyperCommand]:
+        """See `VerbWithVerbs.below`."""
+        return {"compare": eval_compare.command()}
 
 
 def evaluate(
@@ -36,39 +54,72 @@ def evaluate(
         typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_eval),
     ] = None,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With -m: the folder of the sweep itself.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="With -m: that folder is runs/NAME.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the evaluation itself.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="That folder is evals/NAME.")] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="auto", help="With -m: leave out the jobs that are done there already.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With -m: check and list the jobs, stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Score a model on an environment's held-out prompts, greedily unless sampling.temperature says."""
+    """Score a model on an environment's held-out prompts: one greedy completion each, or several for pass@k.
+
+    The figures and every completion are kept in evals/.
+    """
     from rlpost.config.registry import EVAL
 
     words = overrides or []
+    typed = ["rlpost", *context.obj]
     if multirun:
         options = SweepOptions(out, name, resume, dry_run=dry_run, as_json=as_json)
-        raise typer.Exit(sweep(EVAL, words, ["rlpost", *context.obj], options))
-    for flag, given in (("--out", out), ("--name", name), ("--resume", resume), ("--dry-run", dry_run or None)):
+        raise typer.Exit(sweep(EVAL, words, typed, options))
+    for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
         if given is not None:
             raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
-    settings = compose_and_check(EVAL, words, as_json=as_json).settings
+    composed = compose_and_check(EVAL, words, as_json=as_json)
+    folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
     if as_json:
         with stdout_on_stderr():
-            result = score(settings)
-        print_json(result.as_dict())
-    else:
-        print("\n".join(printable(line) for line in score(settings).lines()))
+            record, _ = score(composed, folder, typed)
+        print_json(record)
+        return
+    _, result = score(composed, folder, typed)
+    print("\n".join(printable(line) for line in [*result.lines(), f"written to {folder}"]))
 
 
-def score(settings: EvalSettings) -> EvalResult:
-    """The evaluation, with its progress on stderr where a person is looking."""
-    show_status(f"loading {settings.model.path} ...")
-    try:
-        from rlpost.assemble import evaluate_command
+def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], EvalResult]:
+    """The evaluation, written to `folder`; its progress is on stderr where a person is looking.
 
-        return evaluate_command(settings, lambda done, total: show_status(f"evaluating: {done} of {total} prompts"))
-    finally:
-        show_status("")
+    Returns what `result.json` holds, and the figures in it.
+    """
+    settings = composed.settings
+    began = time.monotonic()
+    with reserved(folder):
+        show_status(f"loading {settings.model.path} ...")
+        try:
+            from rlpost.assemble import evaluate_command
+            from rlpost.config.paths import resolve_model_path
+            from rlpost.evaluations import write_evaluation
+            from rlpost.run import environment
+
+            def progress(done: int, total: int) -> None:
+                show_status(f"evaluating: {done} of {total} completions")
+
+            model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
+            evaluation = evaluate_command(settings, progress)
+        finally:
+            show_status("")
+        record = {
+            "folder": str(folder),
+            "command": typed,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - began, 1),
+            "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+            "choices": composed.choices,
+            "overrides": composed.overrides,
+            "settings": composed.as_dict(),
+            "environment": environment(settings.seed),
+            "result": evaluation.result.as_dict(),
+        }
+        write_evaluation(folder, record, evaluation.played)
+    return record, evaluation.result

@@ -37,9 +37,13 @@ app = App(
     epilog=BEGIN,
 )
 app.add_typer(train.app, name="train", rich_help_panel=TRAIN)
-app.command("eval", epilog=eval_verb.EXAMPLES, short_help="Score a model on held-out prompts.", rich_help_panel=TRAIN)(
-    eval_verb.evaluate
-)
+app.command(
+    "eval",
+    cls=eval_verb.EvalVerb,
+    epilog=eval_verb.EXAMPLES,
+    short_help="Score a model on held-out prompts, compare two.",
+    rich_help_panel=TRAIN,
+)(eval_verb.evaluate)
 app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
     chat_verb.chat
 )

@@ -23,7 +23,7 @@ def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: 
     ConfigError for a name that is taken or cannot be one, and for a `--resume` that finds no run;
     CheckpointError for one that finds a run without a checkpoint.
     """
-    asked = _asked(out, name)
+    asked = asked_folder(out, name)
     if asked is not None and (asked / SWEEP_FILE).is_file():
         raise ConfigError(f"{asked} holds a sweep: add -m to go on with it, or give another --name")
     if resume is None:
@@ -38,12 +38,12 @@ def run_to_resume(out: Path | None, name: str | None, resume: str) -> Path | Non
 
     Raises ConfigError for a `--resume` that is no run and no checkpoint.
     """
-    return _asked(out, name) if resume in RESUME_WORDS else _run_at(resume)
+    return asked_folder(out, name) if resume in RESUME_WORDS else _run_at(resume)
 
 
 def choose_sweep_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:
     """The folder of a sweep, in which each job gets one; see `choose_folder`. A sweep knows `--resume auto` alone."""
-    asked = _asked(out, name)
+    asked = asked_folder(out, name)
     if resume not in (None, "auto"):
         raise ConfigError(f"--resume {resume} is for one run: a sweep goes on with --resume auto")
     if asked is not None and is_run_folder(asked):
@@ -52,7 +52,7 @@ def choose_sweep_folder(out: Path | None, name: str | None, resume: str | None, 
         raise ConfigError(f"{asked} already holds a sweep: add --resume auto to go on with it, or give another --name")
     if asked is not None:
         return asked
-    return (_last_numbered(stem) if resume else None) or _first_free(stem)
+    return (_last_numbered(stem) if resume else None) or first_free(stem)
 
 
 def slug(path: str) -> str:
@@ -61,25 +61,24 @@ def slug(path: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", parts[-1].lower()).strip("-.") if parts else "model"
 
 
-def _asked(out: Path | None, name: str | None) -> Path | None:
-    """The folder that `--out` or `--name` gives, None where neither does."""
+def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind: str = "a run") -> Path | None:
+    """The folder that `--out` or, inside `root`, `--name` gives; None where neither does.
+
+    Raises ConfigError for both, for a name that cannot be one, and for a file.
+    """
     if out is not None and name is not None:
-        raise ConfigError("--out and --name both say where the run goes: give one of them")
-    asked = expanded(out) if out is not None else _named(name) if name is not None else None
+        raise ConfigError(f"--out and --name both say where {kind} goes: give one of them")
+    if name is not None and (name != name.strip() or not name or set(name) & {"/", "\\"} or name.startswith(".")):
+        raise ConfigError(f"--name {name!r} is no name of {kind}: give one word such as my-run, or --out for a path")
+    asked = expanded(out) if out is not None else root / name if name is not None else None
     if asked is not None and asked.exists() and not asked.is_dir():
-        raise ConfigError(f"{asked} is a file: a run needs a folder")
+        raise ConfigError(f"{asked} is a file: {kind} needs a folder")
     return asked
-
-
-def _named(name: str) -> Path:
-    if not name.strip() or name != name.strip() or "/" in name or "\\" in name or name.startswith("."):
-        raise ConfigError(f"--name {name!r} is no name of a run: give one word such as my-run, or --out for a path")
-    return RUNS / name
 
 
 def _new(asked: Path | None, stem: str) -> Path:
     if asked is None:
-        return _first_free(stem)
+        return first_free(stem)
     if is_run_folder(asked) and not never_began(asked):
         raise ConfigError(f"{asked} already holds a run: add --resume auto to go on with it, or give another --name")
     return asked
@@ -95,7 +94,7 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
     if resume == "latest":
         where = folder if folder is not None else RUNS / f"{stem}-1"
         raise ConfigError(f"--resume latest: there is no run in {where}; leave --resume out to begin one")
-    return asked if asked is not None else _first_free(stem)
+    return asked if asked is not None else first_free(stem)
 
 
 def _resumed_from(asked: Path | None, resume: str) -> Path:
@@ -122,8 +121,9 @@ def _run_at(resume: str) -> Path:
     raise ConfigError(f"--resume {resume} is neither a run folder nor one of its checkpoints/step-...")
 
 
-def _first_free(stem: str) -> Path:
-    return next(folder for n in itertools.count(1) if not (folder := RUNS / f"{stem}-{n}").exists())
+def first_free(stem: str, root: Path = RUNS) -> Path:
+    """`root`/STEM-N with the lowest N that is not taken."""
+    return next(folder for n in itertools.count(1) if not (folder := root / f"{stem}-{n}").exists())
 
 
 def _last_numbered(stem: str) -> Path | None:

@@ -49,8 +49,13 @@ class SweepJob:
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
+    def trains(self) -> bool:
+        """Whether this is a training rather than an evaluation."""
+        return self.composed.command.verb.startswith("train ")
+
+    @property
     def steps(self) -> int | None:
-        """Steps to train; None for an evaluation."""
+        """Steps to train; None where nothing says so yet."""
         return getattr(self.composed.settings, "steps", None)
 
     def as_dict(self) -> dict[str, Any]:

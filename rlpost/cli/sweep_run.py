@@ -16,7 +16,7 @@ from typing import Any
 
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.sweep_screen import SweepScreen
-from rlpost.config.paths import is_run_folder
+from rlpost.config.paths import RESULT, SAMPLES, is_run_folder
 from rlpost.errors import CheckpointError, ConfigError
 
 LOOK_EVERY = 0.3  # seconds
@@ -96,6 +96,8 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
     command = job_command(sweep, job)
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
+        for left in (RESULT, SAMPLES):  # by an evaluation of a job that is to be done again
+            (job.folder / left).unlink(missing_ok=True)
         log = log_file.open("ab")
     except OSError as error:
         raise CheckpointError(f"cannot write to {job.folder}: {error}; give another --out") from error
@@ -123,9 +125,8 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
 def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
     """What is run for a job; `-P`: a folder that is called vllm and lies where the user is must not be imported."""
     command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
-    if job.steps is not None:
-        command += ["--out", str(job.folder), *(["--resume", "auto"] if is_run_folder(job.folder) else [])]
-    return command
+    goes_on = job.trains and is_run_folder(job.folder)
+    return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:

@@ -108,7 +108,7 @@ class SweepScreen:
 def summary(sweep: Sweep) -> list[list[str]]:
     """A header, and a row a job: what differs, what came of it, seconds and exit code."""
     swept = list(sweep.jobs[0].job.differs)
-    trained = sweep.jobs[0].steps is not None
+    trained = sweep.jobs[0].trains
     figures = ["reward", "accuracy before", "accuracy after"] if trained else ["reward", "accuracy"]
     rows = [[*swept, *figures, "seconds", "exit"]]
     for job in sweep.jobs:
@@ -124,9 +124,9 @@ def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
     if result is None:
         return ["-"] * (3 if trained else 2)
     if not trained:
-        accuracy = result["accuracy_lenient"]
+        accuracy = result["result"]["accuracy_lenient"]
         return [
-            f"{result['reward_mean']:.3f}",
+            f"{result['result']['reward_mean']:.3f}",
             "-" if accuracy is None else _share(accuracy["value"], accuracy["low"], accuracy["high"]),
         ]
     metrics = result["metrics"] or {}
@@ -150,12 +150,13 @@ def _share(value: float, low: float, high: float) -> str:
 
 def _under_way(job: SweepJob) -> tuple[str, str]:
     """How far the job is: `step 12/60` and its figure."""
-    if job.steps is None:
+    if not job.trains:
         return "evaluating", ""
     row = _last_row(job)
     if row is None:
         return "starting", ""
-    return f"step {row['step']}/{job.steps}", _figure(row)
+    of = "" if job.steps is None else f"/{job.steps}"
+    return f"step {row['step']}{of}", _figure(row)
 
 
 def _metrics(job: SweepJob) -> Mapping[str, Any]:
@@ -163,7 +164,7 @@ def _metrics(job: SweepJob) -> Mapping[str, Any]:
     result = job.outcome.result
     if result is None:
         return {}
-    return {"reward/mean": result["reward_mean"]} if job.steps is None else result["metrics"] or {}
+    return {"reward/mean": result["result"]["reward_mean"]} if not job.trains else result["metrics"] or {}
 
 
 def _figure(row: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import typer
@@ -38,6 +39,29 @@ class Verb(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+class VerbWithVerbs(Verb):
+    """A verb that takes settings of its own, and hands over to another where its first word names that one."""
+
+    @cached_property
+    def below(self) -> dict[str, TyperCommand]:
+        """Its verbs by name."""
+        raise NotImplementedError
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        first = args[0] if args else ""
+        if first in self.below:
+            return self.below[first].make_context(f"{info_name} {first}", args[1:], parent=parent, **extra)
+        meant = nearest(first, self.below) if first.isalpha() and not extra.get("resilient_parsing") else None
+        if meant is not None:
+            raise ConfigError(f"rlpost {info_name} has no verb {first}{did_you_mean(f'rlpost {info_name} {meant}')}")
+        return super().make_context(info_name, args, parent=parent, **extra)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, verb.get_short_help_str(100)) for name, verb in self.below.items()])
 
 
 class Verbs(TyperGroup):
@@ -130,6 +154,8 @@ def _unknown_verb(group: TyperGroup, context: Any, word: str) -> str:
 
 def _paths(command: Any, path: str) -> list[str]:
     """The full words of every verb below `command`."""
+    if isinstance(command, VerbWithVerbs):
+        return [path, *(f"{path} {name}" for name in command.below)]
     if not isinstance(command, TyperGroup):
         return [path]
     return [path, *(p for name, inner in command.commands.items() for p in _paths(inner, f"{path} {name}"))]
