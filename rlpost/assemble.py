@@ -13,7 +13,9 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
+from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
+from rlpost.data.samples import Encoder, encode_all
 from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
