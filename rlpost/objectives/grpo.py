@@ -199,9 +199,8 @@ def _model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Mo
         raise TypeError(
             f"actor is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
         )
-    if temperature is None:
-        sampling = None if model is actor else getattr(actor, "sampling", None)
-        temperature = 1.0 if sampling is None else sampling.temperature
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature:g} gives no probabilities to train: it must be above 0")
-    return model, temperature
+    sampling = None if model is actor else getattr(actor, "sampling", None)
+    chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)
+    if chosen <= 0:
+        raise ValueError(f"temperature={chosen:g} gives no probabilities to train: it must be above 0")
+    return model, chosen

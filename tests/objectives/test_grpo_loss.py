@@ -24,7 +24,12 @@ ADVANTAGES = [1.0, -1.0, 0.5]
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=11, tie_word_embeddings=False, **sizes)).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
