@@ -1,0 +1,237 @@
+"""Expert iteration, from top to bottom: sample, keep each prompt's best, fine-tune on them, push weights.
+
+ReST-EM (arXiv:2312.06585) samples anew in each round and fine-tunes on what a reward lets through,
+as STaR (arXiv:2203.14465) does. Departures from both: a round is one step of a few prompts rather
+than a whole data set, and each round goes on from the last one's weights rather than from the
+starting model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil, nan
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration, build_tracker
+from rlpost.batching import Row, rows_of
+from rlpost.evaluate import EvalResult
+from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
+from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
+from rlpost.output import output_into
+from rlpost.rollouts import write_rollouts
+from rlpost.run import Run
+from rlpost.screen import Screen, evaluation_line
+from rlpost.settings import ExpertIterationSettings
+from rlpost.settings.run import RunRequest
+from rlpost.text import counted
+from rlpost.train.grpo import evaluate_held_out, evaluation_due
+from rlpost.train.metrics import batch_metrics
+from rlpost.train.narration import announce, conclude
+from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
+from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
+
+
+@dataclass
+class Progress:
+    """How far a training is."""
+
+    step: int = 0  # steps done
+    nothing_selected: int = 0  # steps of these that had nothing to train on
+    eval_before: dict[str, float] | None = None  # the evaluation before the first step
+
+
+def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
+    """Run or resume the training that `settings` describes; returns the process's exit code."""
+    screen = Screen(plain=request.plain)
+    tracker = build_tracker(settings.tracking, request)
+    with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen, tracker=tracker) as run:
+        keep_freed_memory()
+        torch.manual_seed(settings.seed)
+        torch.use_deterministic_algorithms(settings.deterministic)
+        checkpoint = run.resume_from
+        with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
+            parts = assemble_expert_iteration(settings, checkpoint)
+            parts.policy.start()
+        with screen, contextlib.closing(parts.policy):  # what an engine says while it closes is not for the terminal
+            run.catch_signals()
+            announce(settings, parts, run)
+            parts.collector.on_phase = screen.phase
+            progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
+            after = learn(settings, parts, run, progress)
+            screen.phase("closing", "the policy")
+        conclude(run, progress.step, progress.eval_before, after)
+        return run.exit_code
+
+
+def learn(
+    settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, progress: Progress
+) -> EvalResult | None:
+    """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
+    after = None
+    screen = run.screen
+    learner = Learner(
+        parts.model,
+        parts.optimizer,
+        parts.objective,
+        settings.optim,
+        settings.model.autocast,
+        total_updates=settings.steps * most_updates(settings),
+    )
+    microbatches = Microbatches(
+        settings.tokens_per_microbatch,
+        parts.device,
+        note=screen.note,
+        progress=lambda done, total: screen.phase("training", done=done, total=total),
+    )
+    for step in run.steps(done=progress.step):
+        started = time.perf_counter()
+        sampled = parts.collector.rollout()
+        parts.buffer.extend(sampled)  # which lets in the best of each prompt
+        selected = parts.buffer.take(len(parts.buffer)) if len(parts.buffer) else None
+        metrics = batch_metrics(sampled, settings.group_size, parts.collector.policy_version)
+        metrics |= selection_metrics(sampled, selected)
+        collected = time.perf_counter()
+
+        screen.phase("training")
+        rows = [] if selected is None else rows_of(selected)
+        fill_reference(settings, parts, microbatches, rows)
+        updates: list[Update[SFTOutput]] = []
+        for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
+            try:
+                updates.append(update(learner, microbatches, minibatch, number))
+            except FloatingPointError as error:
+                folder = run.folder / f"diverged-step-{step:06d}"
+                write_rollouts(folder / "rollouts.parquet", step, sampled)
+                raise diverged(parts.model, parts.tokenizer, folder, f"step {step}: {error}") from error
+        if not updates:
+            progress.nothing_selected += 1
+            count = f"{progress.nothing_selected} of {counted(step, 'step')} so far"
+            screen.note(f"step {step}: no completion was selected, so nothing was learned from it ({count})")
+        metrics |= update_metrics(parts, updates) | {"selected/empty_steps": float(progress.nothing_selected)}
+        updated = time.perf_counter()
+
+        if updates:
+            screen.phase("pushing weights")
+            parts.collector.update_policy_weights_(parts.model)
+        done = time.perf_counter()
+        metrics |= {
+            **parts.collector.take_seconds(),
+            "time/train": updated - collected,
+            "time/sync": done - updated,
+            "time/step": done - started,
+            "memory/peak_gb": peak_memory_gb(parts.device),
+        }
+        progress.step = step
+        evaluated = {}
+        if evaluation_due(settings, step):
+            after = evaluate_held_out(settings, parts, run, f"after step {step}")
+            evaluated = after.metrics()
+        screen.phase("recording", f"step {step}")
+        run.record(step, metrics | evaluated, sampled)
+        if evaluated:
+            screen.line(evaluation_line(evaluated, f"after step {step}"))
+        if run.due(step, settings.checkpoint.every):
+            save(settings, parts, run, progress)
+        give_back_freed_memory()
+    return after
+
+
+def selection_metrics(sampled: TensorDict, selected: TensorDict | None) -> dict[str, float]:
+    """What a step selected of what it sampled.
+
+    Gives both batches the key `advantage`: 1 for what is trained on, else 0.
+    """
+    sampled["advantage"] = torch.zeros(sampled.batch_size)
+    if selected is None:
+        return {"selected/share": 0.0, "selected/reward_mean": nan, "selected/prompts": 0.0}
+    selected["advantage"] = torch.ones(selected.batch_size)
+    places = {name: i for i, name in enumerate(_names(sampled))}
+    for name in _names(selected):
+        if name in places:  # what completed a prompt of an earlier step was sampled there
+            sampled["advantage"][places[name]] = 1.0
+    return {
+        "selected/share": selected.batch_size[0] / sampled.batch_size[0],
+        "selected/reward_mean": selected["next", "reward"].mean().item(),
+        "selected/prompts": float(selected["group_id"].unique().numel()),
+    }
+
+
+def _names(batch: TensorDict) -> list[tuple[int, int]]:
+    return list(zip(batch["group_id"].tolist(), batch["sample"].tolist(), strict=True))
+
+
+def fill_reference(
+    settings: ExpertIterationSettings, parts: ExpertIterationParts, microbatches: Microbatches, rows: Sequence[Row]
+) -> None:
+    """Give `rows` the log-probs of the reference, where the loss reads them."""
+    if parts.reference is None or not rows:
+        return
+    with parts.reference() as reference:
+        read = read_log_probs(reference, microbatches, rows, kind=settings.model.autocast)
+    for row, log_probs in zip(rows, read, strict=True):
+        row.ref_log_probs = log_probs
+
+
+def most_updates(settings: ExpertIterationSettings) -> int:
+    """Optimizer steps of a step that selects as much as it can; the schedule of the learning rate counts these."""
+    selected = settings.prompts_per_step * settings.topk_size
+    return settings.passes * ceil(selected / (settings.minibatch_size or selected))
+
+
+def minibatches(settings: ExpertIterationSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The rows of each optimizer step: as few parts as `minibatch_size` allows, of nearly equal size."""
+    parts = ceil(len(rows) / (settings.minibatch_size or max(1, len(rows))))
+    for _ in range(settings.passes):
+        for part in range(parts):
+            yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+
+
+def update_metrics(parts: ExpertIterationParts, updates: Sequence[Update[SFTOutput]]) -> dict[str, float]:
+    """What the step's optimizer steps did: losses are their means, tokens their sum."""
+    each = [sft_metrics(u.outputs) for u in updates]
+    means = {name: sum(metrics[name] for metrics in each) / len(each) for name in (each[0] if each else {})}
+    return (
+        {"loss/sft": 0.0}
+        | means
+        | {
+            "grad_norm": sum(u.grad_norm for u in updates) / max(1, len(updates)),
+            "lr": parts.optimizer.param_groups[0]["lr"],
+            "tokens/trained": sum(metrics["tokens/trained"] for metrics in each),
+        }
+    )
+
+
+def begin(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run) -> Progress:
+    """Evaluate the starting model, where evaluation is on."""
+    run.forget_after(-1)
+    progress = Progress()
+    if settings.eval.enabled:
+        progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
+        run.record(0, progress.eval_before)
+        run.screen.line(evaluation_line(progress.eval_before, "before training"))
+    return progress
+
+
+def resume(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, checkpoint: Path) -> Progress:
+    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
+    state = load_run(checkpoint, settings, parts.model, parts.optimizer)
+    restore_collection(parts, state)
+    progress = Progress(**state["progress"])
+    run.forget_after(progress.step)
+    run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
+    if progress.step >= settings.steps:
+        done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
+        run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
+    return progress
+
+
+def save(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, progress: Progress) -> None:
+    """Write a checkpoint of the last finished step."""
+    state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
+    save_run(run, progress.step, parts.model, parts.tokenizer, parts.optimizer, settings.checkpoint, state)
