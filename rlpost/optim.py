@@ -6,7 +6,7 @@ from math import cos, pi
 
 import torch
 
-from rlpost.extras import require
+from rlpost.extras import require_bitsandbytes
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
 # of the 8-bit form's state: the tables of its numbers, which all parameters share, and a scale for each block of them
@@ -31,11 +31,6 @@ def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.op
 
         return AdamW8bit(groups, lr=settings.lr, betas=betas, eps=settings.eps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
-
-
-def require_bitsandbytes() -> None:
-    """Raise MissingExtraError unless bitsandbytes is there."""
-    require("bitsandbytes", "bitsandbytes", "optim=adamw_8bit")
 
 
 def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.activations import recompute_activations
+from rlpost.config.paths import NAMED_MODELS, resolve_adapter_path
 from rlpost.home import expanded
 from rlpost.lora import adapter_off, add_adapter, load_adapter
 from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model
@@ -57,13 +58,13 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     start = locate_model(settings.model.path, settings.model.revision)
     lora = settings.lora
     if lora.path is not None:
-        start = locate_merged(start, expanded(lora.path))
+        start = locate_merged(start, resolve_adapter_path(lora.path))
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     tokenizer = load_tokenizer(current)
     model = load_model(start if lora.enabled else current, settings.model)
     if lora.enabled:
-        add_adapter(model, lora, base=str(start))
+        add_adapter(model, lora, base=_name(settings, start))
     if adapter is not None:
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
@@ -78,6 +79,13 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         adapter=adapter if beside else None,
         reference=_reference(model, start, settings) if with_reference else None,
     )
+
+
+def _name(settings: TrainingSettings, start: Path) -> str:
+    """What an adapter calls the model it is for: its hub id, or the folder on this machine."""
+    path = settings.model.path
+    is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
+    return path if is_hub_id else str(start)
 
 
 def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings) -> Reference:

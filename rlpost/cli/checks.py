@@ -40,8 +40,8 @@ def compose_and_check(
         require_vllm()
     if not isinstance(settings, EvalSettings):
         chosen_tracker(settings.tracking)
-    if getattr(composed.settings, "lora", None) is not None and composed.settings.lora.enabled:
-        require_peft("lora.enabled=true")
-    if isinstance(getattr(composed.settings, "optim", None), AdamW8bitSettings):
-        require_bitsandbytes()
+        if settings.lora.enabled:
+            require_peft("lora.enabled=true")
+        if isinstance(settings.optim, AdamW8bitSettings):
+            require_bitsandbytes()
     return composed

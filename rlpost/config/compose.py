@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlpost.config.explain import option_of_others, unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
-from rlpost.config.paths import check_adapter_path, check_data_path, check_reward, is_run_folder, resolve_model_path
+from rlpost.config.paths import check_data_path, check_reward, is_run_folder, resolve_adapter_path, resolve_model_path
 from rlpost.config.plugins import load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
@@ -259,7 +259,7 @@ def _check_paths(settings: GRPOSettings | SFTSettings | EvalSettings) -> None:
         raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
     resolve_model_path(path)
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
-        check_adapter_path(lora.path)
+        resolve_adapter_path(lora.path)
     for key in ("path", "test_path"):
         if isinstance(data := getattr(settings.env, key, None), str):
             check_data_path(data, f"env.{key}")

@@ -70,14 +70,19 @@ def adapter_base(folder: Path) -> str:
     return base
 
 
-def check_adapter_path(path: str, key: str = "lora.path") -> Path:
-    """The folder of the peft adapter that the value of `key` names. Raises ConfigError where it holds none."""
+def resolve_adapter_path(path: str, key: str = "lora.path") -> Path:
+    """The folder of the peft adapter that the value of `key` names: a run's latest, a checkpoint's, or itself.
+
+    Raises ConfigError where it holds none.
+    """
     folder = expanded(path)
     if not folder.is_dir():
         raise ConfigError(f"{key}={path} is no folder{_nearby(folder)}")
-    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConfigError(f"{key}={path} holds no peft adapter: it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
-    return folder
+    of_a_checkpoint, of_a_run = folder / "adapter", folder / "checkpoints" / "latest" / "adapter"
+    for found in (folder, of_a_checkpoint, of_a_run):
+        if (found / ADAPTER_CONFIG).is_file() and (found / ADAPTER_WEIGHTS).is_file():
+            return found
+    raise ConfigError(f"{key}={path} holds no peft adapter: that is {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -119,7 +124,7 @@ def resolve_model_path(path: str) -> str:
         return path
     folder = expanded(path)
     if folder.is_dir() and is_adapter_folder(folder):
-        check_adapter_path(path, "model.path")
+        resolve_adapter_path(path, "model.path")
         _check_base(folder, path)
         return str(folder)
     if folder.is_dir():

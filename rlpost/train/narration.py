@@ -7,10 +7,12 @@ import shlex
 from rlpost.assemble import GRPOParts
 from rlpost.config.overrides import Override, is_code
 from rlpost.evaluate import EvalResult
+from rlpost.lora import describe_adapter
 from rlpost.models import describe
 from rlpost.run import Run
 from rlpost.settings import GRPOSettings
 from rlpost.text import counted
+from rlpost.train.best import BestSoFar, best_line
 
 
 def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
@@ -25,6 +27,7 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
         f"{settings.group_size} completions = {completions}, at most {settings.env.max_completion_tokens} tokens each",
+        *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
         f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else ""),
     ]
@@ -57,7 +60,7 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None) -> None:
+def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None, best: BestSoFar) -> None:
     """The result in a few lines, and the one command to look closer."""
     screen = run.screen
     if run.stopping:
@@ -81,5 +84,7 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
         for name, share in shares.items():
             value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
             screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}{after.extent(share)}", "bold")
+    if line := best_line(run, best, before):
+        screen.line(line)
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
     screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
