@@ -22,6 +22,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
         "step": f"step {step:>{len(str(total))}}/{total}",
         "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
         "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
+        "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
         "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
         "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
         "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
@@ -29,7 +30,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
         "seconds": " ".join(filter(None, seconds)),
         "left": f"left {left}",
     }
-    dispensable = ["seconds", "grad", "speed", "gap", "tokens", "left"]
+    dispensable = ["seconds", "grad", "speed", "gap", "tokens", "left", "selected"]
     while width is not None and len(_joined(parts)) > width and dispensable:
         del parts[dispensable.pop(0)]
     return _joined(parts)
