@@ -65,6 +65,19 @@ def locate_model(path: str, revision: str | None = None) -> Path:
     return locate_merged(locate_model(adapter_base(folder)), folder) if is_adapter_folder(folder) else folder
 
 
+def locate_tokenizer(path: str, revision: str | None = None) -> Path:
+    """The local folder of the tokenizer that the model of `path` has; of a hub's model no weights are fetched.
+
+    Raises what `locate_model` raises.
+    """
+    if ":" in path:  # made here, tokenizer and weights together
+        return locate_model(path, revision)
+    folder = Path(resolve_model_path(path))
+    if not folder.exists():
+        return _fetch(path, revision, with_weights=False)
+    return locate_tokenizer(adapter_base(folder)) if is_adapter_folder(folder) else folder
+
+
 def locate_merged(base: Path, adapter: Path) -> Path:
     """The HF folder of `base` with the peft adapter merged into it, in the format of its weights; made once.
 
@@ -220,13 +233,15 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def _fetch(hub_id: str, revision: str | None) -> Path:
+def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> Path:
     """Download from the hub, or find in its cache. Raises DataError within seconds if neither works."""
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
+        cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
+        if not with_weights or any(cached.glob("*.safetensors")):  # the tokenizer alone may be there
+            return cached
     except (OSError, ValueError):
         pass  # not in the cache yet: ask the hub
     try:
