@@ -54,6 +54,7 @@ FIGURES = {
     "grad_norm": Figure("grad norm", "{:.2f}", colour="red"),
     "entropy": Figure("entropy", "{:.2f}", colour="blue"),
     "groups/zero_std": Figure("zero std", "{:.0%}"),
+    "selected/share": Figure("selected", "{:.0%}"),
     "completion/truncated": Figure("truncated", "{:.0%}"),
     "kl/ref": Figure("kl to ref", "{:.4f}"),
     "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
