@@ -27,6 +27,7 @@ from rlpost.errors import CheckpointError
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
 LATEST = "latest"
+BEST = "best"
 
 
 def save_checkpoint(
@@ -38,10 +39,12 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int,
+    best: int | None = None,
 ) -> Path:
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
-    The folder appears under its name only when complete. Raises CheckpointError, leaving what was
+    `best` is the step of the best checkpoint so far, perhaps this one: the link `best` points at it, and
+    it is never removed. The folder appears under its name only when complete. Raises CheckpointError, leaving what was
     there before, when the disk does not take it.
     """
     final = folder / f"step-{step:06d}"
@@ -59,9 +62,10 @@ def save_checkpoint(
         if final.exists():
             shutil.rmtree(final)
         os.replace(making, final)
-        _point_latest(folder, final.name)
+        _point(folder, LATEST, final.name)
+        point_best(folder, best)
         for old in checkpoints(folder)[:-keep_last]:
-            if old != final:
+            if old != final and step_of(old) != best:
                 shutil.rmtree(old)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
@@ -104,12 +108,22 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
     dropped = [path for path in checkpoints(folder) if step_of(path) > step]
     if dropped:
         if kept:
-            _point_latest(folder, kept[-1].name)
+            _point(folder, LATEST, kept[-1].name)
         else:
             (folder / LATEST).unlink(missing_ok=True)
     for path in dropped:
         shutil.rmtree(path)
     return dropped
+
+
+def point_best(folder: Path, step: int | None) -> bool:
+    """Let the link `best` point at the checkpoint of `step`; take it away, and return False, where there is none."""
+    found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
+    if found is None:
+        (folder / BEST).unlink(missing_ok=True)
+        return False
+    _point(folder, BEST, found.name)
+    return True
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -122,8 +136,9 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _point_latest(folder: Path, name: str) -> None:
-    link = folder / ".latest.new"
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    os.replace(link, folder / LATEST)
+def _point(folder: Path, link: str, name: str) -> None:
+    """Let the link `folder`/`link` point at the checkpoint `name`, in one step."""
+    making = folder / f".{link}.new"
+    making.unlink(missing_ok=True)
+    making.symlink_to(name)
+    os.replace(making, folder / link)

@@ -13,7 +13,7 @@ from rlpost.nearest import did_you_mean, nearest
 
 RUNS = Path("runs")
 RESUME_WORDS = ("auto", "latest")
-NAMELESS = re.compile(r"model|checkpoints|latest|step-\d+")  # folders inside a run that do not tell runs apart
+NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
 
 
 def choose_folder(out: Path | None, name: str | None, resume: str | None, stem: str) -> Path:

@@ -28,8 +28,10 @@ from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import GRPOSettings, SamplingSettings
+from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
+from rlpost.train.best import BestSoFar, restore_best
 from rlpost.train.metrics import batch_metrics, loss_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
@@ -37,8 +39,8 @@ from rlpost.train.update import Learner, Microbatches, Update, diverged, read_lo
 
 
 @dataclass
-class Progress:
-    """How far a training is."""
+class Progress(BestSoFar):
+    """How far a training is, and when it was best."""
 
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
@@ -64,7 +66,7 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
             progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
             after = learn(settings, parts, run, progress)
             screen.phase("closing", "the policy")
-        conclude(run, progress.step, progress.eval_before, after)
+        conclude(run, progress.step, progress.eval_before, after, progress)
         return run.exit_code
 
 
@@ -132,7 +134,8 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         run.record(step, metrics | evaluated, batch)
         if evaluated:
             screen.line(evaluation_line(evaluated, f"after step {step}"))
-        if run.due(step, settings.checkpoint.every):
+        is_best = progress.is_new_best(step, evaluated)
+        if is_best or run.due(step, settings.checkpoint.every):
             save(settings, parts, run, progress)
         give_back_freed_memory()
     return after
@@ -212,6 +215,7 @@ def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path)
     restore_collection(parts, state)
     progress = Progress(**state["progress"])
     run.forget_after(progress.step)
+    restore_best(run, progress)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
     if progress.step >= settings.steps:
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
@@ -222,7 +226,16 @@ def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path)
 def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> None:
     """Write a checkpoint of the last finished step."""
     state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
-    save_run(run, progress.step, parts.model, parts.tokenizer, parts.optimizer, settings.checkpoint, state)
+    save_run(
+        run,
+        progress.step,
+        parts.model,
+        parts.tokenizer,
+        parts.optimizer,
+        settings.checkpoint,
+        state,
+        best=progress.best_step,
+    )
 
 
 def evaluation_due(settings: GRPOSettings, step: int) -> bool:
@@ -232,14 +245,20 @@ def evaluation_due(settings: GRPOSettings, step: int) -> bool:
 
 
 def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: str) -> EvalResult:
-    """Greedy accuracy on held-out prompts; `when` tells a plain terminal which evaluation is under way."""
+    """Accuracy on held-out prompts; `when` tells a plain terminal which evaluation is under way.
+
+    One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
+    """
     num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
+    samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     if not run.screen.is_live:
         run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
     return evaluate(
         parts.eval_env,
         parts.policy,
         num_prompts=num_prompts,
-        sampling=SamplingSettings(temperature=0.0),
+        sampling=SamplingSettings(temperature=0.0) if samples == 1 else settings.sampling,
+        k=settings.eval.k,
+        samples=samples,
         progress=lambda done, total: run.screen.phase("evaluating", done=done, total=total),
     )

@@ -31,9 +31,11 @@ def save_run(
     optimizer: torch.optim.Optimizer,
     settings: CheckpointSettings,
     state: Mapping[str, Any],
+    best: int | None = None,
 ) -> None:
     """Write the checkpoint of `step`: weights, optimizer, RNG, and the loop's own `state` as JSON.
 
+    `best` is the step of the best checkpoint so far.
     An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
     """
     run.screen.phase("saving checkpoint")
@@ -46,6 +48,7 @@ def save_run(
         tensors=optimizer_tensors(model, optimizer),
         state={**state, "optimizer": type(optimizer).__name__},
         keep_last=settings.keep_last,
+        best=best,
     )
     log.info("saved %s", path)
 
