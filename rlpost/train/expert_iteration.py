@@ -30,6 +30,7 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import counted
+from rlpost.train.best import BestSoFar, restore_best
 from rlpost.train.grpo import evaluate_held_out, evaluation_due
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
@@ -38,8 +39,8 @@ from rlpost.train.update import Learner, Microbatches, Update, diverged, read_lo
 
 
 @dataclass
-class Progress:
-    """How far a training is."""
+class Progress(BestSoFar):
+    """How far a training is, and when it was best."""
 
     step: int = 0  # steps done
     nothing_selected: int = 0  # steps of these that had nothing to train on
@@ -65,7 +66,7 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
             progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
             after = learn(settings, parts, run, progress)
             screen.phase("closing", "the policy")
-        conclude(run, progress.step, progress.eval_before, after)
+        conclude(run, progress.step, progress.eval_before, after, progress)
         return run.exit_code
 
 
@@ -136,7 +137,8 @@ def learn(
         run.record(step, metrics | evaluated, sampled)
         if evaluated:
             screen.line(evaluation_line(evaluated, f"after step {step}"))
-        if run.due(step, settings.checkpoint.every):
+        is_best = progress.is_new_best(step, evaluated)
+        if is_best or run.due(step, settings.checkpoint.every):
             save(settings, parts, run, progress)
         give_back_freed_memory()
     return after
@@ -224,6 +226,7 @@ def resume(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: 
     restore_collection(parts, state)
     progress = Progress(**state["progress"])
     run.forget_after(progress.step)
+    restore_best(run, progress)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
     if progress.step >= settings.steps:
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
@@ -234,4 +237,13 @@ def resume(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: 
 def save(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, progress: Progress) -> None:
     """Write a checkpoint of the last finished step."""
     state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
-    save_run(run, progress.step, parts.model, parts.tokenizer, parts.optimizer, settings.checkpoint, state)
+    save_run(
+        run,
+        progress.step,
+        parts.model,
+        parts.tokenizer,
+        parts.optimizer,
+        settings.checkpoint,
+        state,
+        best=progress.best_step,
+    )
