@@ -77,7 +77,7 @@ def check_kept(composed: Composed[Any], kept: list[Override]) -> None:
 def point_of(folder: Path, resume: str) -> str:
     """Where a run in `folder` that is resumed goes on, as `--dry-run` says it."""
     source = folder if resume in RESUME_WORDS else expanded(resume)
-    found = newest_checkpoint(source)
+    found = newest_checkpoint(source.resolve())
     return f"going on after step {step_of(found)}" if found else "beginning: it has no checkpoint yet"
 
 
