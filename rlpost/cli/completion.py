@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, describe, options
+from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, TRAIN_SFT, Command, describe, options
 from rlpost.errors import RlpostError
 
 if TYPE_CHECKING:
@@ -81,6 +81,11 @@ def complete_training(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings of the training verb that the line names."""
     command = next(c for c in COMMANDS if c.verb.split()[-1] == ctx.info_name)
     return _settings(command, ctx, _words(ctx), incomplete)
+
+
+def complete_sft(ctx: typer.Context, incomplete: str) -> Answers:
+    """Settings of `rlpost train sft`, whichever verb takes them."""
+    return _settings(TRAIN_SFT, ctx, _words(ctx), incomplete)
 
 
 def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:

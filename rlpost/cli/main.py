@@ -13,7 +13,7 @@ import typer
 
 from rlpost import __version__
 from rlpost.cli import chat as chat_verb
-from rlpost.cli import completion, config, env, info, reward, rollouts, runs, train
+from rlpost.cli import completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.complaint import explain_usage
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
@@ -48,6 +48,7 @@ app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a 
     chat_verb.chat
 )
 app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
+app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)
 app.add_typer(reward.app, name="reward", rich_help_panel=PREPARE)
 app.add_typer(runs.app, name="runs", rich_help_panel=LOOK)

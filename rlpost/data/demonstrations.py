@@ -89,5 +89,7 @@ class BadRows:
         lines = []
         for fault, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             first = self.examples[fault][0]
-            lines.append(f"{counted(count, 'row')} of {self.total} {fault.value}: {first.where}: {first.reason}")
+            lines.append(
+                f"{fault.value}: {count} of {counted(self.total, 'row')}, such as {first.where}: {first.reason}"
+            )
         return lines

@@ -62,7 +62,7 @@ class Encoder:
         if sum(mask) == sample.num_trained:  # only what follows the last answer went
             return Sample(sample.where, ids, mask)
         left = f"{sum(mask)} of its {sample.num_trained} trained are left" if any(mask) else "no trained one is left"
-        return Sample(sample.where, ids, mask, Fault.cut, f"{size} tokens, more than {limit}: {left}")
+        return Sample(sample.where, ids, mask, Fault.cut, f"{size:,} tokens, more than max_tokens={limit}: {left}")
 
 
 def encode_all(

@@ -1,0 +1,92 @@
+"""`rlpost data`: demonstrations to look at before a model is trained on them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlpost.cli.completion import complete_sft
+from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr, takes_colour
+from rlpost.cli.usage import JSON_HELP, OVERRIDES_HELP, App
+from rlpost.errors import ConfigError
+from rlpost.text import counted
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
+    from rlpost.data.samples import Encoder
+    from rlpost.settings import SFTSettings
+
+ROWS_READ = 200
+
+PREVIEW_EXAMPLES = """\b
+Examples:
+  rlpost data preview
+  rlpost data preview model=smollm2 env=gsm8k
+  rlpost data preview env=dataset env.path=mine.jsonl --row 17
+"""
+
+app = App(help="Look at what a model would be trained on.")
+
+
+@app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show a demonstration and what of it is trained.")
+def preview(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_sft),
+    ] = None,
+    row: Annotated[int, typer.Option(metavar="K", min=1, help="Show the K-th row.")] = 1,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Sum up the first N rows.")] = ROWS_READ,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Mark what is trained with » and « in place of colours.")
+    ] = False,
+) -> None:
+    """Show a demonstration as the model reads it, what of it is trained, and a summary of the first rows.
+
+    Takes what rlpost train sft takes, and loads the tokenizer only.
+    """
+    from rlpost.config.compose import compose
+    from rlpost.config.registry import TRAIN_SFT
+
+    settings = compose(TRAIN_SFT, overrides or []).settings
+    if as_json:
+        with stdout_on_stderr():
+            demonstrations, encoder = opened(settings, max(row, rows))
+        from rlpost.cli.data_view import preview_as_dict
+
+        print_json(preview_as_dict(demonstrations[:rows], chosen(demonstrations, row), encoder))
+        return
+    show_status("reading rows and tokenizer")
+    try:
+        demonstrations, encoder = opened(settings, max(row, rows))
+    finally:
+        show_status("")
+    from rlpost.cli.data_view import preview_lines
+
+    coloured = takes_colour(sys.stdout) and not plain
+    lines = preview_lines(
+        demonstrations[:rows], chosen(demonstrations, row), encoder, settings.max_bad_share, coloured=coloured
+    )
+    print("\n".join(lines))
+
+
+def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Encoder]:
+    """The first `count` demonstrations of the environment, and what encodes them with the model's tokenizer."""
+    from rlpost.data.samples import Encoder
+    from rlpost.envs.build import build_env
+    from rlpost.models import load_tokenizer, locate_tokenizer
+
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    demonstrations = list(islice(env.demonstrations(), count))  # a bad path or row is found first
+    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision))
+    return demonstrations, Encoder(tokenizer, settings.max_tokens)
+
+
+def chosen(demonstrations: list[Demonstration], row: int) -> Demonstration:
+    """The `row`-th demonstration, from 1. Raises ConfigError where there are fewer."""
+    if row > len(demonstrations):
+        raise ConfigError(f"--row {row}: there are {counted(len(demonstrations), 'row')}")
+    return demonstrations[row - 1]
