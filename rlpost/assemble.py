@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows
 from rlpost.envs.transforms.policy_version import PolicyVersion
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model
@@ -198,6 +200,15 @@ class SFTParts:
         """Where the model is trained."""
         return self.model.device
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a data position depends on besides the seed: how many samples there are, and every id of them."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in self.samples.rows:
+            digest.update(repr((sample.ids, sample.mask)).encode())
+        order = "shuffled" if self.samples.shuffle else "in order"
+        return f"{self.samples.count()} samples, {order}, content {digest.hexdigest()}"
+
 
 def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
     """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
@@ -217,6 +228,10 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     if settings.eval.enabled:
         first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
         held_out, _ = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+        if not held_out:
+            raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
+    if not samples:
+        raise DataError("there are no rows to train on: give some")
     return SFTParts(
         model_folder=trainable.folder,
         tokenizer=trainable.tokenizer,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from rlpost.assemble import GRPOParts
 from rlpost.config.overrides import Override, is_code
@@ -10,7 +13,7 @@ from rlpost.evaluate import EvalResult
 from rlpost.lora import describe_adapter
 from rlpost.models import describe
 from rlpost.run import Run
-from rlpost.settings import GRPOSettings
+from rlpost.settings import EnvSettings, GRPOSettings, ModelSettings
 from rlpost.text import counted
 from rlpost.train.best import BestSoFar, best_line
 
@@ -18,18 +21,16 @@ from rlpost.train.best import BestSoFar, best_line
 def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     """The effective model, data, sizes and folder, before anything is done."""
     completions = settings.prompts_per_step * settings.group_size
-    size = sum(p.numel() for p in parts.model.parameters())
-    source = getattr(settings.env, "path", None)
-    data = type(settings.env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
+    data = name_of_data(settings.env)
     lines = [
-        f"model   {settings.model.path}: {describe(parts.model_folder)}, {_short(size)} parameters, {parts.device}",
-        f"data    {data}" + (f", {_prompts(settings, parts)}" if source else ""),
+        model_line(settings.model, parts.model_folder, parts.model),
+        f"data    {data}" + (f", {_prompts(settings, parts)}" if hasattr(settings.env, "path") else ""),
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
         f"{settings.group_size} completions = {completions}, at most {settings.env.max_completion_tokens} tokens each",
         *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
         f"lr      {settings.optim.lr:g}, seed {settings.seed}",
-        f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else ""),
+        writes_line(run),
     ]
     for line in lines:
         run.screen.line(line)
@@ -47,6 +48,23 @@ def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
     )
 
 
+def model_line(settings: ModelSettings, folder: Path, model: PreTrainedModel) -> str:
+    """The model that is trained."""
+    size = _short(sum(p.numel() for p in model.parameters()))
+    return f"model   {settings.path}: {describe(folder)}, {size} parameters, {model.device}"
+
+
+def name_of_data(env: EnvSettings) -> str:
+    """The environment, and where its rows come from where it has rows: `GSM8K from data/gsm8k`."""
+    source = getattr(env, "path", None)
+    return type(env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
+
+
+def writes_line(run: Run) -> str:
+    """Where the run leaves its record."""
+    return f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else "")
+
+
 def _prompts(settings: GRPOSettings, parts: GRPOParts) -> str:
     held_out = f", {parts.eval_env.num_tasks} held out" if settings.eval.enabled else ""
     return f"{counted(parts.env.num_tasks, 'prompt')}{held_out}"
@@ -60,17 +78,23 @@ def _short(count: int) -> str:
     return str(count)
 
 
+def say_stopped(run: Run, step: int) -> None:
+    """How a run goes on that a signal has ended after `step`."""
+    named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
+    where = "" if named else f" --out {run.folder}"
+    again = f"the same command with --resume auto{where}"
+    if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
+        code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
+        verb = " ".join(run.request.command[:3])
+        again = f"{verb} --resume {shlex.join([str(run.folder), *code])}"
+    run.screen.note(f"stopped after step {step}; to go on: {again}")
+
+
 def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None, best: BestSoFar) -> None:
     """The result in a few lines, and the one command to look closer."""
     screen = run.screen
     if run.stopping:
-        named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
-        where = "" if named else f" --out {run.folder}"
-        again = f"the same command with --resume auto{where}"
-        if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
-            code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
-            again = f"rlpost train grpo --resume {shlex.join([str(run.folder), *code])}"
-        screen.note(f"stopped after step {step}; to go on: {again}")
+        say_stopped(run, step)
         return
     if before is not None and after is not None:
         screen.line("")

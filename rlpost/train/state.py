@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.assemble import GRPOParts
+from rlpost.assemble import SamplingParts
 from rlpost.checkpoint import load_checkpoint, save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.lora import is_adapted, save_adapter
 from rlpost.models import save_model
 from rlpost.optim import OTHER_SHAPES, SHARED_STATE
 from rlpost.run import Run
-from rlpost.settings import CheckpointSettings, GRPOSettings
+from rlpost.settings import CheckpointSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
+
+TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
 log = logging.getLogger("rlpost")
 
@@ -54,7 +56,7 @@ def save_run(
 
 
 def load_run(
-    checkpoint: Path, settings: GRPOSettings, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    checkpoint: Path, settings: TrainingSettings, model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Put the optimizer and the RNG back as they were at `checkpoint`; returns the loop's own state.
 
@@ -72,7 +74,7 @@ def load_run(
     return state
 
 
-def must_stay(settings: GRPOSettings) -> dict[str, Any]:
+def must_stay(settings: TrainingSettings) -> dict[str, Any]:
     """The settings that a run keeps while it goes on, for its checkpoint's state."""
     return {key: getattr(settings, key) for key in settings.must_stay}
 
@@ -108,7 +110,7 @@ def restore_optimizer(
     torch.set_rng_state(tensors["rng"])
 
 
-def collection_state(parts: GRPOParts) -> dict[str, Any]:
+def collection_state(parts: SamplingParts) -> dict[str, Any]:
     """Data cursor, conversations under way, buffer and version."""
     return {
         "collector": parts.collector.state_dict(),
@@ -117,7 +119,7 @@ def collection_state(parts: GRPOParts) -> dict[str, Any]:
     }
 
 
-def restore_collection(parts: GRPOParts, state: Mapping[str, Any]) -> None:
+def restore_collection(parts: SamplingParts, state: Mapping[str, Any]) -> None:
     """Put back what `collection_state` took."""
     parts.collector.load_state_dict(state["collector"])
     parts.buffer.load_state_dict(state["buffer"])
