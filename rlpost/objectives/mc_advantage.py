@@ -83,7 +83,9 @@ class MCAdvantage:
         self.trajectory_return = trajectory_return
         self.keep_return_bounds = keep_return_bounds
         self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
-        self.candidate_selection_min_size = candidate_selection_min_size or grpo_size
+        self.candidate_selection_min_size = (
+            grpo_size if candidate_selection_min_size is None else candidate_selection_min_size
+        )
         self.group_key = group_key
         self.estimator = estimator
         self.shuffle_rewards = shuffle_rewards
@@ -201,11 +203,11 @@ class MCAdvantage:
             yield from self._deliver(group, chosen, numbered)
             if numbered:
                 self._expect_late(key, self.candidate_group_size - len(group))
+            if numbered or count == len(group):
                 return
             group = group.part(range(count, len(group)))
             count = self.candidate_selection_min_size
-        if len(group):
-            self._waiting[key] = group
+        self._waiting[key] = group
 
     def _choose(self, group: Trajectories, count: int) -> list[int] | None:
         """Which of the first `count` trajectories are delivered; None where they make no group."""

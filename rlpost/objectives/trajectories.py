@@ -86,8 +86,13 @@ def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
 
 
 def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
-    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them."""
-    column: Any = steps.get(key)
+    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them.
+
+    Raises KeyError where there is no such entry.
+    """
+    column: Any = steps.get(key, None)
+    if column is None:
+        raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
     if isinstance(column, torch.Tensor):
         return [_hashable(row.tolist()) for row in column.unbind()]
     values = column if isinstance(column, list) else column.tolist()

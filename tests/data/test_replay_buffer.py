@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data import ReplayBuffer
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.errors import ConfigError, PolicyError
+from rlpost.objectives.dynamic_sampling import has_spread
 
 Batch = Callable[..., TensorDict]
 
@@ -150,3 +153,102 @@ def test_the_key_of_groups_can_be_chosen(batch: Batch) -> None:
     buffer = ReplayBuffer(group_key="sample")
     buffer.extend(batch(groups=2, size=2))
     assert groups(buffer.take(1)) == [0, 1]
+
+
+# A rule that turns groups down
+
+
+@pytest.fixture
+def of_rewards(batch: Batch) -> Callable[..., TensorDict]:
+    """Makes a group with these rewards; None is one that failed."""
+
+    def make(group: int, *rewards: float | None, version: int = 0) -> TensorDict:
+        pieces = [batch(size=1, first=group, reward=r, valid=r is not None, version=version) for r in rewards]
+        return concat_rows(pieces)
+
+    return make
+
+
+def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer()
+    rounds = [(0, (1, 1), 1, (1, 0)), (2, (0, 0), 3, (0, 0)), (4, (0, 1), 5, (1, 0))]
+    source = Source(buffer, [concat_rows([of_rewards(a, *x), of_rewards(b, *y)]) for a, x, b, y in rounds])
+    assert groups(buffer.take(2, accept=has_spread)) == [1, 1, 4, 4]
+    assert source.asked == 3
+    counts = buffer.take_counts()
+    assert (counts["groups/drawn"], counts["groups/dropped"]) == (6, 3)
+    assert counts["reward/mean_drawn"] == 5 / 12  # of everything that was drawn, the trained groups' is 1/2
+    assert groups(buffer.take(1, accept=has_spread)) == [5, 5]  # what was left over
+    counts = buffer.take_counts()
+    assert (counts["groups/drawn"], counts["groups/dropped"]) == (0, 0)
+    assert math.isnan(counts["reward/mean_drawn"])
+
+
+def test_a_group_turned_down_is_never_taken_later(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(draw_limit=1)
+    Source(buffer, [of_rewards(0, 1, 1), of_rewards(1, 1, 0)])
+    with pytest.raises(PolicyError):
+        buffer.take(1, accept=has_spread)
+    assert groups(buffer.take(1)) == [1, 1]  # although nothing is asked of it any more
+
+
+def test_without_a_rule_every_group_is_taken_and_counted(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer()
+    buffer.extend(concat_rows([of_rewards(0, 1, 1), of_rewards(1, 1, None)]))
+    assert groups(buffer.take(2)) == [0, 0, 1, 1]
+    counts = buffer.take_counts()
+    assert (counts["groups/drawn"], counts["groups/dropped"], counts["reward/mean_drawn"]) == (2, 0, 1.0)
+
+
+def test_giving_up_says_what_was_drawn_and_how_far_its_rewards_lay_apart(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(draw_limit=2)
+    Source(buffer, [concat_rows([of_rewards(n, 0.25, 0.25), of_rewards(n + 1, 1, 1)]) for n in (0, 2, 4)])
+    said = (
+        r"2 rounds of sampling brought 0 of 1 groups \(0 dropped by age so far\): 4 of 4 groups were turned down "
+        r"\(rewards from 0\.25 to 1, at most 0 apart within a group\); give prompts that .* dynamic\.draw_limit$"
+    )
+    with pytest.raises(PolicyError, match=said) as caught:
+        buffer.take(1, accept=has_spread)
+    assert caught.value.exit_code == 5
+    assert "\n" not in str(caught.value)
+
+
+def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(draw_limit=1)
+    Source(buffer, [of_rewards(0, None, None)])
+    with pytest.raises(PolicyError, match="1 of 1 groups were turned down \\(none had a valid reward\\)"):
+        buffer.take(1, accept=has_spread)
+
+
+def test_age_goes_before_the_rule(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer()
+    buffer.extend(concat_rows([of_rewards(0, 1, 1, version=1), of_rewards(1, 1, 1, version=3)]))
+    Source(buffer, [of_rewards(2, 1, 0, version=3)], version=3)
+    assert groups(buffer.take(1, max_policy_lag=1, accept=has_spread)) == [2, 2]
+    counts = buffer.take_counts()
+    assert (counts["buffer/dropped_by_age"], counts["groups/dropped"]) == (1, 1)
+
+
+def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> None:
+    buffer, resumed = ReplayBuffer(), ReplayBuffer()
+    buffer.extend(concat_rows([of_rewards(0, 1, 1), of_rewards(1, 1, 0), of_rewards(2, 0, 1)]))
+    assert groups(buffer.take(1, accept=has_spread)) == [1, 1]
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert resumed.take_counts() == buffer.take_counts() == {
+        "groups/drawn": 3.0,
+        "groups/dropped": 1.0,
+        "reward/mean_drawn": 4 / 6,
+        "buffer/dropped_by_age": 0.0,
+    }  # fmt: skip
+    assert groups(resumed.take(1, accept=has_spread)) == groups(buffer.take(1, accept=has_spread)) == [2, 2]
+
+
+def test_what_a_transform_counts_is_told_with_the_buffers_own() -> None:
+    class Counting:
+        def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+            return rows
+
+        def counts(self) -> dict[str, float]:
+            return {"groups/evicted": 7.0}
+
+    assert ReplayBuffer(transforms=[Counting()]).take_counts()["groups/evicted"] == 7.0

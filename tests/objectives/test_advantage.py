@@ -1,86 +1,176 @@
-"""MCAdvantage as the buffer's transform."""
+"""Advantages against numbers worked out by hand, and against the formulas written out over lists."""
 
 from __future__ import annotations
 
-import json
+import math
+import random
+from statistics import mean, stdev
 
 import pytest
 import torch
 
-from rlpost.data.batch import batch_from_conversations, select_rows
-from rlpost.data.conversation import Completion, Conversation
-from rlpost.objectives import MCAdvantage
+from rlpost.objectives.advantage import (
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    advantages,
+    equal_up_to_rounding,
+    shuffled,
+    token_advantages,
+)
+
+NAN = math.nan
 
 
-def finished(group: int, sample: int, reward: float, valid: bool = True) -> Conversation:
-    conversation = Conversation(task={}, messages=[{"role": "user", "content": "same question"}], group_id=group)
-    conversation.sample = sample
-    conversation.prompt_ids = [5, 6]
-    conversation.add_completion(Completion([7] * (sample + 1), [-0.5] * (sample + 1), "x", "stop", 0))
-    conversation.reward, conversation.valid, conversation.terminated = reward, valid, True
-    return conversation
+def taken(
+    estimator: str, rewards: list[float], groups: list[int] | None = None, valid: list[bool] | None = None
+) -> list[float]:
+    return advantages(
+        estimator,
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(groups or [0] * len(rewards)),
+        torch.tensor(valid or [True] * len(rewards)),
+    ).tolist()
 
 
-def test_interleaved_groups_are_told_apart_even_with_one_prompt() -> None:
-    batch = batch_from_conversations([finished(0, 0, 1), finished(1, 0, 0), finished(0, 1, 0), finished(1, 1, 0)])
-    out = MCAdvantage(2)(batch)
-    assert out is not None
-    assert out["group_id"].tolist() == [0, 0, 1, 1]
-    assert out["advantage"].tolist() == pytest.approx([0.70711, -0.70711, 0, 0], abs=1e-4)
-    assert [row.tolist() for row in out["tokens", "response"].unbind()] == [[7], [7, 7], [7], [7, 7]]
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", [1.4929, -0.3604, -0.5663, -0.5663]),  # mean 0.275, std 0.485627
+        ("dr_grpo", [0.725, -0.175, -0.275, -0.275]),
+        ("rloo", [1 - 0.1 / 3, 0.1 - 1 / 3, -1.1 / 3, -1.1 / 3]),
+        ("reinforce_pp", [1.4929, -0.3604, -0.5663, -0.5663]),  # one group is the whole batch
+        ("reinforce_pp_baseline", [1.4929, -0.3604, -0.5663, -0.5663]),
+        ("lite_ppo", [1.4929, -0.3604, -0.5663, -0.5663]),
+    ],
+)
+def test_one_group_by_hand(estimator: str, expected: list[float]) -> None:
+    assert taken(estimator, [1.0, 0.1, 0.0, 0.0]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_an_incomplete_group_waits_for_its_rest() -> None:
-    transform = MCAdvantage(3)
-    assert transform(batch_from_conversations([finished(4, 0, 1.0), finished(4, 1, 0.0)])) is None
-    assert transform.num_incomplete == 1
-    out = transform(batch_from_conversations([finished(4, 2, 0.0)]))
-    assert out is not None
-    assert out["advantage"].tolist() == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
-    assert transform.num_incomplete == 0
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # group 0 is [1, 0], group 1 is [4, 2]; the batch's mean is 7/4, its variance (9 + 49 + 81 + 1) / 16 / 3
+        ("grpo", [0.707107, -0.707107, 0.707107, -0.707107]),
+        ("reinforce_pp", [-0.75 / math.sqrt(35 / 12), -1.75 / math.sqrt(35 / 12), 2.25 / math.sqrt(35 / 12)]),
+        # centred: [.5, -.5, 1, -1], variance 2.5 / 3
+        ("reinforce_pp_baseline", [0.5 / math.sqrt(2.5 / 3), -0.5 / math.sqrt(2.5 / 3), 1 / math.sqrt(2.5 / 3)]),
+        ("lite_ppo", [0.5 / math.sqrt(35 / 12), -0.5 / math.sqrt(35 / 12), 1 / math.sqrt(35 / 12)]),
+    ],
+)
+def test_two_groups_by_hand(estimator: str, expected: list[float]) -> None:
+    values = taken(estimator, [1.0, 0.0, 4.0, 2.0], [0, 0, 1, 1])
+    assert values[: len(expected)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_waits_survives_a_checkpoint() -> None:
-    transform, resumed = MCAdvantage(2), MCAdvantage(2)
-    assert transform(batch_from_conversations([finished(4, 0, 0.1)])) is None
-    resumed.load_state_dict(json.loads(json.dumps(transform.state_dict())))
-    rest = batch_from_conversations([finished(4, 1, 0.7)])
-    expected, out = transform(rest), resumed(rest)
-    assert expected is not None
-    assert out is not None
-    assert torch.equal(out["advantage"], expected["advantage"])
-    assert torch.equal(out["next", "reward"], expected["next", "reward"])
-    assert out["query"] == expected["query"]
-    assert torch.equal(out["log_probs", "full"].values(), expected["log_probs", "full"].values())
+def slowly(estimator: str, rewards: list[float], groups: list[int], i: int) -> float:
+    """The papers' formulas for completion `i`."""
+    own = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
+    others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and j != i]
+    if estimator == "grpo":
+        return (rewards[i] - mean(own)) / stdev(own)
+    if estimator == "dr_grpo":
+        return rewards[i] - mean(own)
+    if estimator == "rloo":
+        return rewards[i] - mean(others)
+    if estimator == "reinforce_pp":
+        return (rewards[i] - mean(rewards)) / stdev(rewards)
+    if estimator == "lite_ppo":
+        return (rewards[i] - mean(own)) / stdev(rewards)
+    assert estimator == "reinforce_pp_baseline"
+    centred = [slowly("dr_grpo", rewards, groups, j) for j in range(len(rewards))]
+    return (centred[i] - mean(centred)) / stdev(centred)
 
 
-def test_shuffled_rewards_keep_their_values_and_change_their_owners() -> None:
-    rows = [finished(3, i, float(i)) for i in range(8)]
-    plain = MCAdvantage(8)(batch_from_conversations(rows))
-    shuffled = MCAdvantage(8, shuffle_rewards=True, seed=1)(batch_from_conversations(rows))
-    again = MCAdvantage(8, shuffle_rewards=True, seed=1)(batch_from_conversations(rows))
-    assert plain is not None
-    assert shuffled is not None
-    assert again is not None
-    assert shuffled["advantage"].tolist() == again["advantage"].tolist()
-    assert shuffled["advantage"].tolist() != plain["advantage"].tolist()
-    assert torch.equal(shuffled["advantage"].sort().values, plain["advantage"].sort().values)
-    assert torch.equal(shuffled["next", "reward"], plain["next", "reward"])  # what is reported stays true
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_is_its_formula_whatever_the_order_of_the_rows(estimator: str) -> None:
+    dice = random.Random(7)
+    groups = [group for group in (5, 0, 9) for _ in range(4)]
+    dice.shuffle(groups)
+    rewards = [dice.uniform(-2, 3) for _ in groups]
+    expected = [slowly(estimator, rewards, groups, i) for i in range(len(rewards))]
+    assert taken(estimator, rewards, groups) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_conversation_that_is_not_done_is_refused() -> None:
-    row = finished(0, 0, 1.0)
-    row.terminated = False
-    with pytest.raises(RuntimeError, match="not done"):
-        MCAdvantage(2)(batch_from_conversations([row]))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("noise", [0.0, 1e-8])
+def test_a_batch_of_equal_rewards_gives_exactly_zero_rounding_noise_or_not(estimator: str, noise: float) -> None:
+    rewards = [0.3, 0.1 + 0.2, 0.3 + noise, 0.3 - noise]
+    assert taken(estimator, rewards, [0, 0, 1, 1]) == [0.0] * 4
+    single = advantages(estimator, torch.tensor(rewards), torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool))
+    assert single.tolist() == [0.0] * 4  # in float32, too
 
 
-def test_a_group_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        MCAdvantage(1)
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo"])
+def test_an_equal_group_beside_another_gives_exactly_zero(estimator: str) -> None:
+    values = taken(estimator, [0.1 + 0.2, 0.3, 1.0, 0.0], [0, 0, 1, 1])
+    assert values[:2] == [0.0, 0.0]
+    assert values[2] > 0 > values[3]
 
 
-def test_a_group_that_grows_too_large_is_refused() -> None:
-    batch = batch_from_conversations([finished(0, i, 0.0) for i in range(3)])
-    with pytest.raises(ValueError, match="more than the 2 a group can have"):
-        MCAdvantage(2)(select_rows(batch, [0, 1, 2]))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("failed", [(123.0, False), (NAN, False), (NAN, True), (math.inf, True)])
+def test_a_failed_reward_is_outside_every_mean_and_gets_zero(estimator: str, failed: tuple[float, bool]) -> None:
+    reward, valid = failed
+    values = taken(estimator, [1.0, 0.0, reward, 4.0, 2.0], [0, 0, 0, 1, 1], [True, True, valid, True, True])
+    without = taken(estimator, [1.0, 0.0, 4.0, 2.0], [0, 0, 1, 1])
+    assert values == [*without[:2], 0.0, *without[2:]]
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_one_valid_sample_has_nothing_to_be_compared_with(estimator: str) -> None:
+    assert taken(estimator, [5.0, 1.0, NAN], valid=[True, False, True]) == [0.0] * 3
+    assert taken(estimator, [5.0]) == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_nothing_valid_gives_zero(estimator: str) -> None:
+    assert taken(estimator, [1.0, NAN], valid=[False, True]) == [0.0, 0.0]
+
+
+def test_a_single_sample_still_counts_where_the_whole_batch_is_compared() -> None:
+    values = taken("reinforce_pp", [1.0, 3.0], [0, 1])  # two groups of one
+    assert values == pytest.approx([-0.707107, 0.707107], abs=1e-6)
+    assert taken("lite_ppo", [1.0, 3.0], [0, 1]) == [0.0, 0.0]
+
+
+def test_an_unknown_estimator_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="'gae' is unknown: it must be one of grpo, dr_grpo, rloo"):
+        taken("gae", [1.0, 0.0])
+
+
+def test_equality_up_to_rounding_is_relative_to_large_values_alone() -> None:
+    assert equal_up_to_rounding(torch.tensor([1e6, 1e6 + 0.5]))
+    assert not equal_up_to_rounding(torch.tensor([1.0, 1.00001]))
+    assert not equal_up_to_rounding(torch.tensor([0.0, 1e-5]))
+    assert equal_up_to_rounding(torch.tensor([3.0]))
+
+
+def test_a_token_is_worth_the_reward_less_the_penalties_from_it_on_whitened_over_tokens() -> None:
+    penalties = torch.tensor([[0.5, 1.0, 9.0], [0.0, 0.25, 0.25], [7.0, 7.0, 7.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [False, True, True], [True, True, True]])
+    values = token_advantages(
+        torch.tensor([2.0, 1.0, NAN], dtype=torch.float64), penalties, mask, torch.tensor([True, True, False])
+    )
+    # returns: 2 - 1.5 and 2 - 1; 1 - 0.5 and 1 - 0.25: mean 0.6875, deviations -.1875, .3125, -.1875, .0625
+    std = math.sqrt((2 * 0.1875**2 + 0.3125**2 + 0.0625**2) / 3)
+    expected = [[-0.1875 / std, 0.3125 / std, 0.0], [0.0, -0.1875 / std, 0.0625 / std], [0.0] * 3]
+    assert values.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_token_advantages_without_penalties_or_differences_are_exactly_zero() -> None:
+    ones = torch.ones(2, 2, dtype=torch.bool)
+    assert token_advantages(torch.tensor([0.3, 0.1 + 0.2]), torch.zeros(2, 2), ones, ones[0]).tolist() == [[0, 0]] * 2
+
+
+def test_shuffling_moves_rewards_within_their_group_among_the_valid_alone() -> None:
+    rewards, groups = torch.arange(16.0), torch.tensor([0, 1] * 8)
+    valid = torch.ones(16, dtype=torch.bool).index_fill(0, torch.tensor([3, 4]), False)
+    moved = shuffled(rewards, groups, valid, seed=5)
+    assert moved.tolist() == shuffled(rewards, groups, valid, seed=5).tolist()
+    assert moved.tolist() != rewards.tolist()
+    assert moved.tolist() != shuffled(rewards, groups, valid, seed=6).tolist()
+    assert moved[[3, 4]].tolist() == [3.0, 4.0]
+    assert sorted(moved[groups == 0].tolist()) == rewards[groups == 0].tolist()
+    alone = shuffled(rewards[groups == 1], groups[groups == 1], valid[groups == 1], seed=5)
+    assert alone.tolist() == moved[groups == 1].tolist()  # whatever else is in the batch

@@ -1,0 +1,74 @@
+"""The soft overlong penalty and the rule of dynamic sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.data.batch import concat_rows
+from rlpost.objectives.dynamic_sampling import has_spread
+from rlpost.objectives.overlong import OverlongPenalty, soft_overlong_penalty
+
+Batch = Callable[..., TensorDict]
+
+
+def test_the_penalty_falls_on_a_straight_line_over_the_last_tokens() -> None:
+    lengths = torch.tensor([0, 6, 7, 8, 10, 11])
+    assert soft_overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_the_figures_of_the_paper() -> None:
+    values = soft_overlong_penalty(torch.tensor([16384, 18432, 20480, 20481]), 20480, 4096)
+    assert values.tolist() == [0.0, -0.5, -1.0, -1.0]
+
+
+def test_the_penalty_is_part_of_the_reward_and_of_nothing_else(batch: Batch) -> None:
+    rows = concat_rows(
+        [
+            batch(size=1, response_ids=[7] * 6, reward=1.0, accuracy_strict=1.0, reward_parts={"right": 1.0}),
+            batch(size=1, response_ids=[7] * 8, reward=0.0, accuracy_strict=0.0),
+            batch(size=1, response_ids=[7] * 9, reward=None, valid=False),
+        ]
+    )
+    out = OverlongPenalty(8, 4)(rows)
+    assert out["next", "reward"][:2].tolist() == [[0.5], [-1.0]]
+    assert math.isnan(out["next", "reward"][2].item())  # a reward that failed stays without a value
+    assert out["next", "reward_parts", "overlong"].tolist() == [[-0.5], [-1.0], [-1.0]]
+    assert out["next", "reward_parts", "right"][0].item() == 1.0
+    assert out["next", "accuracy_strict"][:2].tolist() == [[1.0], [0.0]]
+
+
+def test_only_sampled_tokens_count_as_length(batch: Batch) -> None:
+    rows = batch(size=1, response_ids=[7] * 8, mask=[1, 1, 0, 0, 0, 0, 1, 1], reward=1.0)
+    assert OverlongPenalty(8, 4)(rows)["next", "reward"].item() == 1.0  # four are the environment's
+
+
+@pytest.mark.parametrize(
+    ("rewards", "valid", "accepted"),
+    [
+        ([1.0, 0.0], [True, True], True),
+        ([1.0, 1.0], [True, True], False),
+        ([0.1 + 0.2, 0.3], [True, True], False),
+        ([0.3, 0.31], [True, True], True),  # not only 0 and 1
+        ([1.0, 0.0], [True, False], False),  # nothing valid to compare with
+        ([1.0, None, 1.0], [True, False, True], False),
+        ([1.0, None, 0.0], [True, False, True], True),
+        ([None, None], [False, False], False),
+    ],
+)
+def test_a_group_is_accepted_when_its_valid_rewards_differ(
+    batch: Batch, rewards: list[float | None], valid: list[bool], accepted: bool
+) -> None:
+    group = concat_rows([batch(size=1, reward=r, valid=v) for r, v in zip(rewards, valid, strict=True)])
+    assert has_spread(group) is accepted
+
+
+def test_lengths_alone_do_not_make_a_group_worth_training_on(batch: Batch) -> None:
+    rows = [batch(size=1, response_ids=[7] * size, reward=0.3) for size in (4, 5, 7)]
+    group = OverlongPenalty(8, 4)(concat_rows(rows))
+    assert group["next", "reward"].flatten().tolist() == pytest.approx([0.3, 0.05, -0.45])
+    assert has_spread(group) is False
