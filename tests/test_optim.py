@@ -1,4 +1,4 @@
-"""AdamW and its learning rate."""
+"""AdamW, in full and in 8 bits, and its learning rate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlpost.errors import MissingExtraError
+from rlpost.extras import is_installed
 from rlpost.optim import build_optimizer, learning_rate, set_learning_rate
-from rlpost.settings import OptimSettings, Schedule
+from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
 
 def rates(schedule: Schedule, warmup_steps: int, total: int) -> list[float]:
@@ -86,3 +88,29 @@ def test_a_rate_is_set_for_every_parameter() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), OptimSettings(lr=0.1))
     set_learning_rate(optimizer, 0.025)
     assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.025]
+
+
+def stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, seeds: range) -> None:
+    for seed in seeds:
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+
+
+@pytest.mark.skipif(not is_installed("bitsandbytes"), reason="bitsandbytes is not installed")
+def test_the_8_bit_form_keeps_a_byte_a_number_and_goes_where_adamw_goes() -> None:
+    layers = [nn.Linear(96, 64, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    start = layers[0].weight.detach().clone()
+    settings = AdamW8bitSettings(lr=1e-2, weight_decay=0.1)
+    small, full = build_optimizer(layers[0], settings), build_optimizer(layers[1], OptimSettings(**vars(settings)))
+    for layer, optimizer in zip(layers, (small, full), strict=True):
+        stepped(optimizer, layer.weight, range(5))
+    assert [small.state[layers[0].weight][key].dtype for key in ("state1", "state2")] == [torch.uint8] * 2
+    moved, expected = layers[0].weight - start, layers[1].weight - start
+    assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), 0) > 0.99
+
+
+def test_the_8_bit_form_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    with pytest.raises(MissingExtraError, match=r"optim=adamw_8bit needs bitsandbytes.*rlpost\[bitsandbytes\]"):
+        build_optimizer(nn.Linear(2, 2), AdamW8bitSettings())
