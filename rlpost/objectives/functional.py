@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from rlpost.objectives.advantage import advantages as advantages
 from rlpost.objectives.advantage import token_advantages as token_advantages
 from rlpost.objectives.aggregation import AGGREGATIONS as AGGREGATIONS
@@ -31,11 +29,3 @@ from rlpost.objectives.supervised import minor_sft_terms as minor_sft_terms
 from rlpost.objectives.supervised import sft_loss as sft_loss
 from rlpost.objectives.supervised import sft_terms as sft_terms
 from rlpost.objectives.variants import VARIANTS as VARIANTS
-from rlpost.objectives.variants import clipped_surrogate
-
-
-def clipped_policy_loss(
-    log_ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    """−min(ρÂ, clip(ρ, 1−clip_low, 1+clip_high)Â) per token, ρ = exp(log_ratio); any shape."""
-    return clipped_surrogate(log_ratio, advantage, clip_low, clip_high).loss

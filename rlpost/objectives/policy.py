@@ -74,8 +74,8 @@ def policy_terms(
         mask=mask,
         loss=keep(surrogate.loss, mask),
         log_ratio=(log_probs - old).detach(),
-        clipped_low=surrogate.low & mask,
-        clipped_high=surrogate.high & mask,
+        clipped_low=surrogate.low,
+        clipped_high=surrogate.high,
     )
     if ref_log_probs is not None:
         terms.kl_to_ref = kl_divergence(log_probs, keep(ref_log_probs.detach(), mask), kl_estimator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from itertools import count, islice
 from typing import Any
@@ -17,6 +18,7 @@ from rlpost.objectives.functional import (
     KL_ESTIMATORS,
     SAMPLER_CORRECTIONS,
     VARIANTS,
+    effective_sample_size,
     policy_loss,
     policy_metrics,
     policy_terms,
@@ -199,10 +201,11 @@ def one_token(
 @pytest.mark.parametrize(
     ("variant", "ratio", "advantage", "coefficients", "loss", "slope"),
     [
-        ("grpo", 1.5, 1.0, {}, -1.2, 0.0),
-        ("grpo", 1.5, -1.0, {}, 1.5, 1.5),
+        ("grpo", 1.5, 1.0, {}, -1.2, 0.0),  # clipped above: no slope
+        ("grpo", 1.5, -1.0, {}, 1.5, 1.5),  # a bad token grown likelier is always pushed back
         ("grpo", 0.5, 1.0, {}, -0.5, -0.5),
         ("grpo", 0.5, -1.0, {}, 0.8, 0.0),
+        ("grpo", 1.0, 2.0, {}, -2.0, -2.0),  # on policy: the plain policy gradient
         ("dapo", 1.5, 1.0, {}, -1.28, 0.0),
         ("cispo", 1.5, 1.0, {"clip_high": 0.2}, 1.2, -1.2),  # −1.2 · 1 · log π with log π = −1; clipped, yet a slope
         ("cispo", 1.5, -1.0, {"clip_high": 0.2}, -1.2, 1.2),
@@ -278,6 +281,17 @@ def test_shares_of_a_split_batch_add_up(variant: str) -> None:
         assert combined == pytest.approx({name: metrics[name].item() for name in combined})
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_terms_are_zero_where_the_mask_is_false(variant: str) -> None:
+    choice = Choice(variant, "token_mean", COEFFICIENTS[variant], correction="tis_token", high=1.1)
+    for x, batch in cases(choice, SEEDS):
+        log_probs, given = tensors(x, batch)
+        of_terms = {k: v for k, v in keywords(choice).items() if k not in AVERAGING}
+        terms = policy_terms(variant, log_probs, **given, **of_terms)
+        for name in (f.name for f in fields(terms)):
+            assert getattr(terms, name)[~given["mask"]].count_nonzero().item() == 0, name
+
+
 AVERAGING = ("aggregation", "normaliser", "kl_coef", "sampler_kl_coef")  # policy_terms has not averaged yet
 
 
@@ -333,6 +347,12 @@ def test_a_dropped_token_still_counts_in_the_normaliser() -> None:
     given = (x, torch.ones(1), torch.ones(1, 2, dtype=torch.bool))
     loss, _ = policy_loss("dapo", x, *given, sampler_log_probs=mu, sampler_correction="mis_token")
     assert loss.item() == pytest.approx(-0.5)
+
+
+def test_effective_sample_size_by_hand() -> None:
+    assert effective_sample_size(torch.tensor([0.0, math.log(3.0)])).item() == pytest.approx(0.8)
+    assert effective_sample_size(torch.full((7,), -2.5)).item() == pytest.approx(1.0)
+    assert math.isnan(effective_sample_size(torch.tensor([])).item())
 
 
 ONES = torch.ones(2, 3)

@@ -1,0 +1,62 @@
+"""Estimators of a divergence against the divergence itself, summed over a small vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlpost.objectives.functional import KL_ESTIMATORS, kl_divergence, sequence_kl_divergence
+
+P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+Q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+EXACT = 0.7 * math.log(0.7 / 0.5) + 0.2 * math.log(0.2 / 0.3) + 0.1 * math.log(0.1 / 0.2)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_k2grad"])
+def test_the_mean_of_an_unbiased_estimator_is_the_divergence(estimator: str) -> None:
+    samples = kl_divergence(P.log(), Q.log(), estimator)
+    assert (P * samples).sum().item() == pytest.approx(EXACT, abs=1e-12)
+
+
+def test_k2_and_k3_are_never_negative() -> None:
+    for estimator in ("k2", "k3", "k3_k2grad"):
+        assert kl_divergence(P.log(), Q.log(), estimator).min().item() >= 0
+
+
+def mean_gradient(estimator: str) -> torch.Tensor:
+    """The estimator's gradient in the logits of P, averaged over tokens drawn from P."""
+    logits = P.log().requires_grad_()
+    samples = kl_divergence(logits.log_softmax(-1), Q.log(), estimator)
+    return torch.autograd.grad((P * samples).sum(), logits)[0]
+
+
+def test_k2_and_k3_with_its_gradient_pull_as_the_divergence_does() -> None:
+    logits = P.log().requires_grad_()
+    log_p = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - Q.log())).sum(), logits)
+    assert torch.allclose(mean_gradient("k2"), exact, atol=1e-12)
+    assert torch.allclose(mean_gradient("k3_k2grad"), exact, atol=1e-12)
+    assert not torch.allclose(mean_gradient("k3"), exact, atol=1e-2)
+    assert torch.allclose(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_by_hand() -> None:
+    own, other = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-0.9], dtype=torch.float64)
+    values = {estimator: kl_divergence(own, other, estimator).item() for estimator in KL_ESTIMATORS}
+    assert values == pytest.approx({"k1": -0.1, "k2": 0.005, "k3": 0.00517092, "k3_k2grad": 0.00517092}, abs=1e-8)
+
+
+def test_a_completions_divergence_is_the_sum_over_its_tokens() -> None:
+    own = torch.tensor([[-1.0, -2.0, math.nan], [-1.0, -1.0, -1.0]])
+    other = torch.tensor([[-1.5, -1.0, -1.0], [math.inf, math.inf, math.inf]])
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    assert sequence_kl_divergence(own, other, mask).tolist() == [-0.5, 0.0]
+    assert sequence_kl_divergence(own, other, mask, "k2").tolist() == pytest.approx([0.625, 0.0])
+    assert kl_divergence(own, other, "k1", mask).tolist() == [[0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_an_unknown_estimator_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no KL estimator 'k3_k2grda'; did you mean k3_k2grad"):
+        kl_divergence(P, Q, "k3_k2grda")

@@ -1,0 +1,125 @@
+"""The same tensors through TRL's own loss: GRPOTrainer._compute_loss on a trainer that holds nothing else.
+
+Needs `pip install 'rlpost[parity]'`; run with `pytest -m parity`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.objectives.functional import policy_loss
+
+pytestmark = pytest.mark.parity
+
+B, T = 4, 7
+MAX_LENGTH = 11
+
+# name -> (TRL's loss_type, its importance_sampling_level, epsilon low and high as TRL means them, ours)
+LOSSES: dict[str, tuple[str, str, float, float, dict[str, Any]]] = {
+    "grpo": ("grpo", "token", 0.2, 0.2, {}),
+    "dr_grpo": ("dr_grpo", "token", 0.2, 0.2, {}),
+    "dapo": ("dapo", "token", 0.2, 0.28, {}),
+    "gspo": ("grpo", "sequence", 3e-4, 4e-4, {}),
+    "cispo": ("cispo", "token", 0.2, 1.4, {"clip_high": 0.4}),  # TRL's epsilon_high is the largest weight itself
+    "two_sided": ("dapo", "token", 0.2, 0.2, {"delta": 1.5}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _trl_is_installed() -> None:
+    """Here, since importing it takes its time and these tests are deselected by default."""
+    pytest.importorskip("trl", reason="parity with TRL is checked where TRL is installed")
+
+
+def bare_trainer(name: str, beta: float, log_probs: torch.Tensor, corrects_sampler: bool) -> Any:
+    """A GRPOTrainer with the attributes that its loss reads, and `log_probs` for its model's."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    loss_type, level, low, high, ours = LOSSES[name]
+    trainer: Any = object.__new__(GRPOTrainer)
+    trainer.loss_type, trainer.importance_sampling_level = loss_type, level
+    trainer.epsilon_low, trainer.epsilon_high, trainer.beta = low, high, beta
+    trainer.args = SimpleNamespace(delta=ours.get("delta"), use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.max_completion_length = MAX_LENGTH
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrects_sampler
+    trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = False
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+    trainer.model = SimpleNamespace(training=True)
+    trainer.accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
+    trainer._metrics = {"train": defaultdict(list)}
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros(B, T), None)
+    return trainer
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """A ragged batch of completions, none of them empty, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(B, T, generator=generator, dtype=torch.float64)
+
+    log_probs = -noise(1.0).abs() - 0.1
+    lengths = torch.randint(1, T + 1, (B, 1), generator=generator)
+    return {
+        "log_probs": log_probs,
+        "old_log_probs": log_probs + noise(0.4),
+        "ref_log_probs": log_probs + noise(0.4),
+        "sampler_log_probs": log_probs + noise(0.4),
+        "advantage": torch.randn(B, generator=generator, dtype=torch.float64),
+        "mask": torch.arange(T)[None] < lengths,
+    }
+
+
+def trl_loss(name: str, beta: float, given: dict[str, Any], weights: torch.Tensor | None) -> torch.Tensor:
+    ids = torch.zeros(B, T, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones(B, 1),
+        "completion_ids": ids,
+        "completion_mask": given["mask"].double(),
+        "advantages": given["advantage"],
+        "old_per_token_logps": given["old_log_probs"],
+        "ref_per_token_logps": given["ref_log_probs"],
+        "importance_sampling_ratio": weights,
+        "num_items_in_batch": given["mask"].sum().double(),
+    }
+    trainer = bare_trainer(name, beta, given["log_probs"], corrects_sampler=weights is not None)
+    return trainer._compute_loss(trainer.model, inputs)
+
+
+def assert_same(name: str, ours: torch.Tensor, theirs: torch.Tensor, log_probs: torch.Tensor) -> None:
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5), name
+    gradients = [torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (ours, theirs)]
+    assert gradients[1].abs().max() > 1e-3
+    assert torch.allclose(gradients[0], gradients[1], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_and_its_gradient_are_trls(name: str, beta: float) -> None:
+    for seed in range(4):
+        given = draw(seed)
+        given["log_probs"].requires_grad_()
+        normaliser = B * MAX_LENGTH if name == "dr_grpo" else None
+        ours, _ = policy_loss(name, **given, normaliser=normaliser, kl_coef=beta, **LOSSES[name][-1])
+        assert_same(name, ours, trl_loss(name, beta, given, weights=None), given["log_probs"])
+
+
+@pytest.mark.parametrize("correction", ["tis_token", "mis_token"])
+def test_a_corrected_loss_is_trls_with_the_same_weights(correction: str) -> None:
+    """TRL makes the weights where it generates: π_old/µ, clamped to its cap, or 0 above it."""
+    for seed in range(4):
+        given = draw(seed)
+        given["log_probs"].requires_grad_()
+        weights = (given["old_log_probs"] - given["sampler_log_probs"]).exp()
+        cut = weights > 1.3
+        weights = weights.masked_fill(cut, 0.0) if correction == "mis_token" else weights.clamp(max=1.3)
+        assert cut[given["mask"]].any()
+        ours, _ = policy_loss("dapo", **given, sampler_correction=correction, sampler_ratio_high=1.3)
+        assert_same(correction, ours, trl_loss("dapo", 0.0, given, weights), given["log_probs"])
