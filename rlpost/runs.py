@@ -90,7 +90,7 @@ class RunRecord:
 
     def evaluation(self, *, before: bool) -> dict[str, Any] | None:
         """The metrics of the evaluation before the first step, or of the latest one after it."""
-        rows = [row for row in self.metrics if (row["step"] == 0) == before and "eval/prompts" in row]
+        rows = [row for row in self.metrics if (row["step"] == 0) == before and has_evaluation(row)]
         return rows[-1] if rows else None
 
     def choice(self, group: str) -> str | None:
@@ -186,6 +186,11 @@ class MetricsFile:
         fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
         self._read.update(map(hash, fresh))
         return [row for line in fresh if (row := metrics_row(line.decode(errors="replace"))) is not None]
+
+
+def has_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a metrics row says what an evaluation found."""
+    return any(key.startswith("eval/") for key in row)
 
 
 def number(row: dict[str, Any], key: str) -> float | None:

@@ -17,24 +17,31 @@ from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
-from rlpost.runs import RunRecord, RunState, number
+from rlpost.runs import RunRecord, RunState, command_of, number
 from rlpost.text import counted, printable
 
-HEADER = ("run", "state", "steps", "reward", "accuracy", "age", "model", "env")
-RIGHT = range(2, 6)  # the columns of figures
-CUTTABLE = (7, 6, 0)
+FIGURES = ("steps", "reward", "loss", "accuracy", "age")
+CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 LABEL = 12  # columns of the labels in `show`
 CURVE = 40  # blocks of a curve at most
-COURSES = (("reward", "reward/mean", 1.0, ""), ("accuracy", "accuracy/lenient", 100.0, "%"))
+COURSES = (
+    ("reward", "reward/mean", 1.0, ""),
+    ("accuracy", "accuracy/lenient", 100.0, "%"),
+    ("loss", "loss/sft", 1.0, ""),
+)
 UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
     """The table of runs in `folder`, and what is wrong with any."""
-    rows = [HEADER, *(_row(record, folder) for record in records)]
+    cells = [_cells(record, folder) for record in records]
+    empty = [name for name in ("loss", "reward") if all(row[name] == "-" for row in cells)]
+    names = [name for name in cells[0] if name not in empty[:1]]  # one of the two is always there
+    rows = [names, *([row[name] for name in names] for row in cells)]
     width = output_width(0) or None  # a pipe takes them whole
-    heading, *lines = fitted_table(rows, width, right=RIGHT, cuttable=CUTTABLE)
+    right = [i for i, name in enumerate(names) if name in FIGURES]
+    heading, *lines = fitted_table(rows, width, right=right, cuttable=[names.index(name) for name in CUTTABLE])
     shown = [painted(heading, DIM, sys.stdout)]
     for record, line in zip(records, lines, strict=True):
         state = record.state.value
@@ -52,6 +59,7 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "steps_done": record.steps_done,
         "steps": record.total_steps,
         "reward": record.last("reward/mean"),
+        "loss": record.last("loss/sft"),
         "accuracy_before": _measured(record, before=True),
         "accuracy_after": _measured(record, before=False),
         "model": model_name(record),
@@ -125,19 +133,21 @@ def size(count: int) -> str:
     return f"{amount:.3g} GB"
 
 
-def _row(record: RunRecord, folder: Path) -> tuple[str, ...]:
-    reward = record.last("reward/mean")
+def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
+    """What the table says of a run, by column."""
+    reward, loss = record.last("reward/mean"), record.last("loss/sft")
     inside = record.folder.relative_to(folder) if record.folder != folder else Path(folder.name)
-    return (
-        printable(str(inside)),
-        record.state.value,
-        _steps(record),
-        "-" if reward is None else f"{reward:.2f}",
-        _accuracy(record),
-        age(record.updated),
-        printable(model_name(record) or "-"),
-        printable(record.choice("env") or "-"),
-    )
+    return {
+        "run": printable(str(inside)),
+        "state": record.state.value,
+        "steps": _steps(record),
+        "reward": "-" if reward is None else f"{reward:.2f}",
+        "loss": "-" if loss is None else f"{loss:.3f}",
+        "accuracy": _accuracy(record),
+        "age": age(record.updated),
+        "model": printable(model_name(record) or "-"),
+        "env": printable(record.choice("env") or "-"),
+    }
 
 
 def _steps(record: RunRecord) -> str:
@@ -194,21 +204,26 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
     each = f", {record.seconds / steps:.1f} s each" if steps else ""
     results = [("progress", f"{_steps(record)} steps, {record.seconds:.0f} s in them{each}")]
     generated = sum(record.series("tokens/generated"))
-    if generated:
-        results.append(("", f"{generated:,.0f} tokens generated"))
+    trained = sum(record.series("tokens/trained"))
+    if generated or trained:
+        results.append(("", f"{generated:,.0f} tokens generated" if generated else f"{trained:,.0f} tokens trained on"))
     results += [(name, line) for name, line in (_course(record, *c) for c in COURSES) if line]
     return results + _held_out(record) + _troubles(record)
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
-    """Accuracy before and after training, each measure on a line."""
+    """Loss and accuracy before and after training, each measure on a line."""
     lines = []
+    losses = [number(record.evaluation(before=before) or {}, "eval/loss") for before in (True, False)]
+    if losses != [None, None]:
+        before, after = ("-" if loss is None else f"{loss:.3f}" for loss in losses)
+        lines.append(f"{'loss':<8} {before:<22} ->  {after}")
     for measure in ("lenient", "strict"):
         before, after = (_interval(record, measure, before=b) for b in (True, False))
         if before or after:
             lines.append(f"{measure:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
     evaluations = [e for before in (True, False) if (e := record.evaluation(before=before))]
-    if lines and evaluations:
+    if evaluations and "eval/prompts" in evaluations[-1]:
         latest = evaluations[-1]
         prompts = number(latest, "eval/accuracy_lenient_prompts") or latest["eval/prompts"]
         lines.append(f"greedy, on {prompts:.0f} prompts, 95% intervals")
@@ -245,7 +260,8 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
     if record.state is RunState.unknown:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
-        again = "rlpost train grpo --resume" if _checkpoints(folder) else "the same command with --resume auto --out"
+        verb = command.verb if (command := command_of(folder)) else "train grpo"
+        again = f"rlpost {verb} --resume" if _checkpoints(folder) else "the same command with --resume auto --out"
         code = code_words(record.overrides) if _checkpoints(folder) else []
         troubles.append(("go on", f"{again} {shlex.join([str(folder), *code])}"))
     return troubles

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.cli.columns import output_width
-from rlpost.runs import MetricsFile, RunRecord, RunState, is_running, number, read_run
+from rlpost.runs import MetricsFile, RunRecord, RunState, has_evaluation, is_running, number, read_run
 from rlpost.text import printable
 
 POLL_SECONDS = 0.5
@@ -64,7 +64,7 @@ class StepText:
     def _evaluation(self, row: dict[str, Any]) -> str:
         from rlpost.screen import evaluation_line
 
-        if "eval/prompts" not in row:
+        if not has_evaluation(row):
             return ""
         return evaluation_line(row, "before training" if row["step"] == 0 else f"after step {row['step']}")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.cli.columns import fitted_table, one_line, width_of
+from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError
 from rlpost.runs import metrics_row
 from rlpost.text import printable
@@ -110,6 +111,8 @@ def summary(sweep: Sweep) -> list[list[str]]:
     swept = list(sweep.jobs[0].job.differs)
     trained = sweep.jobs[0].trains
     figures = ["reward", "accuracy before", "accuracy after"] if trained else ["reward", "accuracy"]
+    if trained and sweep.command is TRAIN_SFT:
+        figures = ["loss", "held-out before", "held-out after"]
     rows = [[*swept, *figures, "seconds", "exit"]]
     for job in sweep.jobs:
         outcome = job.outcome
@@ -130,8 +133,14 @@ def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
             "-" if accuracy is None else _share(accuracy["value"], accuracy["low"], accuracy["high"]),
         ]
     metrics = result["metrics"] or {}
+    if "loss/sft" in metrics and "reward/mean" not in metrics:
+        return [_loss(metrics, "loss/sft"), *(_loss(each, "eval/loss") for each in _evaluations(result))]
     reward = metrics.get("reward/mean")
     return ["-" if reward is None else f"{reward:.2f}", *map(_accuracy, _evaluations(result))]
+
+
+def _loss(metrics: Mapping[str, Any], name: str) -> str:
+    return "-" if metrics.get(name) is None else f"{metrics[name]:.3f}"
 
 
 def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -168,8 +177,10 @@ def _metrics(job: SweepJob) -> Mapping[str, Any]:
 
 
 def _figure(row: Mapping[str, Any]) -> str:
-    reward = row.get("reward/mean")
-    return "" if reward is None else f"reward {reward:.2f}"
+    reward, loss = row.get("reward/mean"), row.get("loss/sft")
+    if reward is None:
+        return "" if loss is None else f"loss {loss:.3f}"
+    return f"reward {reward:.2f}"
 
 
 def _last_row(job: SweepJob) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ FIGURES = {
     "entropy": Figure("entropy", "{:.2f}", colour="blue"),
     "groups/zero_std": Figure("zero std", "{:.0%}"),
     "selected/share": Figure("selected", "{:.0%}"),
+    "epoch": Figure("epoch", "{:.2f}"),
     "completion/truncated": Figure("truncated", "{:.0%}"),
     "kl/ref": Figure("kl to ref", "{:.4f}"),
     "ratio/clip_fraction": Figure("clipped", "{:.1%}"),
@@ -255,7 +256,7 @@ def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] |
     name = next((n for n in ("eval/accuracy_lenient", "eval/reward", "eval/loss") if n in metrics), None)
     if name is None:
         return None
-    form = "{:.1%}" if "accuracy" in name else "{:.3f}"
+    form = "{:.1%}" if "accuracy" in name else "loss {:.3f}" if name == "eval/loss" else "{:.3f}"
     ends = [form.format(metrics[end]) for end in (f"{name}_low", f"{name}_high") if end in metrics]
     interval = f" [{', '.join(ends)}]" if ends else ""
     return form.format(metrics[name]), interval, "before training" if step == 0 else f"after step {step}"

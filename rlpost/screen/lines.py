@@ -18,26 +18,30 @@ MARKS_ON_ONE = 3  # combining characters a letter may carry
 def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
     """A step's figures on one line; where `width` columns do not hold them all, those that say most."""
     seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in ("rollout", "train")]
+    if "time/rollout" not in metrics:  # nothing was sampled: the step is all training
+        seconds = [_figure("{:.1f}s", metrics.get("time/step"))]
     parts = {
         "step": f"step {step:>{len(str(total))}}/{total}",
         "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
+        "loss": _figure("loss {:.3f}", metrics.get("loss/sft")),
         "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
         "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
         "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
+        "epoch": _figure("epoch {:.2f}", metrics.get("epoch")),
         "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
         "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
         "speed": _figure("{:.0f} tok/s", tokens_per_second(metrics)),
         "seconds": " ".join(filter(None, seconds)),
         "left": f"left {left}",
     }
-    dispensable = ["seconds", "grad", "speed", "gap", "tokens", "left", "selected"]
+    dispensable = ["seconds", "grad", "speed", "gap", "epoch", "tokens", "left", "selected"]
     while width is not None and len(_joined(parts)) > width and dispensable:
         del parts[dispensable.pop(0)]
     return _joined(parts)
 
 
 def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
-    """An evaluation on one line: accuracy with its 95% interval, reward, length; what it lacks is left out."""
+    """An evaluation on one line: loss, accuracy with its 95% interval, reward, length; what it lacks is left out."""
 
     def figure(form: str, name: str) -> str:
         return _figure(form, metrics.get(f"eval/{name}"))
@@ -46,6 +50,7 @@ def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
     extent = figure(" of {:.0f} prompts", "accuracy_lenient_prompts")
     failed, truncated = metrics.get("eval/failed"), metrics.get("eval/truncated")
     figures = [
+        figure("loss {:.3f}", "loss"),
         f"accuracy {accuracy} [{low}, {high}]{extent}" if accuracy else "",
         figure("reward {:.3f}", "reward"),
         figure("tokens {:.0f}", "tokens_mean"),
@@ -64,9 +69,11 @@ def _figure(form: str, value: float | None) -> str:
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
-    """How fast the step sampled, where it did."""
-    generated, seconds = metrics.get("tokens/generated"), metrics.get("time/rollout")
-    return None if generated is None or seconds is None else generated / max(seconds, 1e-9)
+    """How fast the step sampled, or read where it only trained."""
+    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/rollout")
+    if tokens is None:
+        tokens, seconds = metrics.get("tokens/read"), metrics.get("time/step")
+    return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
 
 
 def sample_lines(sample: Sample) -> list[str]:

@@ -113,7 +113,7 @@ class Screen:
             self.state.total = total
             self.state.end_step(step, metrics, sample)
             left = self.state.left()
-        if sample is None:
+        if step == 0:
             return
         remaining = "-" if left is None else clock(left)
         fitting = step_line(step, total, metrics, remaining, width=self._width())
@@ -122,7 +122,7 @@ class Screen:
             self._log(step_line(step, total, metrics, remaining))
             return
         self._print(fitting)
-        if step == 1 or step % SAMPLE_EVERY == 0:
+        if sample is not None and (step == 1 or step % SAMPLE_EVERY == 0):
             for each in sample_lines(sample):
                 self._print(each, "dim")
 
