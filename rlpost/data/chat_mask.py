@@ -144,7 +144,7 @@ class ChatMask:
         if not rendered.text.startswith(before) or end < begin:
             raise self._does_not_nest(number)
         places = [i for i, span in enumerate(rendered.spans) if _belongs(rendered.text, span, begin, end)]
-        last = self._end_of_turn_among(places, rendered, end)
+        last = self._end_of_turn_among(places, rendered)
         if end < len(through) and (last is None or self._visible(through[rendered.spans[last][1] :])):
             raise self._does_not_nest(number)
         if last is None:
@@ -163,12 +163,13 @@ class ChatMask:
                 )
         return range(places[0], last + 1)
 
-    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered, end: int) -> int | None:
+    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered) -> int | None:
         """The last token of `places` that ends a turn: nothing visible comes behind it.
 
         It is the one that the template puts behind any answer, else the last special token.
         """
         closing: int | None = None
+        end = rendered.spans[places[-1]][1] if places else 0
         for place in reversed(places):
             if self._visible(rendered.text[rendered.spans[place][1] : end]):
                 break

@@ -1,0 +1,185 @@
+"""Chat templates that behave as those of six families of models do, on small tokenizers of our own.
+
+What each writes is the real one's: its special tokens, headers, line breaks, what it strips, how it
+writes tool calls and results, and what it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+CHATML = """\
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{{ '' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{{ '' }}{% endif -%}
+"""
+
+QWEN = """\
+{%- if messages[0].role != 'system' -%}
+{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}
+{%- endif -%}
+{%- for m in messages -%}
+  {%- if m.role == 'assistant' and m.tool_calls -%}
+    {{- '<|im_start|>assistant' -}}
+    {%- if m.content -%}{{- '\n' + m.content -}}{%- endif -%}
+    {%- for call in m.tool_calls -%}
+      {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+      {{- call.function.arguments | tojson + '}\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+  {%- elif m.role == 'tool' -%}
+    {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+    {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' -}}
+    {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+  {%- else -%}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+LLAMA3 = """\
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}
+  {%- set system, rest = messages[0].content | trim, messages[1:] -%}
+{%- else -%}
+  {%- set system, rest = '', messages -%}
+{%- endif -%}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n' -}}
+{{- system + '<|eot_id|>' -}}
+{%- for m in rest -%}
+  {%- if m.tool_calls -%}
+    {%- if m.tool_calls | length != 1 -%}{{- raise_exception('one tool call at a time') -}}{%- endif -%}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + m.tool_calls[0].function.name -}}
+    {{- '", "parameters": ' + m.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' -}}
+  {%- elif m.role == 'tool' -%}
+    {{- '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content | tojson + '<|eot_id|>' -}}
+  {%- else -%}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}
+"""
+
+GEMMA = """\
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
+{%- for m in messages -%}
+  {%- if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role == 'tool' -%}
+    {{- raise_exception('Conversation roles must alternate user/assistant') -}}
+  {%- endif -%}
+  {%- set role = 'model' if m.role == 'assistant' else m.role -%}
+  {{- '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
+"""
+
+MISTRAL = """\
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}
+  {%- set system, rest = messages[0].content + '\n\n', messages[1:] -%}
+{%- else -%}
+  {%- set system, rest = '', messages -%}
+{%- endif -%}
+{%- for m in rest -%}
+  {%- if m.role == 'user' -%}
+    {{- '[INST] ' + (system if SYSTEM_WITH else '') + m.content + '[/INST]' -}}
+  {%- elif m.tool_calls -%}
+    {{- '[TOOL_CALLS] [' -}}
+    {%- for call in m.tool_calls -%}
+      {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') -}}
+    {%- endfor -%}
+    {{- ']' + eos_token -}}
+  {%- elif m.role == 'tool' -%}
+    {{- '[TOOL_RESULTS] {"content": ' + m.content | tojson + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' -}}
+  {%- else -%}
+    {{- ' ' + m.content | trim + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
+
+PLAIN = """\
+{%- for m in messages -%}
+### {{ m.role | capitalize }}:
+{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}
+
+{{ '' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}### Assistant:
+{{ '' }}{% endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, the special tokens that it writes, and which of them begin and end a text."""
+
+    template: str
+    special: tuple[str, ...]
+    eos: str
+    bos: str | None = None
+
+
+CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LLAMA3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+GEMMA_TOKENS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+MISTRAL_TOKENS = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+FAMILIES = {
+    "chatml": Family(CHATML, CHATML_TOKENS, "<|im_end|>"),
+    "qwen": Family(QWEN, CHATML_TOKENS, "<|im_end|>"),
+    "llama3": Family(LLAMA3, LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>"),
+    "gemma": Family(GEMMA, GEMMA_TOKENS, "<eos>", "<bos>"),  # whose end of a turn is not its end of a text
+    "mistral": Family(MISTRAL.replace("SYSTEM_WITH", "loop.first"), MISTRAL_TOKENS, "</s>", "<s>"),
+    "plain": Family(PLAIN, ("<s>", "</s>"), "</s>", "<s>"),
+}
+# as the template of Mistral 7B v0.3 does: the system message stands with the last message, if a user's
+SYSTEM_LAST = Family(MISTRAL.replace("SYSTEM_WITH", "loop.last"), MISTRAL_TOKENS, "</s>", "<s>")
+
+
+@cache
+def bytes_tokenizer(family: Family) -> Any:
+    """A token a byte, and the special ones; a text begins with the family's first token if it has one."""
+    return _finished([], family)
+
+
+@cache
+def merging_tokenizer(family: Family) -> Any:
+    """Merges of bytes learned from a few lines, among them line breaks and words with the space before."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    lines = ["\n\n\n What is Four? Four. I think: Six.", "Assistant: Four. Be brief. \n\n", ">\n\nFour: Six\n\n"] * 20
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer: Any = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+    learned.train_from_iterator(lines, trainer)
+    return _finished([tuple(pair) for pair in json.loads(learned.to_str())["model"]["merges"]], family)
+
+
+def _finished(merges: list[tuple[str, str]], family: Family) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*family.special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if family.bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{family.bos} $A", special_tokens=[(family.bos, vocabulary[family.bos])]
+        )
+    others = [token for token in family.special if token not in (family.bos, family.eos)]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos, additional_special_tokens=others
+    )
+    fast.chat_template = family.template
+    return fast
