@@ -92,7 +92,7 @@ def t_quantile(degrees: int) -> float:
     return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
 
 
-def pass_at_k(samples: int, right: Array, k: int) -> Array:
+def pass_at_k(samples: int, right: np.ndarray[Any, Any], k: int) -> Array:
     """The chance that at least one of k completions is right, from `right` (...) of `samples` >= k that were.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al. (2021), equation 1, as a product:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.checkpoint import checkpoints, drop_checkpoints_after, load_checkpoint, save_checkpoint, verify
+from rlpost.checkpoint import checkpoints, drop_checkpoints_after, load_checkpoint, point_best, save_checkpoint, verify
 from rlpost.errors import CheckpointError
 
 TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}
@@ -69,6 +69,23 @@ def test_a_slice_of_a_tensor_is_saved_as_what_it_shows(tmp_path: Path) -> None:
     columns = torch.arange(6.0).view(2, 3).T  # not contiguous
     tensors, _ = load_checkpoint(save(tmp_path, 1, tensors={"columns": columns}))
     assert tensors["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, best=2 if step > 1 else 1)
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000004", "step-000005"]
+    assert os.readlink(tmp_path / "best") == "step-000002"
+    save(tmp_path, 6, best=6)
+    assert names(tmp_path) == ["best", "latest", "step-000005", "step-000006"]
+
+
+def test_the_link_to_the_best_points_at_a_checkpoint_or_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path, 1, best=1)
+    assert point_best(tmp_path, 1)
+    assert not point_best(tmp_path, 9)
+    assert names(tmp_path) == ["latest", "step-000001"]
+    assert not point_best(tmp_path, None)
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def train_once(folder: Path, *words: str) -> None:
 
 def evaluate_once(*words: str) -> None:
     settings = compose(EVAL, ["model=tiny", "env.limit=2", "env.max_completion_tokens=4", *words]).settings
-    assert assemble.evaluate_command(settings).num_prompts == 2
+    assert assemble.evaluate_command(settings).result.num_prompts == 2
 
 
 def choose_auto() -> None:

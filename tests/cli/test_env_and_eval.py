@@ -6,13 +6,24 @@ import json
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from rlpost.cli.env import env_to_test
 from rlpost.cli.main import run
+from rlpost.errors import RewardError
+from rlpost.evaluate import Evaluation, summarise
 from rlpost.settings import EvalSettings, GSM8KSettings
+from tests.evaluation_folders import answered, write
+from tests.run_folders import make_run
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 class Proof:
@@ -24,18 +35,10 @@ class Proof:
         return [f"{self.checked} checked", *self.failures]
 
 
-class Result:
-    def lines(self) -> list[str]:
-        return ["accuracy 25%", "reply \x1b[2J"]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"accuracy": 0.25}
-
-
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand-ins for what the verbs call, which note what they were asked."""
-    noted = types.SimpleNamespace(envs=[], failures=[], settings=None)
+    noted = types.SimpleNamespace(envs=[], failures=[], settings=None, error=None)
     assemble: Any = types.ModuleType("rlpost.assemble")
     build: Any = types.ModuleType("rlpost.envs.build")
     proof: Any = types.ModuleType("rlpost.envs.proof")
@@ -44,11 +47,16 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         noted.envs.append(settings)
         return settings
 
-    def evaluate_command(settings: EvalSettings, progress: Callable[[int, int], None]) -> Result:
+    def evaluate_command(settings: EvalSettings, progress: Callable[[int, int], None]) -> Evaluation:
         noted.settings = settings
         print("loading the engine")
         progress(256, 500)
-        return Result()
+        if noted.error is not None:
+            raise noted.error
+        played = [c for number, mark in enumerate("rwww") for c in answered(f"q{number}", mark, number)]
+        for conversation in played:
+            conversation.reward_parts = {"a\x1b[2J": 0.25}
+        return Evaluation(summarise(played), played)
 
     assemble.evaluate_command = evaluate_command
     build.build_env = build_env
@@ -83,12 +91,114 @@ def test_eval_prints_lines_without_control_characters(
     noted: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["eval", "model=tiny", "env.limit=4"]) == 0
-    assert capsys.readouterr().out.endswith("accuracy 25%\nreply \\x1b[2J\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == [
+        "4 prompts, greedy, 95% intervals",
+        "                    lenient                   strict",
+        "  accuracy           25.0%  [4.6%, 69.9%]      25.0%  [4.6%, 69.9%]",
+    ]
+    assert any(line.startswith("    a\\x1b[2J ") for line in lines)
+    assert lines[-1] == "written to evals/arithmetic-tiny-1"
     assert (noted.settings.model.path, noted.settings.env.limit) == ("builtin:tiny", 4)
 
 
-def test_json_is_all_there_is_on_stdout(noted: types.SimpleNamespace, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["eval", "model=tiny", "--json"]) == 0
+def test_json_is_all_there_is_on_stdout_and_the_same_as_the_file(
+    noted: types.SimpleNamespace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["eval", "model=tiny", "eval.k=[1,2]", "--json", "--name", "mine"]) == 0
     captured = capfd.readouterr()
-    assert json.loads(captured.out) == {"accuracy": 0.25}
+    record = json.loads(captured.out)
+    assert record == json.loads(Path("evals/mine/result.json").read_text())
+    assert record["result"]["accuracy_lenient"]["value"] == 0.25
+    assert record["settings"]["eval"] == {"k": [1, 2], "samples": None}
+    assert record["choices"] == {"model": "tiny", "env": "arithmetic", "policy": "auto"}
+    assert record["command"] == ["rlpost", "eval", "model=tiny", "eval.k=[1,2]", "--json", "--name", "mine"]
+    assert record["environment"]["packages"]["torch"]
     assert "loading the engine" in captured.err
+    assert pq.read_table("evals/mine/samples.parquet").num_rows == 4
+
+
+def test_evaluations_are_numbered_and_none_is_written_over(
+    noted: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert run(["eval", "model=tiny", "env=gsm8k"]) == 0
+    assert sorted(path.name for path in Path("evals").iterdir()) == ["gsm8k-tiny-1", "gsm8k-tiny-2"]
+    assert run(["eval", "model=tiny", "--out", "kept/here"]) == 0
+    assert Path("kept/here/result.json").is_file()
+    noted.settings = None
+    assert run(["eval", "model=tiny", "--out", "kept/here"]) == 2
+    assert "kept/here already holds an evaluation: give another --name" in capsys.readouterr().err
+    assert noted.settings is None  # refused before anything was played
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--name a/b", "--name 'a/b' is no name of an evaluation"),
+        ("--name a --out b", "--out and --name both say where an evaluation goes"),
+        ("--out file", "file is a file: an evaluation needs a folder"),
+        ("--out runs/r", "runs/r holds a run: give another --name for the evaluation"),
+        ("--resume auto", "--resume belongs to a sweep of several evaluations"),
+    ],
+)
+def test_a_folder_that_cannot_be_one_is_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    make_run(Path("runs/r"))
+    assert run(["eval", "model=tiny", *line.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_evaluation_that_fails_leaves_no_folder(
+    noted: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted.error = RewardError("all 4 rewards of the evaluation failed")
+    assert run(["eval", "model=tiny"]) == RewardError.exit_code
+    assert not list(Path("evals").iterdir())
+
+
+def test_compare_prints_a_verdict_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("evals/before"), ["w"] * 30)
+    write(Path("evals/after"), ["r"] * 20 + ["w"] * 10)
+    assert run(["eval", "compare", "before", "after"]) == 0
+    assert "lenient  B is better" in capsys.readouterr().out.splitlines()
+    assert run(["eval", "compare", "after", "before", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "B is worse"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("eval compare", 2, "rlpost eval compare needs A: write rlpost eval compare A B"),
+        ("eval compare before", 2, "rlpost eval compare needs B: write rlpost eval compare A B"),
+        ("eval compare before after c", 2, "rlpost eval compare A B does not take c"),
+        ("eval compare before aftr", 2, "there is no evaluation aftr; did you mean after?"),
+        ("eval compare before r", 2, "r is a run, no evaluation: make one with rlpost eval model=runs/r"),
+        ("eval compare before other", 3, "A was asked env=arithmetic and B env=gsm8k"),
+        ("eval compare before after --josn", 2, "has no option --josn; did you mean --json?"),
+        ("eval comapre before after", 2, "rlpost eval has no verb comapre; did you mean rlpost eval compare?"),
+        ("compare before after", 2, "rlpost has no verb compare; did you mean rlpost eval compare?"),
+        ("eval eval.k=[8] sampling.temperature=0", 2, "sampling.temperature=0 gives the same completion 8 times"),
+        ("eval eval.k=[1,8] eval.samples=4", 2, "eval.samples=4 is fewer than the 8 attempts"),
+        ("eval eval.k=[]", 2, "eval.k is empty"),
+        ("eval eval.k=[2,2]", 2, "eval.k=[2, 2] names a number twice"),
+        ("eval eval.k=0", 2, "eval.k=0 is out of range: it must be at least 1"),
+    ],
+)
+def test_mistakes_say_what_was_meant(line: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("evals/before"), ["w"])
+    write(Path("evals/after"), ["r"])
+    write(Path("evals/other"), ["r"], choice="gsm8k")
+    make_run(Path("runs/r"))
+    assert run(line.split()) == code
+    assert said in capsys.readouterr().err
+
+
+def test_the_help_of_eval_names_compare_which_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["eval", "--help"]) == 0
+    assert "\n  compare  Say whether" in capsys.readouterr().out
+    assert run(["eval", "compare", "-h"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Usage: rlpost eval compare [OPTIONS] A B")
+    assert "completion" not in out
+    assert max(map(len, out.splitlines())) <= 100

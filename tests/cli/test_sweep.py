@@ -106,7 +106,6 @@ def test_json_is_the_record_and_all_there_is_on_stdout(
         ("train grpo -m steps=3", "no setting has several"),
         ("train grpo -m seed=0,1 --resume runs/x", "--resume runs/x is for one run"),
         ("train grpo -m seed=0,1 --name a/b", "--name"),
-        ("eval --name x", "--name belongs to a sweep of several evaluations: add -m"),
         ("eval --resume auto", "--resume belongs to a sweep"),
         ("train grpo optim.lr=1e-5,2e-5", "add -m to run the command once for each"),
         ("train grpo model=tiny,smollm2", "add -m to run the command once for each"),
@@ -309,13 +308,25 @@ def test_a_recipe_and_overrides_are_swept_together(
 def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:
     jobs = []
     for job, share in zip(expand(["seed=0,1"]), ({"value": 0.25, "low": 0.1, "high": 0.5}, None), strict=True):
-        result = {"reward_mean": 0.5, "accuracy_lenient": share}
+        result = {"result": {"reward_mean": 0.5, "accuracy_lenient": share}}
         jobs.append(SweepJob(job, compose(EVAL, job.words), Path(job.name), Outcome(0, 2.0, None, result)))
     assert summary(Sweep(EVAL, [], Path(), jobs, named=True)) == [
         ["seed", "reward", "accuracy", "seconds", "exit"],
         ["0", "0.500", "25.0% [10.0%, 50.0%]", "2.0", "0"],
         ["1", "0.500", "-", "2.0", "0"],
     ]
+
+
+def test_a_sweep_evaluates_for_real_and_its_jobs_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "policy=scripted", "env.limit=2", "seed=0,1"]
+    assert run(["eval", "-m", *words, "--name", "sw"]) == 0
+    jobs = record("sw")["jobs"]
+    assert [job["result"]["result"]["num_prompts"] for job in jobs] == [2, 2]
+    assert [job["result"]["folder"] for job in jobs] == ["runs/sw/seed-0", "runs/sw/seed-1"]
+    assert not Path("evals").exists()
+    capsys.readouterr()
+    assert run(["eval", "compare", "runs/sw/seed-0", "runs/sw/seed-1"]) == 0
+    assert "2 prompts that both answered" in capsys.readouterr().out
 
 
 def test_the_table_shows_what_was_not_run_and_no_control_character() -> None:

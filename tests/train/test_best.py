@@ -1,0 +1,154 @@
+"""The best checkpoint: by held-out accuracy, kept whatever is removed, and the same after resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.config.compose import compose
+from rlpost.config.paths import resolve_model_path
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.evaluate import EvalResult
+from rlpost.settings.run import RunRequest
+from rlpost.statistics import Share
+from rlpost.train import grpo
+from rlpost.train.best import BestSoFar
+
+SMALL = [
+    "model=tiny",
+    "policy=scripted",
+    "prompts_per_step=1",
+    "group_size=2",
+    "env.max_completion_tokens=4",
+    "env.eval_limit=2",
+    "eval.every=1",
+    "checkpoint.every=0",
+    "checkpoint.keep_last=1",
+]
+
+
+def run(folder: Path, *words: str, resume: str | None = None) -> int:
+    composed = compose(TRAIN_GRPO, [*SMALL, *words])
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    return grpo.train(composed.settings, request)
+
+
+def result(accuracy: float | None, reward: float = 0.0) -> EvalResult:
+    share = None if accuracy is None else Share.of([1.0] * round(100 * accuracy) + [0.0] * round(100 * (1 - accuracy)))
+    return EvalResult(100, 1, 0, 0.0, share, share, Share.of([0.0] * 100), reward, None, None, {}, 4.0)
+
+
+@pytest.fixture
+def accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[float | None]]:
+    """What evaluations find: that before training, then after each step; the reward says the opposite."""
+    found: dict[str, Sequence[float | None]] = {}
+
+    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> EvalResult:
+        step = 0 if when == "before training" else int(when.removeprefix("after step "))
+        accuracy = found["all"][step]
+        return result(accuracy, reward=1 - (accuracy or 0.0))
+
+    monkeypatch.setattr(grpo, "evaluate_held_out", evaluate_held_out)
+    return found
+
+
+def folders(run_folder: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder / "checkpoints").glob("step-*"))
+
+
+def best(run_folder: Path) -> str:
+    return os.readlink(run_folder / "checkpoints" / "best")
+
+
+def test_the_highest_accuracy_is_best_the_earlier_of_equal_ones_and_it_is_kept(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies["all"] = [0.1, 0.25, 0.75, 0.75, 0.5, 0.5]
+    folder = tmp_path / "r"
+    assert run(folder, "steps=5") == 0
+    assert folders(folder) == ["step-000002", "step-000005"]
+    assert best(folder) == "step-000002"
+    assert os.readlink(folder / "checkpoints" / "latest") == "step-000005"
+    assert f"best: after step 2, 75.0%, in {folder}/checkpoints/best\n" in capsys.readouterr().out
+    assert resolve_model_path(f"{folder}/checkpoints/best") == f"{folder}/checkpoints/best/model"
+    assert resolve_model_path(str(folder)) == f"{folder}/checkpoints/latest/model"
+
+
+def test_a_run_that_goes_on_knows_its_best(tmp_path: Path, accuracies: dict[str, Sequence[float | None]]) -> None:
+    accuracies["all"] = [0.1, 0.25, 0.75, 0.5, 0.75, 0.5, 0.5]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(whole, "steps=6") == 0
+    assert run(parts, "steps=3") == 0
+    assert run(parts, "steps=6", resume="latest") == 0
+    for folder in (whole, parts):
+        assert (folders(folder), best(folder)) == (["step-000002", "step-000006"], "step-000002")
+    states = [
+        json.loads((folder / "checkpoints/latest/state/state.json").read_text())["progress"]
+        for folder in (whole, parts)
+    ]
+    assert [(s["best_step"], s["best_accuracy"]) for s in states] == [(2, 0.75)] * 2
+
+
+def test_a_run_that_goes_back_is_as_good_as_it_was_then(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]]
+) -> None:
+    accuracies["all"] = [0.1, 0.25, 0.5, 0.75]
+    folder = tmp_path / "r"
+    assert run(folder, "steps=3", "checkpoint.keep_last=9") == 0
+    assert best(folder) == "step-000003"
+    accuracies["all"] = [0.1, 0.25, 0.5, 0.3]
+    assert run(folder, "steps=3", "checkpoint.keep_last=9", resume=f"{folder}/checkpoints/step-000002") == 0
+    assert best(folder) == "step-000002"
+
+
+def test_a_best_checkpoint_that_is_gone_is_said(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies["all"] = [0.1, 0.75, 0.5, 0.5]
+    folder = tmp_path / "r"
+    assert run(folder, "steps=2") == 0
+    for path in sorted((folder / "checkpoints/step-000001").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert run(folder, "steps=3", resume="latest") == 0
+    assert "the checkpoint of step 1, the best so far, is no longer there" in capsys.readouterr().out
+    assert not (folder / "checkpoints/best").is_symlink()
+
+
+def test_without_accuracy_there_is_no_best(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies["all"] = [None] * 4
+    assert run(tmp_path / "r", "steps=3") == 0
+    assert folders(tmp_path / "r") == ["step-000003"]
+    assert not (tmp_path / "r/checkpoints/best").is_symlink()
+    assert "best:" not in capsys.readouterr().out
+
+
+def test_a_starting_model_that_was_better_is_said(
+    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies["all"] = [0.9, 0.25]
+    assert run(tmp_path / "r", "steps=1") == 0
+    assert "checkpoints/best; the starting model had more\n" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
+    so_far = BestSoFar()
+    assert not so_far.is_new_best(1, {})
+    assert so_far.is_new_best(2, {"eval/accuracy_lenient": 0.0})
+    assert not so_far.is_new_best(3, {"eval/reward": 5.0})
+    assert so_far.best_step == 2
+
+
+def test_several_attempts_are_measured_during_training_too(tmp_path: Path) -> None:
+    assert run(tmp_path / "r", "steps=1", "eval.k=[1,2]", "eval.samples=3") == 0
+    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/pass_at_2_lenient"] for row in rows] == [0.0, 0.0]
+    assert all(
+        f"eval/{name}_at_2_{which}_high" in rows[1] for name in ("pass", "maj") for which in ("lenient", "strict")
+    )
