@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlpost.data.formats import FormatError, RowFormat, read_messages
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def told(row: dict[str, Any], prompt: str | None = None, completion: str | None = None) -> tuple[Any, ...]:
+    """The columns of (chat, prompt, completion, text)."""
+    found = RowFormat(row, prompt, completion)
+    return found.chat, found.prompt, found.completion, found.text
+
+
+def test_the_columns_of_a_row_tell_its_format() -> None:
+    assert told({"messages": CHAT, "prompt": "Hi"}) == ("messages", None, None, None)
+    assert told({"conversations": CHAT}) == ("conversations", None, None, None)
+    assert told({"prompt": "Hi", "completion": "Ho"}) == (None, "prompt", "completion", None)
+    assert told({"question": "Hi", "completion": "Ho", "text": "x"}) == (None, "question", "completion", None)
+    assert told({"text": "x"}) == (None, None, None, "text")
+
+
+def test_columns_that_are_named_count_for_more() -> None:
+    row = {"messages": CHAT, "instruction": "Hi", "output": "Ho", "prompt": "x"}
+    assert told(row, "instruction", "output") == (None, "instruction", "output", None)
+    assert told(row, None, "output") == (None, "prompt", "output", None)
+    assert told({"chat": CHAT}, "chat") == ("chat", None, None, None)
+
+
+def test_a_row_of_no_known_format_names_the_nearest_column_and_the_keys_to_set() -> None:
+    with pytest.raises(FormatError) as raised:
+        RowFormat({"mesages": CHAT}, None, None)
+    column, wrong = raised.value.complaint
+    assert column == "messages"
+    assert wrong.startswith("missing; did you mean mesages?")
+    assert wrong.endswith("name its columns with env.prompt_column and env.completion_column")
+    with pytest.raises(FormatError, match=r"^completion: missing"):
+        RowFormat({"prompt": "Hi", "answer": "Ho"}, None, None)
+
+
+def test_share_gpt_becomes_roles() -> None:
+    spoken = [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    assert read_messages(spoken, "conversations") == [{"role": "system", "content": "S"}, *CHAT]
+
+
+def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
+    assert read_messages('[{"role": "user", "content": "Hi"}]', "messages") == CHAT[:1]
+    with pytest.raises(FormatError, match="'hello' is not JSON"):
+        read_messages("hello", "messages")
+
+
+def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert read_messages([{"role": "user", "content": parts, "name": None}], "messages") == CHAT[:1]
+
+
+def test_arguments_of_calls_become_objects_whichever_way_they_are_written() -> None:
+    def call(arguments: Any) -> Any:
+        given = {"id": "1", "type": None, "function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "content": None, "tool_calls": [given]}
+        return read_messages([message], "messages")[0]
+
+    expected = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert call('{"x": 1}') == {"role": "assistant", "content": "", "tool_calls": [expected]}
+    assert call({"x": 1, "y": None})["tool_calls"] == [expected]  # y is another call's, in the same Parquet column
+    assert call('{"x": null}')["tool_calls"][0]["function"]["arguments"] == {"x": None}
+
+
+def test_a_prompts_own_answers_are_not_trained() -> None:
+    rows = RowFormat({"prompt": CHAT, "completion": "x"}, None, None)
+    assert rows.asked({"prompt": CHAT}) == [CHAT[0], CHAT[1] | {"weight": 0}]
+    assert rows.answer({"completion": "Ho"}) == CHAT[1:]
+    assert rows.answer({"completion": CHAT[1:]}) == CHAT[1:]
+
+
+def test_tools_are_schemas_or_their_json() -> None:
+    rows = RowFormat({"messages": CHAT}, None, None)
+    assert rows.tools({"tools": '[{"name": "f"}]'}) == [{"name": "f"}]
+    assert rows.tools({"tools": [{"name": "f", "strict": None}]}) == [{"name": "f"}]
+    assert rows.tools({}) is rows.tools({"tools": None}) is rows.tools({"tools": []}) is None
+    with pytest.raises(FormatError, match="tools: must be a list of JSON schemas"):
+        rows.tools({"tools": {"name": "f"}})
+
+
+@pytest.mark.parametrize(
+    ("messages", "wrong"),
+    [
+        (None, "must be a list of messages, and is null"),
+        ([], "has no messages"),
+        (["Hi"], "message 1 is no object with role and content but text"),
+        ([{"role": "bot", "content": "x"}], "message 1 has the role 'bot': it must be one of system, developer, user"),
+        ([{"role": "user"}], "message 1 has no content"),
+        ([{"role": "user", "content": 3}], "message 1 must have text as its content, and has int"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "has content of type image: rlpost trains on text only"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "message 1 has tool_calls that are no list but text"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "message 1 has a tool call without the name of a function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "message 1 calls f with arguments that are no object",
+        ),
+        ([{**CHAT[1], "weight": 0.5}], "message 1 has the weight 0.5: it must be 0 or 1"),
+    ],
+)
+def test_a_malformed_message_is_named(messages: Any, wrong: str) -> None:
+    with pytest.raises(FormatError) as raised:
+        read_messages(messages, "messages")
+    assert raised.value.complaint[0] == "messages"
+    assert wrong in raised.value.complaint[1]
