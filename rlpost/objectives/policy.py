@@ -14,8 +14,6 @@ from rlpost.objectives.kl import KL_ESTIMATORS, kl_divergence
 from rlpost.objectives.mismatch import correction_bounds, sampler_weights
 from rlpost.objectives.variants import VARIANTS
 
-COMMON = ("kl_coef", "kl_estimator", "sampler_kl_coef", "sampler_correction", "sampler_ratio_low", "sampler_ratio_high")
-
 
 @dataclass(slots=True)
 class PolicyTerms:
@@ -127,8 +125,8 @@ def policy_loss(
     divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
     alike. A dropped token still counts in the normaliser.
 
-    Raises ConfigError (a ValueError) for an unknown name and for log-probabilities that a coefficient
-    needs, TypeError for a coefficient that the variant does not have, ValueError for shapes.
+    Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
+    that are needed and not given, TypeError for a coefficient that the variant does not have, ValueError for shapes.
     """
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
@@ -200,11 +198,13 @@ def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
 
 
 def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float]) -> None:
-    for keyword in given:
+    for keyword, value in given.items():
         if keyword not in own:
-            known = [*own, *COMMON]
+            known = [*own, *(policy_loss.__kwdefaults__ or {})]
             hint = did_you_mean(nearest(keyword, known), f"it reads {', '.join(known)}")
             raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
+        if not value >= 0:  # nor NaN
+            raise ConfigError(f"{keyword}={value:g} must be 0 or above")
 
 
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ def clipped_surrogate(
     """−min(ρÂ, clip(ρ, 1−clip_low, 1+clip_high)Â), with ρ ≤ `ceiling` for a negative advantage.
 
     The minimum caps ρ at 1+clip_high for a positive advantage and holds it above 1−clip_low for a
-    negative one. Capped before exp, since an infinite ratio would make the gradient 0·∞ = NaN.
+    negative one. Capped before exp, since an infinite ratio would make the gradient 0·∞ = NaN; where
+    nothing caps it (a negative advantage, no `ceiling`) the loss is then ∞, for a guard to see.
     PPO (arXiv:1707.06347, eq. 7).
     """
     negative = advantage < 0

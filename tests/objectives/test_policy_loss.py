@@ -250,6 +250,14 @@ def test_with_one_advantage_a_completion_gspo_token_is_gspo() -> None:
     assert gradients[0].abs().sum() > 0
 
 
+def test_dual_clip_is_two_sided_clipping_at_c() -> None:
+    for x, batch in cases(Choice("two_sided", "", COEFFICIENTS["two_sided"]), SEEDS):
+        log_probs, given = tensors(x, batch)
+        dual, _ = policy_loss("dual_clip", log_probs, **given, **CLIP, c=1.9)
+        two_sided, _ = policy_loss("two_sided", log_probs, **given, **CLIP, delta=1.9)
+        assert dual.item() == two_sided.item()
+
+
 def test_lengths_one_and_three_by_hand() -> None:
     """Losses 1 and 0: a quarter of the tokens, half of the completions, one of six places."""
     x = torch.tensor([[-1.0, 9.0, 9.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -368,6 +376,8 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         ("grpo", {"kl_estimator": "k4"}, ValueError, "KL estimator 'k4'"),
         ("grpo", {"sampler_correction": "icepops"}, ValueError, "did you mean icepop?"),
         ("grpo", {"clip_hihg": 0.3}, TypeError, "does not read clip_hihg; did you mean clip_high?"),
+        ("grpo", {"normalizer": 3}, TypeError, "did you mean normaliser?"),
+        ("grpo", {"clip_low": -0.1}, ValueError, "clip_low=-0.1 must be 0 or above"),
         ("grpo", {"delta": 4.0}, TypeError, "'grpo' does not read delta"),
         ("two_sided", {"c": 4.0}, TypeError, "'two_sided' does not read c"),
         ("reinforce", {"clip_low": 0.2}, TypeError, "'reinforce' does not read clip_low"),
