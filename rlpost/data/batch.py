@@ -101,21 +101,38 @@ def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | 
     return torch.tensor(flat) if all(isinstance(v, int) for v in flat) else strings([str(v) for v in flat])
 
 
+def ragged_rows(values: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a jagged nested tensor (B, *), 1-D each."""
+    if values.lengths() is not None:  # a view with holes between its rows
+        return list(values.unbind())
+    # unbind does the same with many checks of every row: most of the time a large batch took to be grouped
+    return list(values.values().split(values.offsets().diff().tolist()))
+
+
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
     """The rows at `indices`, in that order; ragged fields included."""
+    return split_rows(batch, [indices])[0]
 
-    def pick(value: Any) -> Any:
+
+def split_rows(batch: TensorDictBase, parts: Sequence[Sequence[int]]) -> list[TensorDict]:
+    """One batch a part, each the rows at its indices; a field is taken apart once for all of them."""
+
+    def pick(value: Any) -> list[Any]:
         if isinstance(value, torch.Tensor):
             if value.is_nested:
-                rows = value.unbind()
-                return ragged([rows[i] for i in indices])
-            return value[list(indices)]
+                rows = ragged_rows(value)
+                return [ragged([rows[i] for i in part]) for part in parts]
+            return [value[list(part)] for part in parts]
         if isinstance(value, History):
             chats = value.to_chats()
-            return History.from_chats([chats[i] for i in indices])
+            return [History.from_chats([chats[i] for i in part]) for part in parts]
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
-            return TensorDict({k: pick(v) for k, v in value.items()}, batch_size=[len(indices)])
-        return strings([_row(value, i) for i in indices])
+            picked = {key: pick(field) for key, field in value.items()}
+            return [
+                TensorDict({key: fields[n] for key, fields in picked.items()}, batch_size=[len(part)])
+                for n, part in enumerate(parts)
+            ]
+        return [strings([_row(value, i) for i in part]) for part in parts]
 
     return pick(batch)
 
@@ -128,7 +145,7 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
         first = next(p for p in parts if p is not None)
         if isinstance(first, torch.Tensor):
             if first.is_nested:
-                return ragged([row for p in parts for row in p.unbind()])
+                return ragged([row for p in parts for row in ragged_rows(p)])
             return torch.cat(
                 [
                     p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.batch import concat_rows, split_rows
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.errors import ConfigError, PolicyError
@@ -120,9 +120,12 @@ class ReplayBuffer:
             if current is None:
                 return
         ids = current[self.group_key].tolist()
-        for group in dict.fromkeys(ids):
-            self._groups.append(select_rows(current, [i for i, g in enumerate(ids) if g == group]))
-            self.drawn.add(self._groups[-1])
+        places: dict[int, list[int]] = {}
+        for place, group in enumerate(ids):
+            places.setdefault(group, []).append(place)
+        for rows in split_rows(current, list(places.values())):
+            self._groups.append(rows)
+            self.drawn.add(rows)
 
     def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.

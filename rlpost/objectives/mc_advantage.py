@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.batch import concat_rows, split_rows
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
@@ -139,10 +139,10 @@ class MCAdvantage:
         for span in spans:
             spans_of.setdefault((numbered, values[span.start]), []).append(span)
         written: list[TensorDictBase] = []
-        for key, own in spans_of.items():
-            if timely := own[self._take_late(key, len(own)) :]:
-                rows = select_rows(steps, [place for span in timely for place in span])
-                written += self._add(key, Trajectories(rows, [len(span) for span in timely]))
+        timely = {key: new for key, own in spans_of.items() if (new := own[self._take_late(key, len(own)) :])}
+        parts = split_rows(steps, [[place for span in new for place in span] for new in timely.values()])
+        for (key, new), rows in zip(timely.items(), parts, strict=True):
+            written += self._add(key, Trajectories(rows, [len(span) for span in new]))
         self._evict()
         return concat_rows(written) if written else None
 
