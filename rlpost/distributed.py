@@ -59,6 +59,11 @@ def _wait(sums: Iterable[dist.Work | None], what: str) -> None:
                 work.wait(timedelta(seconds=DEADLINE_SECONDS))
         except RuntimeError as error:
             raise RankError(
-                f"rank {rank} of {world} waited up to {DEADLINE_SECONDS:g} s for the others to sum {what}: look into "
-                f"their logs for the one that stopped ({str(error).splitlines()[0]})"
+                f"rank {rank} of {world} could not sum {what}: within {DEADLINE_SECONDS:g} s another did not come, or "
+                f"was lost; look into the logs of the others for the one that stopped ({_reason(error)})"
             ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """What the backend says, on one line, without the place in its source and its advice."""
+    return str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]
