@@ -75,7 +75,7 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             )
             begin(settings, parts, microbatches, run, progress, checkpoint)
             learn(settings, parts, microbatches, run, progress)
-        conclude(run, progress.step, progress.eval_before, progress.eval_after)
+        conclude(run, progress.step, progress.eval_before, progress.eval_after, progress)
         return run.exit_code
 
 

@@ -11,6 +11,7 @@ from rlpost.lora import describe_adapter
 from rlpost.run import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
+from rlpost.train.best import BestSoFar, best_line
 from rlpost.train.narration import model_line, name_of_data, say_stopped, writes_line
 
 
@@ -55,7 +56,9 @@ def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
     return sum(tuple(sample.ids) in trained for sample in held_out)
 
 
-def conclude(run: Run, step: int, before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> None:
+def conclude(
+    run: Run, step: int, before: Mapping[str, float] | None, after: Mapping[str, float] | None, best: BestSoFar
+) -> None:
     """The result in a few lines, and what one does next."""
     screen = run.screen
     if run.stopping:
@@ -69,6 +72,8 @@ def conclude(run: Run, step: int, before: Mapping[str, float] | None, after: Map
             if f"eval/accuracy_{name}" in before and f"eval/accuracy_{name}" in after:
                 label = f"accuracy, {name}"
                 screen.line(f"  {label:<18}{_share(before, name)}  ->  {_share(after, name)}", "bold")
+    if line := best_line(run, best, before):
+        screen.line(line)
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
     model = f"model={run.folder}/"
     screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
