@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rlpost.batching import Row, pack
-from rlpost.logprobs import token_log_probs
+from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
 from rlpost.objectives.fields import aligned, numbers, per_token, to_padded, trained_masks
 from rlpost.objectives.policy import PolicyTerms, policy_metrics, policy_terms
@@ -90,7 +88,7 @@ class GRPOLoss(nn.Module):
         check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
         check_choice("clipping loss", variant, CLIPPING)
-        self.actor, self.temperature = _model_and_temperature(actor, temperature)
+        self.actor, self.temperature = model_and_temperature(actor, temperature)
         self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation
@@ -116,7 +114,7 @@ class GRPOLoss(nn.Module):
         wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
         ref = aligned(batch, ("next", "ref_log_probs", "full"), ids) if wants_ref else None
         trained = trained_masks(batch, ids, self.masking_strategy)
-        log_probs, entropy = self._read(ids, trained)
+        log_probs, entropy = read_sequences(self.actor, ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
         mask = to_padded(trained).to(device)
         old_padded = keep(to_padded(old).to(device, dtype), mask)
@@ -134,26 +132,6 @@ class GRPOLoss(nn.Module):
             clip_high=self.clip_high,
         )
         return self._output(terms, entropy)
-
-    def _read(self, ids: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """log π_θ and the entropy of the trained tokens, both (B, T) in the places of their ids, 0 elsewhere."""
-        device = next(self.actor.parameters()).device
-        rows = []
-        for row, mask in zip(ids, trained, strict=True):
-            if mask.any():
-                first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
-                rest = row[first:]
-                rows.append(Row(row[:first], rest, mask[first:], torch.zeros(rest.numel()), 0.0))
-        if not rows:
-            raise ValueError("no token of the batch is trained: all masks are empty")
-        size = sum(row.prompt.numel() + row.response.numel() for row in rows)
-        [microbatch] = pack(rows, size, device)
-        places = to_padded(trained).to(device)
-        log_probs, entropy = (
-            values.new_zeros(places.shape).masked_scatter(places, values)
-            for values in token_log_probs(self.actor, microbatch, self.temperature)
-        )
-        return log_probs, entropy
 
     def _output(self, terms: PolicyTerms, entropy: torch.Tensor) -> GRPOLossOutput:
         def share(values: torch.Tensor) -> torch.Tensor:
@@ -191,16 +169,3 @@ def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float
     if low >= 1:
         raise ValueError(f"clip_epsilon={clip_epsilon} allows a ratio of 0: its lower bound must be below 1")
     return low, high
-
-
-def _model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
-    model = actor if isinstance(actor, nn.Module) else getattr(actor, "model", None)
-    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
-        raise TypeError(
-            f"actor is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
-        )
-    sampling = None if model is actor else getattr(actor, "sampling", None)
-    chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)
-    if chosen <= 0:
-        raise ValueError(f"temperature={chosen:g} gives no probabilities to train: it must be above 0")
-    return model, chosen
