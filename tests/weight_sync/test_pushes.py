@@ -1,0 +1,131 @@
+"""What a push brings, when it counts, and what it leaves alone; no engine is started."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.errors import PolicyError
+from rlpost.lora import add_adapter
+from rlpost.models import load_model
+from rlpost.policies import ScriptedPolicy, vLLMWrapper
+from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
+from rlpost.weight_sync.base import SharedWeights, named_weights
+from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
+
+
+class NotingEngine:
+    """Stands for vLLM: takes what is pushed, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.weights: dict[str, torch.Tensor] = {}
+        self.adapter: dict[str, int] = {}  # file -> size, while the push lasts
+
+    def load_weights(self, weights: Any) -> None:
+        if self.fails:
+            raise RuntimeError("no room")
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+
+    def load_adapter(self, adapter: Any) -> None:
+        assert adapter.load_inplace
+        if self.fails:
+            raise RuntimeError("no room")
+        self.adapter = {file.name: file.stat().st_size for file in Path(adapter.lora_path).iterdir()}
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def wrapper(folder: Path, engine: NotingEngine) -> vLLMWrapper:
+    policy = vLLMWrapper(folder, None, settings=VLLMSettings(), sampling=SamplingSettings(), max_model_len=64)
+    policy._engine = engine  # type: ignore[assignment]
+    policy._needed = policy._checkpoint_names()
+    return policy
+
+
+@pytest.fixture
+def adapted(tiny_folder: Path) -> torch.nn.Module:
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = load_model(tiny_folder, ModelSettings(path=""))
+    add_adapter(model, LoRASettings(enabled=True, rank=4), str(tiny_folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def hashes(model: torch.nn.Module) -> dict[str, str]:
+    tensors = model.state_dict().items()
+    return {name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
+
+
+def test_a_merged_push_brings_every_weight_and_leaves_the_trainers_bit_identical(
+    adapted: torch.nn.Module, tiny_folder: Path
+) -> None:
+    before, engine = hashes(adapted), NotingEngine()
+    policy = wrapper(tiny_folder, engine)
+    assert vLLMUpdater(policy).push(adapted) == 1
+    assert hashes(adapted) == before
+    plain = load_model(tiny_folder, ModelSettings(path="")).state_dict()
+    assert {n: t.shape for n, t in engine.weights.items()} == {n: t.shape for n, t in plain.items()}
+    changed = {name for name, tensor in plain.items() if not torch.equal(tensor, engine.weights[name])}
+    assert len(changed) == 14  # seven layers in each of two blocks; norms, embedding and head as they were
+
+
+def test_an_adapter_push_brings_the_adapter_alone(adapted: torch.nn.Module, tiny_folder: Path) -> None:
+    pytest.importorskip("vllm")
+    before, engine = hashes(adapted), NotingEngine()
+    policy = wrapper(tiny_folder, engine)
+    assert vLLMAdapterUpdater(policy).push(adapted) == 1
+    assert hashes(adapted) == before
+    assert engine.weights == {}
+    assert set(engine.adapter) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert 8192 * 4 < engine.adapter["adapter_model.safetensors"] < 8192 * 4 + 8192  # float32 and a header
+    with pytest.raises(PolicyError, match="this Linear has none: use vLLMUpdater"):
+        vLLMAdapterUpdater(policy).push(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("updater", [vLLMUpdater, vLLMAdapterUpdater])
+def test_a_push_that_fails_counts_for_nothing_and_closes_the_engine(
+    updater: type[vLLMUpdater] | type[vLLMAdapterUpdater], adapted: torch.nn.Module, tiny_folder: Path
+) -> None:
+    pytest.importorskip("vllm")
+    policy = wrapper(tiny_folder, NotingEngine(fails=True))
+    with pytest.raises(PolicyError, match=r"no room.*the engine was closed"):
+        updater(policy).push(adapted)
+    assert policy.version == 0
+    with pytest.raises(PolicyError, match="vLLM is not running"):
+        policy.generate([], SamplingSettings())
+
+
+def test_weights_are_read_when_they_are_asked_for(adapted: torch.nn.Module) -> None:
+    weights = named_weights(adapted)
+    assert isinstance(weights, Mapping)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    first = weights[name]
+    with torch.no_grad():
+        adapted.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight").zero_()
+    assert torch.equal(weights[name], adapted.get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight"))
+    assert not torch.equal(weights[name], first)
+
+
+def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
+    updater = SharedWeights(ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0))
+    assert updater.push(torch.nn.Linear(1, 1)) == 1
+    with pytest.raises(TypeError, match="not from int"):
+        updater.push(3)  # type: ignore[arg-type]
+
+
+def test_each_updater_wants_vllm() -> None:
+    for updater in (vLLMUpdater, vLLMAdapterUpdater):
+        policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
+        with pytest.raises(PolicyError, match=f"{updater.__name__} pushes to a vLLMWrapper, not to a ScriptedPolicy"):
+            updater(policy).push(torch.nn.Linear(1, 1))
