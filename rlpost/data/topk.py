@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean, median_low
 from typing import Any
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.batch import concat_rows, select_rows, split_rows
 from rlpost.data.plain import from_plain, to_plain
 
 Key = str | tuple[str, ...]
+GroupKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
+
+
+@dataclass(frozen=True, slots=True)
+class _Trajectories:
+    """Trajectories of one prompt, one after the other, and what each is worth."""
+
+    rows: TensorDictBase  # (L,)
+    lengths: list[int]  # rows of each; they sum to L
+    worth: list[float]
+
+    def pick(self, which: Sequence[int]) -> _Trajectories:
+        """These trajectories, in this order."""
+        starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        places = [place for i in which for place in range(starts[i], starts[i] + self.lengths[i])]
+        rows = select_rows(self.rows, places)
+        return _Trajectories(rows, [self.lengths[i] for i in which], [self.worth[i] for i in which])
+
+    def joined(self, more: _Trajectories) -> _Trajectories:
+        """These and then `more`."""
+        rows = concat_rows([self.rows, more.rows])
+        return _Trajectories(rows, self.lengths + more.lengths, self.worth + more.worth)
 
 
 class TopKRewardSelector:
@@ -30,7 +52,9 @@ class TopKRewardSelector:
     a candidate.
 
     Rows of a batch that has `group_key` belong together by their group as well as by their prompt,
-    so two draws of one prompt stay apart; without it the prompt, a string, alone decides.
+    so two draws of one prompt stay apart; without it the prompt, a string, alone decides. At most
+    `max_waiting` prompts wait: the one that has longest had no new trajectory is given up, and
+    counted in `num_evicted`.
 
     Raises ValueError for sizes that leave nothing to choose.
     """
@@ -45,6 +69,7 @@ class TopKRewardSelector:
         *,
         min_reward: float | None = None,
         group_key: str = "group_id",
+        max_waiting: int = 4096,
     ) -> None:
         if topk_size < 1:
             raise ValueError(f"topk_size={topk_size} lets nothing through: it must be at least 1")
@@ -53,6 +78,8 @@ class TopKRewardSelector:
                 f"topk_size={topk_size} is more than the total_dialog_turns={total_dialog_turns} that a prompt has: "
                 "lower it"
             )
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting={max_waiting} lets no prompt wait: it must be at least 1")
         self.total_dialog_turns = total_dialog_turns
         self.topk_size = topk_size
         self.prompt_key = prompt_key
@@ -60,7 +87,9 @@ class TopKRewardSelector:
         self.done_key = done_key
         self.min_reward = min_reward
         self.group_key = group_key
-        self._incomplete: dict[tuple[int | None, str], list[TensorDictBase]] = {}  # a trajectory each
+        self.max_waiting = max_waiting
+        self.num_evicted = 0
+        self._waiting: dict[GroupKey, _Trajectories] = {}
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.
@@ -70,37 +99,52 @@ class TopKRewardSelector:
         """
         prompts = self._prompts(batch)
         groups = batch[self.group_key].tolist() if self.group_key in batch else [None] * len(prompts)
+        places: dict[GroupKey, list[range]] = {}
+        for span in self._spans(batch):
+            places.setdefault((groups[span.start], prompts[span.start]), []).append(span)
+        worth = self._worth(batch)
+        parts = split_rows(batch, [[row for span in spans for row in span] for spans in places.values()])
         chosen: list[TensorDictBase] = []
-        for rows in self._trajectories(batch):
-            own = (groups[rows[0]], prompts[rows[0]])
-            waiting = self._incomplete.setdefault(own, [])
-            waiting.append(select_rows(batch, rows))
-            if len(waiting) == self.total_dialog_turns:
-                del self._incomplete[own]
-                worth = [self._worth(trajectory) for trajectory in waiting]
-                chosen += [waiting[i] for i in best(worth, self.topk_size, self.min_reward)]
+        for (key, spans), rows in zip(places.items(), parts, strict=True):
+            new = _Trajectories(rows, [len(span) for span in spans], [_mean(worth[s.start : s.stop]) for s in spans])
+            chosen += self._add(key, new)
+        while len(self._waiting) > self.max_waiting:
+            del self._waiting[next(iter(self._waiting))]
+            self.num_evicted += 1
         return concat_rows(chosen) if chosen else None
 
     @property
     def num_incomplete(self) -> int:
         """Prompts that still wait for trajectories."""
-        return len(self._incomplete)
+        return len(self._waiting)
 
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
-        return {
-            "incomplete": [
-                {"group": group, "prompt": prompt, "trajectories": [to_plain(rows) for rows in trajectories]}
-                for (group, prompt), trajectories in self._incomplete.items()
-            ]
-        }
+        waiting = [
+            {"group": group, "prompt": prompt, "rows": to_plain(own.rows), "lengths": own.lengths, "worth": own.worth}
+            for (group, prompt), own in self._waiting.items()
+        ]
+        return {"waiting": waiting, "evicted": self.num_evicted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._incomplete = {
-            (waiting["group"], waiting["prompt"]): [from_plain(rows) for rows in waiting["trajectories"]]
-            for waiting in state["incomplete"]
+        self._waiting = {
+            (own["group"], own["prompt"]): _Trajectories(from_plain(own["rows"]), own["lengths"], own["worth"])
+            for own in state["waiting"]
         }
+        self.num_evicted = state["evicted"]
+
+    def _add(self, key: GroupKey, new: _Trajectories) -> Iterator[TensorDictBase]:
+        """What goes through of the prompts that `new` completes; the rest waits."""
+        waited = self._waiting.pop(key, None)
+        own = new if waited is None else waited.joined(new)
+        for first in range(0, len(own.worth) - self.total_dialog_turns + 1, self.total_dialog_turns):
+            picked = best(own.worth[first : first + self.total_dialog_turns], self.topk_size, self.min_reward)
+            if picked:
+                yield own.pick([first + i for i in picked]).rows
+        complete = len(own.worth) - len(own.worth) % self.total_dialog_turns
+        if complete < len(own.worth):
+            self._waiting[key] = own.pick(range(complete, len(own.worth))) if complete else own
 
     def _prompts(self, batch: TensorDictBase) -> list[str]:
         column = batch[self.prompt_key]
@@ -113,7 +157,7 @@ class TopKRewardSelector:
                 )
         return prompts
 
-    def _trajectories(self, batch: TensorDictBase) -> list[list[int]]:
+    def _spans(self, batch: TensorDictBase) -> list[range]:
         """The places of each trajectory's rows: up to and with the one that is done."""
         done = batch[self.done_key].flatten().tolist()
         if not done or not done[-1]:
@@ -122,15 +166,19 @@ class TopKRewardSelector:
                 "yield_completed_trajectories=True"
             )
         ends = [i + 1 for i, is_last in enumerate(done) if is_last]
-        return [list(range(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def _worth(self, trajectory: TensorDictBase) -> float:
-        """The mean over the rows that have a reward; NaN where none has, or one failed."""
-        if "valid" in trajectory and not trajectory["valid"].all():
-            return nan
-        rewards: torch.Tensor = trajectory[self.rewards_key]
-        finite = [reward for reward in rewards.double().flatten().tolist() if isfinite(reward)]
-        return fmean(finite) if finite else nan
+    def _worth(self, batch: TensorDictBase) -> list[float | None]:
+        """The reward of each row: NaN where it has none (yet), None where it failed."""
+        rewards = batch[self.rewards_key].double().flatten().tolist()
+        valid = batch["valid"].flatten().tolist() if "valid" in batch else [True] * len(rewards)
+        return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
+
+
+def _mean(rewards: Sequence[float | None]) -> float:
+    """Over the rows of a trajectory that have a reward; NaN where none has, or one failed."""
+    finite = [reward for reward in rewards if reward is not None and isfinite(reward)]
+    return fmean(finite) if finite and None not in rewards else nan
 
 
 def best(worth: Sequence[float], count: int, minimum: float | None) -> list[int]:

@@ -59,8 +59,8 @@ def test_interleaved_groups_are_told_apart(group: Callable[..., TensorDict]) -> 
     both = concat_rows([group(0, [0.0, 1.0], query="a"), group(1, [3.0, 2.0], query="b")])
     chosen = TopKRewardSelector(2, 2)(select_rows(both, [0, 2, 3, 1]))
     assert chosen is not None
-    assert chosen["group_id"].tolist() == [1, 0]  # in the order in which they became complete
-    assert rewards_of(chosen) == [3.0, 1.0]
+    assert chosen["group_id"].tolist() == [0, 1]
+    assert rewards_of(chosen) == [1.0, 3.0]
 
 
 def test_two_draws_of_one_prompt_stay_apart(group: Callable[..., TensorDict]) -> None:
@@ -152,6 +152,31 @@ def test_what_waits_is_saved_and_taken_up_again(group: Callable[..., TensorDict]
     assert rewards_of(chosen) == rewards_of(expected) == [2.0]
     assert chosen["tokens", "full"].unbind()[0].tolist() == expected["tokens", "full"].unbind()[0].tolist()
     assert resumed.num_incomplete == 0
+
+
+def test_a_prompt_that_stays_incomplete_is_given_up_once_too_many_wait(group: Callable[..., TensorDict]) -> None:
+    selector = TopKRewardSelector(2, 1, max_waiting=2)
+    for number in range(3):
+        selector(group(number, [1.0]))
+    assert (selector.num_incomplete, selector.num_evicted) == (2, 1)
+    assert selector(group(0, [0.0])) is None  # the first of group 0 is forgotten
+    assert rewards_of(selector(group(2, [0.0]))) == [1.0]
+
+
+def test_a_prompt_that_comes_twice_in_a_batch_without_numbers_is_complete_twice() -> None:
+    batch = TensorDict(
+        {
+            "query": strings(["a"] * 5),
+            "next": {
+                "reward": torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]]),
+                "done": torch.ones(5, 1, dtype=torch.bool),
+            },
+        },
+        batch_size=[5],
+    )
+    selector = TopKRewardSelector(2, 1, prompt_key="query")
+    assert rewards_of(selector(batch)) == [1.0, 3.0]
+    assert rewards_of(selector(batch[:1])) == [4.0]  # what waited was complete with it
 
 
 def test_the_sizes_must_leave_something_to_choose() -> None:
