@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, OverlongSettings
+from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
 from rlpost.settings.checks import MISSING, at_least
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
 from rlpost.settings.lora import LoRASettings, check_push
-from rlpost.settings.loss import PolicyLossSettings
+from rlpost.settings.loss import KLPlace, PolicyLossSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
 from rlpost.settings.tracking import TrackingSettings
@@ -81,12 +81,8 @@ class GRPOSettings:
                 f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
             )
-        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
-            raise ConfigError(
-                f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
-                f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
-            )
         check_push(self.lora, self.policy)
+        self._check_advantage()
         if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
@@ -97,4 +93,18 @@ class GRPOSettings:
             raise ConfigError(
                 "env.split=test would train on the prompts that are held out to measure it: leave it out, or add "
                 "eval.enabled=false"
+            )
+
+    def _check_advantage(self) -> None:
+        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:
+            raise ConfigError(
+                f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
+                f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
+            )
+        loss, estimator = self.loss, self.advantage.estimator
+        in_reward = isinstance(loss, PolicyLossSettings) and loss.kl_in is KLPlace.reward and loss.kl_coef > 0
+        if in_reward and estimator is Estimator.reinforce_pp and loss.variant == "gspo":
+            raise ConfigError(
+                "advantage.estimator=reinforce_pp with loss.kl_in=reward gives each token an advantage of its own, and "
+                "loss=gspo weighs whole completions: take loss=gspo_token"
             )

@@ -8,6 +8,7 @@ log-probs of the reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDictBase
@@ -64,16 +65,16 @@ def kl_per_token(rows: Sequence[Row], mask: torch.Tensor, estimator: str) -> tor
     )
 
 
-def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> dict[str, float]:
-    """Leave completions that were cut at their length limit out of the loss; how many those are.
+def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:
+    """`rows` with nothing to train on in those that were cut at their length limit; the others are the same objects.
 
     Their rewards count in the baseline all the same. Overlong filtering of DAPO (arXiv:2503.14476,
     section 3.4).
     """
-    cut = [row for row, reason in zip(rows, batch["finish_reason"], strict=True) if reason == "length"]
-    for row in cut:
-        row.sampled = torch.zeros_like(row.sampled)
-    return {"completion/masked_overlong": float(len(cut))}
+    return [
+        replace(row, sampled=torch.zeros_like(row.sampled)) if reason == "length" else row
+        for row, reason in zip(rows, batch["finish_reason"], strict=True)
+    ]
 
 
 def _assign(rows: Sequence[Row], values: Sequence[float | torch.Tensor]) -> None:

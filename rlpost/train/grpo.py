@@ -100,10 +100,12 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         rows = rows_of(batch)
         fill_log_probs(settings, parts, microbatches, rows)
         metrics |= complete_advantages(settings, batch, rows)
+        trained = rows
         if settings.overlong.mask:
-            metrics |= mask_overlong(batch, rows)
+            trained = mask_overlong(batch, rows)
+            metrics["completion/masked_overlong"] = tell_masked(settings, run, step, trained)
         updates: list[Update[PolicyOutput]] = []
-        for minibatch in minibatches(settings, rows):
+        for minibatch in minibatches(settings, trained):
             try:
                 updates.append(update(learner, microbatches, minibatch, progress.updates))
             except FloatingPointError as error:
@@ -155,6 +157,17 @@ def updates_per_step(settings: GRPOSettings) -> int:
     return settings.passes * (completions // (settings.minibatch_size or completions))
 
 
+def tell_masked(settings: GRPOSettings, run: Run, step: int, rows: Sequence[Row]) -> float:
+    """How many of `rows` have nothing to train on; says so where that is all of them."""
+    masked = sum(row.num_trained == 0 for row in rows)
+    if masked == len(rows):
+        run.screen.note(
+            f"step {step} trains on nothing: all completions were cut at env.max_completion_tokens="
+            f"{settings.env.max_completion_tokens}, and overlong.mask=true leaves those out; raise the limit"
+        )
+    return float(masked)
+
+
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
     if parts.reference is not None:
@@ -186,8 +199,8 @@ def update_metrics(
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
     norms = [u.grad_norm for u in updates if u.outputs]
-    longest = max(rows, key=lambda row: row.num_trained)
-    if not outputs and longest.num_trained:
+    if not outputs:
+        longest = max(rows, key=lambda row: row.num_trained)
         [log_probs] = log_probs_of(settings, parts.model, microbatches, [longest])
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()

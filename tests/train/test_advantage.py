@@ -146,9 +146,9 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
 
 def test_completions_cut_at_their_limit_are_not_trained_on(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
-    assert mask_overlong(batch, rows) == {"completion/masked_overlong": 1.0}
-    assert [row.num_trained for row in rows] == [2, 1, 0, 1]
-    assert batch["advantage"].tolist() == [99.0] * 4
+    assert [row.num_trained for row in mask_overlong(batch, rows)] == [2, 1, 0, 1]
+    assert [row.num_trained for row in rows] == [2, 1, 2, 1]
+    assert batch["masks", "all_assistant_mask"].unbind()[2].sum() == 2  # what is recorded stays true
 
 
 def test_a_minibatch_holds_whole_groups_and_another_size_is_refused() -> None:
@@ -167,6 +167,10 @@ def test_a_minibatch_holds_whole_groups_and_another_size_is_refused() -> None:
         (["overlong.penalty_tokens=-1"], "overlong.penalty_tokens=-1 is out of range: it must be at least 0"),
         (["overlong.penalty_tokens=7"], "it must be at most env.max_completion_tokens=6"),
         (["advantage.estimator=rlo"], "rloo"),
+        (
+            ["advantage.estimator=reinforce_pp", "loss.kl_in=reward", "loss.kl_coef=0.1", "loss=gspo"],
+            "loss=gspo weighs whole completions: take loss=gspo_token",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: list[str], said: str) -> None:
@@ -266,11 +270,17 @@ def test_overlong_completions_are_penalised_and_left_out_of_the_loss(tmp_path: P
     assert line["tokens/trained"] == sum(trained)
 
 
-def test_a_step_of_nothing_but_overlong_completions_trains_on_nothing_and_says_so(tmp_path: Path, score: Any) -> None:
+def test_a_step_of_nothing_but_overlong_completions_trains_on_nothing_and_says_so(
+    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     score(lambda c: float(c.sample))
     words = ["policy=scripted", "policy.replies=['a reply that is too long']", "steps=1", "overlong.mask=true"]
     [line] = run(tmp_path, *words)
     assert (line["completion/masked_overlong"], line["tokens/trained"], line["grad_norm"]) == (4.0, 0.0, 0.0)
+    assert line["sampler/logprob_gap"] > 1.0  # measured all the same: a script is sure of what the model is not
+    assert (
+        "step 1 trains on nothing: all completions were cut at env.max_completion_tokens=6" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
