@@ -14,6 +14,7 @@ from rlpost import assemble
 from rlpost.config.compose import compose
 from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, Command, all_keys, options
 from rlpost.models import locate_model
+from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import vllm
 from rlpost.settings.run import RunRequest
 from rlpost.tracking import choice
@@ -52,10 +53,13 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         start_vllm(locate_model("builtin:tiny"))
     with reads_noted(classes) as of_training:
         train_once(folder / "transformers", "policy=transformers")
+        train_once(folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
         train_once(folder / "dataset", "policy=scripted", *dataset)
         for name in options("tracking"):
             make_tracker(folder, name)
+        for name in options("loss", TRAIN_GRPO):
+            make_loss(name)
     with reads_noted(classes) as of_evaluation:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
@@ -109,6 +113,12 @@ def start_vllm(folder: Path) -> None:
             )
             policy.start()
             policy.close()
+
+
+def make_loss(name: str) -> None:
+    """A policy loss that reads its coefficients as it is made."""
+    settings = compose(TRAIN_GRPO, [f"loss={name}"]).settings
+    PolicyObjective(settings.loss, temperature=1.0, max_completion_tokens=1)
 
 
 def make_tracker(folder: Path, name: str) -> None:

@@ -30,6 +30,11 @@ DR_GRPO = Paper("Dr. GRPO", "2503.20783")
 RLOO = Paper("RLOO", "2402.14740")
 REINFORCE_PP = Paper("REINFORCE++", "2501.03262")
 LITE_PPO = Paper("Lite PPO", "2508.08221")
+DEEPSEEK_R1 = Paper("DeepSeek-R1", "2501.12948")
+GSPO = Paper("GSPO", "2507.18071")
+CISPO = Paper("MiniMax-M1 (CISPO)", "2506.13585")
+INTELLECT_2 = Paper("INTELLECT-2", "2505.07291")
+DUAL_CLIP = Paper("dual-clip PPO", "1912.09729")
 
 GRPO_TRAINING = "section 4.2"
 DAPO_TRAINING = "section 4.1"
@@ -57,10 +62,35 @@ PAPER_VALUES: dict[str, tuple[PaperValue, ...]] = {
     "dynamic.enabled": (PaperValue("true", DAPO, "section 3.2"),),
     "overlong.mask": (PaperValue("true", DAPO, "section 3.4: overlong filtering, apart from the penalty"),),
     "overlong.penalty_tokens": (PaperValue("4096", DAPO, f"{DAPO_TRAINING}: of 20480"),),
-    "loss.clip_low": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.2", DAPO, DAPO_TRAINING)),
-    "loss.clip_high": (PaperValue("0.2", PPO, "section 6.1, table 1"), PaperValue("0.28", DAPO, DAPO_TRAINING)),
+    "loss.aggregation": (
+        PaperValue("sequence_mean", GRPO, "eq. 3"),
+        PaperValue("token_mean", DAPO, "section 3.3"),
+        PaperValue("constant_length", DR_GRPO, "section 3.2"),
+        PaperValue("sequence_mean", GSPO, "its ratio is a completion's"),
+        PaperValue("token_mean", CISPO, "as DAPO"),
+    ),
+    "loss.clip_low": (
+        PaperValue("0.2", PPO, "section 6.1, table 1"),
+        PaperValue("0.2", DAPO, DAPO_TRAINING),
+        PaperValue("3e-4", GSPO, "of a completion's ratio"),
+        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
+    ),
+    "loss.clip_high": (
+        PaperValue("0.2", PPO, "section 6.1, table 1"),
+        PaperValue("0.28", DAPO, DAPO_TRAINING),
+        PaperValue("4e-4", GSPO, "of a completion's ratio"),
+        PaperValue("0.2", INTELLECT_2, "two-sided clipping"),
+    ),
+    "loss.max_ratio": (
+        PaperValue("4", INTELLECT_2, "delta of two-sided clipping"),
+        PaperValue("3", DUAL_CLIP, "c of dual clip"),
+    ),
+    "loss.kl_estimator": (PaperValue("k3", GRPO, "eq. 4"),),
+    "loss.kl_in": (PaperValue("loss", GRPO, "section 4.1.1"), PaperValue("reward", REINFORCE_PP, "token by token")),
     "loss.kl_coef": (
         PaperValue("0.04", GRPO, GRPO_TRAINING),
+        PaperValue("0.001", DEEPSEEK_R1, "the training of R1-Zero"),
+        PaperValue("0.001", INTELLECT_2, "of its run"),
         PaperValue("0", DAPO, "section 2.3: no KL term"),
         PaperValue("0", DR_GRPO, "no KL term"),
     ),

@@ -53,13 +53,15 @@ class PolicyLossSettings:
 
     aggregation: Aggregation | None = None  # what the sum over tokens is divided by; None: as the variant's paper
     kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
-    kl_estimator: KLEstimator = KLEstimator.k3  # of the KL penalty, to the reference and to the sampler
+    kl_estimator: KLEstimator = KLEstimator.k3  # how the KL penalties are estimated
     kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
     sampler_kl_coef: float = 0.0  # weight of a KL penalty to the sampler, always in the loss
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    sampler_correction: SamplerCorrection = SamplerCorrection.none  # of what the engine's probabilities are off
-    sampler_ratio_low: float | None = None  # pi_old / mu below it is out of bounds; None: the correction's own
-    sampler_ratio_high: float | None = None  # pi_old / mu above it is out of bounds; None: the correction's own
+    sampler_correction: SamplerCorrection = (
+        SamplerCorrection.none
+    )  # what is done about the engine's probabilities not being the trainer's
+    sampler_ratio_low: float | None = None  # pi_old / mu below it is masked; None: 0, icepop 0.5
+    sampler_ratio_high: float | None = None  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
 
     def __post_init__(self) -> None:
         at_least("loss.kl_coef", self.kl_coef, 0.0)

@@ -54,11 +54,13 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
         "  meaning  the ratio to the old policy counts up to 1 + this\n"
         "  set by   the command line\n\n"
         "what was said, the last counts:\n"
-        "  0.2   LossSettings in rlpost/settings/learning.py\n"
+        "  0.2   ClippedLossSettings in rlpost/settings/loss.py\n"
         "  0.25  the command line\n\n"
         "what papers used:\n"
         "  0.2   PPO, arXiv:1707.06347, section 6.1, table 1\n"
-        "  0.28  DAPO, arXiv:2503.14476, section 4.1\n\n"
+        "  0.28  DAPO, arXiv:2503.14476, section 4.1\n"
+        "  4e-4  GSPO, arXiv:2507.18071, of a completion's ratio\n"
+        "  0.2   INTELLECT-2, arXiv:2505.07291, two-sided clipping\n\n"
         "in: rlpost train grpo loss.clip_high=0.25\n"
     )
 

@@ -1,0 +1,86 @@
+"""The losses' settings: what they refuse, and that they say what the functions do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from rlpost.config.compose import compose
+from rlpost.config.registry import SCHEMAS, TRAIN_GRPO, options
+from rlpost.errors import ConfigError
+from rlpost.objectives.kl import KL_ESTIMATORS
+from rlpost.objectives.mismatch import CORRECTIONS, SAMPLER_CORRECTIONS
+from rlpost.objectives.policy_objective import IN_THE_PAPER, PolicyObjective
+from rlpost.objectives.variants import VARIANTS
+from rlpost.settings import KLEstimator, PolicyLossSettings, SamplerCorrection
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str) -> None:
+    assert set(options("loss", TRAIN_GRPO)) == set(VARIANTS)
+    settings = compose(TRAIN_GRPO, [f"loss={name}"]).settings.loss
+    assert type(settings) is SCHEMAS["loss"][f"{name}_schema"]
+    assert settings.variant == name
+    shared = {field.name for field in fields(PolicyLossSettings)}
+    own = {IN_THE_PAPER.get((name, f.name), f.name): getattr(settings, f.name) for f in fields(settings)}
+    assert {key: value for key, value in own.items() if key not in shared} == VARIANTS[name].coefficients
+    objective = PolicyObjective(settings, temperature=1.0, max_completion_tokens=8)
+    assert objective.coefficients == VARIANTS[name].coefficients
+    own_aggregation = VARIANTS[name].aggregation
+    assert objective.aggregation == ("token_mean" if name == "grpo" else own_aggregation)  # as conf/loss/grpo.yaml says
+
+
+def test_the_words_are_those_of_the_functions() -> None:
+    assert tuple(KLEstimator.__members__) == KL_ESTIMATORS
+    assert tuple(SamplerCorrection.__members__) == SAMPLER_CORRECTIONS
+
+
+def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:
+    told = {
+        "tis_token": (0, 2),
+        "tis_sequence": (0, 2),
+        "mis_token": (0, 3),
+        "mis_sequence": (0, 3),
+        "icepop": (0.5, 5),
+    }
+    assert {name: (own.low, own.high) for name, own in CORRECTIONS.items()} == told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("loss.clip_low=0", "loss.clip_low=0.0 is out of range: it must be above 0.0"),
+        ("loss.clip_low=1.5", "loss.clip_low=1.5 is out of range"),
+        ("loss.clip_high=-1", "loss.clip_high=-1.0 is out of range"),
+        ("loss.kl_coef=-1", "loss.kl_coef=-1.0 is out of range"),
+        ("loss.sampler_kl_coef=-1", "loss.sampler_kl_coef=-1.0 is out of range"),
+        ("loss.entropy_coef=-1", "loss.entropy_coef=-1.0 is out of range"),
+        ("loss=two_sided loss.max_ratio=1.2", "must be above 1 + loss.clip_high = 1.2"),
+        ("loss.sampler_ratio_high=3", "bounds nothing while loss.sampler_correction=none"),
+        ("loss.sampler_correction=tis_token loss.sampler_ratio_low=0.5", "truncates from above only"),
+        ("loss.sampler_correction=icepop loss.sampler_ratio_low=2", "between 0.0 and 1.0"),
+        ("loss.sampler_correction=icepop loss.sampler_ratio_high=0.5", "at least 1.0"),
+        (
+            "loss.sampler_correction=icepop loss.sampler_ratio_low=1 loss.sampler_ratio_high=1",
+            "leaves nothing below loss.sampler_ratio_high=1.0",
+        ),
+        ("loss.kl_in=reward loss.kl_estimator=k3_k2grad", "add loss.kl_estimator=k3"),
+        ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is no setting of loss=reinforce"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(TRAIN_GRPO, words.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_penalty_in_the_reward_leaves_the_loss_alone() -> None:
+    def objective(*words: str) -> Any:
+        settings = compose(TRAIN_GRPO, ["loss.kl_coef=0.1", *words]).settings.loss
+        return PolicyObjective(settings, temperature=1.0, max_completion_tokens=8)
+
+    assert objective().kl_coef == 0.1
+    assert objective("loss.kl_in=reward").kl_coef == 0.0
