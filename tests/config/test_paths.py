@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from rlpost.config.paths import cache_folder, check_data_path, resolve_model_path
+from rlpost.config.paths import cache_folder, check_data_path, resolve_adapter_path, resolve_model_path
 from rlpost.errors import ConfigError, DataError
 
 
@@ -112,3 +113,35 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         cache_folder()
     with pytest.raises(DataError, match=r"~/model begins with"):
         resolve_model_path("~/model")
+
+
+def make_adapter(folder: Path, base: str | None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (folder / "adapter_model.safetensors").write_text("")
+    return folder
+
+
+def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    for name in (str(base), "builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"):
+        adapter = make_adapter(tmp_path / name.replace("/", "_"), name)
+        assert resolve_model_path(str(adapter)) == str(adapter)
+    gone = make_adapter(tmp_path / "gone", str(tmp_path / "bose"))
+    with pytest.raises(ConfigError, match=r"is an adapter for .*bose, and that is not to be had here.*lora\.path"):
+        resolve_model_path(str(gone))
+    with pytest.raises(ConfigError, match="does not say which model it is for"):
+        resolve_model_path(str(make_adapter(tmp_path / "silent", None)))
+
+
+def test_the_adapter_of_a_run_is_that_of_its_latest_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    adapter = make_adapter(checkpoints / "step-000060" / "adapter", "builtin:tiny")
+    (checkpoints / "latest").symlink_to("step-000060")
+    assert resolve_adapter_path(str(tmp_path / "run")).resolve() == adapter.resolve()
+    assert resolve_adapter_path(str(checkpoints / "step-000060")) == adapter
+    assert resolve_adapter_path(str(adapter)) == adapter
+    with pytest.raises(ConfigError, match=r"lora\.path=.* is no folder; did you mean"):
+        resolve_adapter_path(str(tmp_path / "ran"))
+    with pytest.raises(ConfigError, match=r"lora\.path=.* holds no peft adapter"):
+        resolve_adapter_path(str(checkpoints))
