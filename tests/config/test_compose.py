@@ -61,7 +61,7 @@ def test_the_defaults_are_smollm2_on_sums() -> None:
 def test_evaluation_is_greedy_on_held_out_prompts() -> None:
     settings = compose(EVAL).settings
     assert type(settings) is EvalSettings
-    assert (settings.env.split, settings.sampling.temperature) == ("test", 0.0)
+    assert (settings.env.split, settings.eval.k, settings.sampling.temperature) == ("test", [1], None)
     assert compose(EVAL, ["env=gsm8k"]).settings.env.split == "test"
 
 

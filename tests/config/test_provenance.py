@@ -58,7 +58,7 @@ def test_files_of_conf_and_the_commands_own_values_are_layers() -> None:
         Layer("train", "EnvSettings in rlpost/settings/env.py"),
         Layer("test", "conf/eval.yaml, line 9"),
     ]
-    assert [layer.text for layer in told.keys["sampling.temperature"]] == ["1.0", "0.0"]
+    assert [layer.text for layer in told.keys["sampling.temperature"]] == ["null"]
     assert told.keys["model.path"][-1].where == "conf/model/smollm2.yaml, line 5"
     assert told.keys["env.max_prompt_tokens"] == [Layer("2048", "GSM8KSettings in rlpost/settings/env.py")]
 
