@@ -57,9 +57,7 @@ class PolicyLossSettings:
     kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
     sampler_kl_coef: float = 0.0  # weight of a KL penalty to the sampler, always in the loss
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    sampler_correction: SamplerCorrection = (
-        SamplerCorrection.none
-    )  # what is done about the engine's probabilities not being the trainer's
+    sampler_correction: SamplerCorrection = SamplerCorrection.none  # of probabilities that differ from the engine's
     sampler_ratio_low: float | None = None  # pi_old / mu below it is masked; None: 0, icepop 0.5
     sampler_ratio_high: float | None = None  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
 

@@ -38,13 +38,8 @@ def test_the_words_are_those_of_the_functions() -> None:
 
 
 def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:
-    told = {
-        "tis_token": (0, 2),
-        "tis_sequence": (0, 2),
-        "mis_token": (0, 3),
-        "mis_sequence": (0, 3),
-        "icepop": (0.5, 5),
-    }
+    cut, masked = (0.0, 2.0), (0.0, 3.0)
+    told = {"tis_token": cut, "tis_sequence": cut, "mis_token": masked, "mis_sequence": masked, "icepop": (0.5, 5.0)}
     assert {name: (own.low, own.high) for name, own in CORRECTIONS.items()} == told
 
 
