@@ -410,3 +410,8 @@ def test_a_reward_that_is_not_there_is_a_configuration_error(reward: str, said: 
 
 def test_an_environment_with_a_reward_of_its_own_loads_none() -> None:
     assert load_rewards(ArithmeticSettings()) is None
+
+
+def test_training_on_rewards_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"env.reward is empty: give FILE.py:FUNCTION"):
+        load_rewards(DatasetSettings(path="x", reward=[]))
