@@ -56,7 +56,7 @@ def test_the_value_that_holds_comes_from_conf_too() -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_key_under_every_option_is_offered(command: Command) -> None:
     for group in (g for g in SCHEMAS if g in command.settings.__dataclass_fields__):
-        for option in options(group):
+        for option in options(group, command):
             word = f"{group}={option}"
             keys = {f"{key.name}=" for key in merge_all(command, [word]).keys}
             groups = {f"{g}=" for g in SCHEMAS if g in command.settings.__dataclass_fields__ and g != group}

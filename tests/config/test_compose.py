@@ -12,7 +12,7 @@ import yaml
 
 import rlpost
 from rlpost.config.compose import compose
-from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, built_in_folder, options, recipes
+from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, built_in_folder, commands_of, options, recipes
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import (
     ArithmeticSettings,
@@ -77,9 +77,10 @@ def test_overrides_reach_the_settings() -> None:
 
 @pytest.mark.parametrize(("group", "option"), EVERY_OPTION)
 def test_every_option_composes_and_describes_itself(group: str, option: str) -> None:
-    composed = compose(TRAIN_GRPO, [f"{group}={option}", *NEEDED.get(option, [])])
-    assert composed.choices[group] == option
-    assert type(getattr(composed.settings, group)) in SCHEMAS[group].values()
+    for command in commands_of(group, option):
+        composed = compose(command, [f"{group}={option}", *NEEDED.get(option, [])])
+        assert composed.choices[group] == option
+        assert type(getattr(composed.settings, group)) in SCHEMAS[group].values()
     assert options(group)[option].read_text().startswith("# ")
 
 

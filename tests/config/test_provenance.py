@@ -12,7 +12,7 @@ from rlpost.config.registry import COMMANDS, SCHEMAS, TRAIN_GRPO, Command, optio
 from rlpost.settings.checks import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
-CHOICES = [(command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in SCHEMAS for o in options(g)]
+CHOICES = [(command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in SCHEMAS for o in options(g, command)]
 LINES: list[tuple[Command, list[str]]] = [
     *((command, words) for command, words in CHOICES if words[0].partition("=")[0] in command.settings.__annotations__),
     *((TRAIN_GRPO, [f"recipe={name}"]) for name in recipes()),

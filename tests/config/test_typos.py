@@ -15,7 +15,7 @@ from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
-from rlpost.config.registry import COMMANDS, SCHEMAS, Command, all_keys, options, recipes
+from rlpost.config.registry import COMMANDS, SCHEMAS, Command, all_keys, options, recipes, schemas_of
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
@@ -42,7 +42,7 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
     groups = groups_of(command.settings)
     valid = {name for c in COMMANDS for name in (*all_keys(c), *groups_of(c.settings), "recipe")}
     asked: set[str] = set()
-    for group, schemas in [("", {"": None}), *((group, SCHEMAS[group]) for group in groups)]:
+    for group, schemas in [("", {"": None}), *((group, schemas_of(command, group)) for group in groups)]:
         for schema in schemas:
             option = schema.removesuffix("_schema")
             words = [f"{group}={option}"] if group and option in options(group) else []
