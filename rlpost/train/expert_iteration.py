@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, nan
-from pathlib import Path
 
 import torch
 from tensordict import TensorDict
@@ -30,21 +29,17 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import counted
-from rlpost.train.best import BestSoFar, restore_best
-from rlpost.train.grpo import evaluate_held_out, evaluation_due
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
+from rlpost.train.sampled import SampledProgress, begin, evaluate_held_out, evaluation_due, resume, save
 from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
 
 
 @dataclass
-class Progress(BestSoFar):
-    """How far a training is, and when it was best."""
+class Progress(SampledProgress):
+    """How far a training is."""
 
-    step: int = 0  # steps done
-    nothing_selected: int = 0  # steps of these that had nothing to train on
-    eval_before: dict[str, float] | None = None  # the evaluation before the first step
+    nothing_selected: int = 0  # steps that had nothing to train on
 
 
 def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
@@ -63,7 +58,10 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
             run.catch_signals()
             announce(settings, parts, run)
             parts.collector.on_phase = screen.phase
-            progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
+            if checkpoint:
+                progress = resume(settings, parts, run, checkpoint, Progress)
+            else:
+                progress = begin(settings, parts, run, Progress())
             after = learn(settings, parts, run, progress)
             screen.phase("closing", "the policy")
         conclude(run, progress.step, progress.eval_before, after, progress)
@@ -206,44 +204,4 @@ def update_metrics(parts: ExpertIterationParts, updates: Sequence[Update[SFTOutp
             "lr": parts.optimizer.param_groups[0]["lr"],
             "tokens/trained": sum(metrics["tokens/trained"] for metrics in each),
         }
-    )
-
-
-def begin(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run) -> Progress:
-    """Evaluate the starting model, where evaluation is on."""
-    run.forget_after(-1)
-    progress = Progress()
-    if settings.eval.enabled:
-        progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
-        run.record(0, progress.eval_before)
-        run.screen.line(evaluation_line(progress.eval_before, "before training"))
-    return progress
-
-
-def resume(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, checkpoint: Path) -> Progress:
-    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
-    state = load_run(checkpoint, settings, parts.model, parts.optimizer)
-    restore_collection(parts, state)
-    progress = Progress(**state["progress"])
-    run.forget_after(progress.step)
-    restore_best(run, progress)
-    run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
-    if progress.step >= settings.steps:
-        done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
-        run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
-    return progress
-
-
-def save(settings: ExpertIterationSettings, parts: ExpertIterationParts, run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the last finished step."""
-    state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
-    save_run(
-        run,
-        progress.step,
-        parts.model,
-        parts.tokenizer,
-        parts.optimizer,
-        settings.checkpoint,
-        state,
-        best=progress.best_step,
     )

@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
-from rlpost.evaluate import EvalResult, evaluate
+from rlpost.evaluate import EvalResult
 from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
 from rlpost.objectives.dynamic_sampling import has_spread
 from rlpost.objectives.policy_objective import PolicyOutput
@@ -27,24 +26,20 @@ from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import GRPOSettings, SamplingSettings
-from rlpost.settings.evaluation import samples_per_prompt
+from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
-from rlpost.train.best import BestSoFar, restore_best
 from rlpost.train.metrics import batch_metrics, loss_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
+from rlpost.train.sampled import SampledProgress, begin, evaluate_held_out, evaluation_due, resume, save
 from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
 
 
 @dataclass
-class Progress(BestSoFar):
-    """How far a training is, and when it was best."""
+class Progress(SampledProgress):
+    """How far a training is."""
 
-    step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
-    eval_before: dict[str, float] | None = None  # the evaluation before the first step
 
 
 def train(settings: GRPOSettings, request: RunRequest) -> int:
@@ -63,7 +58,10 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
             run.catch_signals()
             announce(settings, parts, run)
             parts.collector.on_phase = screen.phase
-            progress = resume(settings, parts, run, checkpoint) if checkpoint else begin(settings, parts, run)
+            if checkpoint:
+                progress = resume(settings, parts, run, checkpoint, Progress)
+            else:
+                progress = begin(settings, parts, run, Progress())
             after = learn(settings, parts, run, progress)
             screen.phase("closing", "the policy")
         conclude(run, progress.step, progress.eval_before, after, progress)
@@ -209,69 +207,3 @@ def update_metrics(
         "lr": parts.optimizer.param_groups[0]["lr"],
         "tokens/trained": float(sum(output.num_tokens for output in outputs)),
     }
-
-
-def begin(settings: GRPOSettings, parts: GRPOParts, run: Run) -> Progress:
-    """Evaluate the starting model, where evaluation is on."""
-    run.forget_after(-1)
-    progress = Progress()
-    if settings.eval.enabled:
-        progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
-        run.record(0, progress.eval_before)
-        run.screen.line(evaluation_line(progress.eval_before, "before training"))
-    return progress
-
-
-def resume(settings: GRPOSettings, parts: GRPOParts, run: Run, checkpoint: Path) -> Progress:
-    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
-    state = load_run(checkpoint, settings, parts.model, parts.optimizer)
-    restore_collection(parts, state)
-    progress = Progress(**state["progress"])
-    run.forget_after(progress.step)
-    restore_best(run, progress)
-    run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
-    if progress.step >= settings.steps:
-        done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
-        run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
-    return progress
-
-
-def save(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the last finished step."""
-    state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
-    save_run(
-        run,
-        progress.step,
-        parts.model,
-        parts.tokenizer,
-        parts.optimizer,
-        settings.checkpoint,
-        state,
-        best=progress.best_step,
-    )
-
-
-def evaluation_due(settings: GRPOSettings, step: int) -> bool:
-    """Whether held-out prompts are played after `step`."""
-    every = settings.eval.every
-    return settings.eval.enabled and (step == settings.steps or (every > 0 and step % every == 0))
-
-
-def evaluate_held_out(settings: GRPOSettings, parts: GRPOParts, run: Run, when: str) -> EvalResult:
-    """Accuracy on held-out prompts; `when` tells a plain terminal which evaluation is under way.
-
-    One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
-    """
-    num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
-    samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
-    if not run.screen.is_live:
-        run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
-    return evaluate(
-        parts.eval_env,
-        parts.policy,
-        num_prompts=num_prompts,
-        sampling=SamplingSettings(temperature=0.0) if samples == 1 else settings.sampling,
-        k=settings.eval.k,
-        samples=samples,
-        progress=lambda done, total: run.screen.phase("evaluating", done=done, total=total),
-    )

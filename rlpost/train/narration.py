@@ -7,18 +7,18 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rlpost.assemble import GRPOParts
+from rlpost.assemble import SamplingParts
 from rlpost.config.overrides import Override, is_code
 from rlpost.evaluate import EvalResult
 from rlpost.lora import describe_adapter
 from rlpost.models import describe
 from rlpost.run import Run
-from rlpost.settings import EnvSettings, GRPOSettings, ModelSettings
+from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, ModelSettings
 from rlpost.text import counted
 from rlpost.train.best import BestSoFar, best_line
 
 
-def announce(settings: GRPOSettings, parts: GRPOParts, run: Run) -> None:
+def announce(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts, run: Run) -> None:
     """The effective model, data, sizes and folder, before anything is done."""
     completions = settings.prompts_per_step * settings.group_size
     data = name_of_data(settings.env)
@@ -65,7 +65,7 @@ def writes_line(run: Run) -> str:
     return f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else "")
 
 
-def _prompts(settings: GRPOSettings, parts: GRPOParts) -> str:
+def _prompts(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts) -> str:
     held_out = f", {parts.eval_env.num_tasks} held out" if settings.eval.enabled else ""
     return f"{counted(parts.env.num_tasks, 'prompt')}{held_out}"
 

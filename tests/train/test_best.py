@@ -16,7 +16,7 @@ from rlpost.config.registry import TRAIN_GRPO
 from rlpost.evaluate import EvalResult
 from rlpost.settings.run import RunRequest
 from rlpost.statistics import Share
-from rlpost.train import grpo
+from rlpost.train import grpo, sampled
 from rlpost.train.best import BestSoFar
 
 SMALL = [
@@ -53,7 +53,8 @@ def accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[float | No
         accuracy = found["all"][step]
         return result(accuracy, reward=1 - (accuracy or 0.0))
 
-    monkeypatch.setattr(grpo, "evaluate_held_out", evaluate_held_out)
+    for module in (grpo, sampled):  # after a step, and before training
+        monkeypatch.setattr(module, "evaluate_held_out", evaluate_held_out)
     return found
 
 
