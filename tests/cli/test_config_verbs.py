@@ -125,7 +125,11 @@ def test_every_key_says_what_it_means(command: Any) -> None:
 
 def test_papers_speak_of_keys_that_exist_and_values_that_fit() -> None:
     assert set(PAPER_VALUES) <= set(all_keys(TRAIN_GRPO))
-    fixed = {"group_size": "prompts_per_step=1", "minibatch_size": "prompts_per_step=512"}
+    fixed = {
+        "group_size": "prompts_per_step=1",
+        "minibatch_size": "prompts_per_step=512",
+        "loss.max_ratio": "loss=two_sided",
+    }
     for name, values in PAPER_VALUES.items():
         for value in values:
             merged = merge_all(TRAIN_GRPO, [f"{name}={value.value}", *([fixed[name]] if name in fixed else [])])

@@ -51,7 +51,7 @@ from rlpost.train.update import Learner, Microbatches, update
 TEMPERATURE, LONGEST = 0.9, 12
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # transformers' norms are float32 in any model
 SHARES = ([0, 2, 3, 5, 7, 8], [1, 4, 6])  # of a minibatch's rows over two ranks
-ALL_TERMS = {"kl_coef": 0.3, "sampler_kl_coef": 0.2, "entropy_coef": 0.1}
+ALL_TERMS: dict[str, Any] = {"kl_coef": 0.3, "sampler_kl_coef": 0.2, "entropy_coef": 0.1}
 LOSSES: dict[str, PolicyLossSettings | DemonstrationLossSettings] = {
     "grpo": GRPOLossSettings(),
     "grpo token_mean": GRPOLossSettings(aggregation=Aggregation.token_mean),
