@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
+from rlpost.objectives.variants import VARIANTS
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,6 +56,19 @@ def test_three_settings_are_all_the_page_needs_to_train() -> None:
     commands = [line for language, _, text in blocks("own-data.md") if language == "sh" for line in text.splitlines()]
     in_earnest = [line.removesuffix(" --dry-run") for line in commands if line.endswith("--dry-run")]
     assert [len(re.findall("=", line)) for line in in_earnest] == [3]
+
+
+def test_the_loss_done_with_a_pencil_comes_out() -> None:
+    [program] = [text for language, _, text in blocks("losses.md") if language == "python"]
+    exec(compile(program, "losses.md", "exec"), {})  # it asserts what it says
+
+
+def test_every_loss_stands_on_its_page_with_its_defaults() -> None:
+    page = (DOCS / "losses.md").read_text()
+    for name, variant in VARIANTS.items():
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        for key in variant.coefficients:
+            assert {"delta": "max_ratio", "c": "max_ratio"}.get(key, key) in row
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
