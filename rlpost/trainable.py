@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.activations import recompute_activations
-from rlpost.config.paths import NAMED_MODELS, resolve_adapter_path
+from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
+from rlpost.errors import CheckpointError
 from rlpost.home import expanded
 from rlpost.lora import adapter_off, add_adapter, load_adapter
 from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model
@@ -54,6 +55,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
 
     The reference, where there is to be one, is the starting model: that of `model.path`, with the
     adapter of `lora.path` merged into it. Under LoRA it is the trained model with its adapter off.
+    Raises CheckpointError for a checkpoint whose adapter is not one of that starting model.
     """
     start = locate_model(settings.model.path, settings.model.revision)
     lora = settings.lora
@@ -66,6 +68,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     if lora.enabled:
         add_adapter(model, lora, base=_name(settings, start))
     if adapter is not None:
+        _check_same_start(adapter, _name(settings, start))
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
@@ -85,7 +88,21 @@ def _name(settings: TrainingSettings, start: Path) -> str:
     """What an adapter calls the model it is for: its hub id, or the folder on this machine."""
     path = settings.model.path
     is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
-    return path if is_hub_id else str(start)
+    return path if is_hub_id else str(start.resolve())
+
+
+def _check_same_start(adapter: Path, start: str) -> None:
+    """Raise CheckpointError unless the adapter was begun on `start`; a run that stood for it may have gone on.
+
+    Two folders' last parts tell: the checkpoint of a run, or the name in a cache, wherever that lies.
+    """
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        return  # loading it will say that it is missing
+    begun = adapter_base(adapter)
+    if Path(begun).parts[-2:] != Path(start).parts[-2:]:
+        raise CheckpointError(
+            f"the adapter in {adapter} was begun on {begun}, and model.path now means {start}: give model.path={begun}"
+        )
 
 
 def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings) -> Reference:
