@@ -12,12 +12,22 @@ import torch
 
 from rlpost import assemble
 from rlpost.config.compose import compose
-from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, Command, all_keys, options
+from rlpost.config.registry import (
+    COMMANDS,
+    EVAL,
+    TRAIN_EXPERT_ITERATION,
+    TRAIN_GRPO,
+    TRAIN_SFT,
+    Command,
+    all_keys,
+    options,
+)
 from rlpost.models import locate_model
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import vllm
 from rlpost.settings.run import RunRequest
 from rlpost.tracking import choice
+from rlpost.train import expert_iteration, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -51,26 +61,57 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
     with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
         choose_auto()
         start_vllm(locate_model("builtin:tiny"))
+        for name in options("tracking"):
+            make_tracker(folder, name)
     with reads_noted(classes) as of_training:
         train_once(folder / "transformers", "policy=transformers")
         train_once(folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
         train_once(folder / "dataset", "policy=scripted", *dataset)
-        for name in options("tracking"):
-            make_tracker(folder, name)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
     with reads_noted(classes) as of_evaluation:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
         evaluate_once("policy=scripted", *dataset)
-    return {TRAIN_GRPO.name: of_training | of_both, EVAL.name: of_evaluation | of_both}
+    with reads_noted(classes) as of_tuning:
+        tune_once(folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "policy=transformers")
+        tune_once(folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
+        tune_once(folder / "sft-minor", "loss=minor_sft", "eval.accuracy=true", "policy=scripted", *gsm8k)
+        tune_once(
+            folder / "sft-rows", "eval.accuracy=true", "policy=scripted", *dataset, "env.completion_column=answer"
+        )
+    with reads_noted(classes) as of_iteration:
+        iterate_once(folder / "iteration", "policy=transformers")
+        iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
+        iterate_once(folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
+        iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
+    return {
+        TRAIN_GRPO.name: of_training | of_both,
+        TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
+        TRAIN_SFT.name: of_tuning | of_both,
+        EVAL.name: of_evaluation | of_both,
+    }
 
 
 def train_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_GRPO, [*SMALL, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
     assert train(composed.settings, request) == 0
+
+
+def tune_once(folder: Path, *words: str) -> None:
+    small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
+    composed = compose(TRAIN_SFT, [*small, "eval.limit=2", "env.max_completion_tokens=4", *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
+    assert sft.train(composed.settings, request) == 0
+
+
+def iterate_once(folder: Path, *words: str) -> None:
+    small = [word for word in SMALL if not word.startswith("loss.")] + ["topk_size=1", "min_reward=0.0"]
+    composed = compose(TRAIN_EXPERT_ITERATION, [*small, *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "expert-iteration"], composed.yaml)
+    assert expert_iteration.train(composed.settings, request) == 0
 
 
 def evaluate_once(*words: str) -> None:
