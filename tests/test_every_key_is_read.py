@@ -75,7 +75,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         evaluate_once("policy=scripted", *gsm8k)
         evaluate_once("policy=scripted", *dataset)
     with reads_noted(classes) as of_tuning:
-        tune_once(folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "policy=transformers")
+        tune_once(
+            folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "eval.limit=2", "policy=transformers"
+        )
         tune_once(folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
         tune_once(folder / "sft-minor", "loss=minor_sft", "eval.accuracy=true", "policy=scripted", *gsm8k)
         tune_once(
@@ -102,7 +104,7 @@ def train_once(folder: Path, *words: str) -> None:
 
 def tune_once(folder: Path, *words: str) -> None:
     small = ["model=tiny", "model.autocast=none", "minibatch_size=2", "steps=1", "env.limit=4", "eval.every=1"]
-    composed = compose(TRAIN_SFT, [*small, "eval.limit=2", "env.max_completion_tokens=4", *words])
+    composed = compose(TRAIN_SFT, [*small, "env.eval_limit=2", "env.max_completion_tokens=4", *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
     assert sft.train(composed.settings, request) == 0
 

@@ -136,7 +136,7 @@ def learn(
         if evaluated:
             screen.line(evaluation_line(evaluated, f"after step {step}"))
         is_best = progress.is_new_best(step, evaluated)
-        if is_best or run.due(step, settings.checkpoint.every):
+        if run.due(step, settings.checkpoint.every) or is_best:
             save(settings, parts, run, progress)
         give_back_freed_memory()
     return after

@@ -123,7 +123,7 @@ def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, ru
         if evaluated:
             run.screen.line(evaluation_line(evaluated, f"after step {step}"))
         is_best = progress.is_new_best(step, evaluated)
-        if is_best or run.due(step, settings.checkpoint.every):
+        if run.due(step, settings.checkpoint.every) or is_best:
             save(settings, parts, run, progress)
         give_back_freed_memory()
 
