@@ -26,6 +26,7 @@ from rlpost.errors import CheckpointError
 
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
+FORMAT = 1  # of what lies in state/; another is not read
 LATEST = "latest"
 BEST = "best"
 
@@ -57,7 +58,7 @@ def save_checkpoint(
         if write_adapter is not None:
             write_adapter(making / "adapter")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
-        (making / STATE).write_text(json.dumps(state))
+        (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
         if final.exists():
             shutil.rmtree(final)
@@ -79,15 +80,15 @@ def save_checkpoint(
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint, after every file of it was checked.
 
-    Raises CheckpointError that names the file which is missing or not what was written.
+    Raises CheckpointError as `verify` does.
     """
     verify(path)
-    tensors = load_file(path / TENSORS)
-    return tensors, json.loads((path / STATE).read_text())
+    state = json.loads((path / STATE).read_text())
+    return load_file(path / TENSORS), {key: value for key, value in state.items() if key != "format"}
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest is there, byte for byte."""
+    """Raise CheckpointError unless every file of the manifest is there, byte for byte, and its state of this format."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
@@ -100,6 +101,12 @@ def verify(path: Path) -> None:
             raise CheckpointError(f"{file} is missing: the checkpoint is damaged, resume from another one")
         if (file.stat().st_size, _sha256(file)) != expected.get(file):
             raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, resume from another one")
+    written = json.loads((path / STATE).read_text()).get("format")
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path} is of another version of rlpost (its state has format {written}, this one reads {FORMAT}): resume "
+            f"with that version, or begin anew from its weights with model.path={path}"
+        )
 
 
 def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
