@@ -128,13 +128,15 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
         return Update([], 0.0)
     outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
     sum_gradients(learner.model.parameters())
-    norm = nn.utils.clip_grad_norm_(learner.model.parameters(), learner.optim.max_grad_norm).item()
+    parameters = [p for p in learner.model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     loss = sum_over_ranks(sum(output.loss.item() for output in outputs), what="their losses")
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise FloatingPointError(f"loss {loss:g}, gradient norm {norm:g}")
+    if not (math.isfinite(loss) and norm.isfinite()):  # clipping by a NaN would spread it to every gradient
+        raise FloatingPointError(f"loss {loss:g}, gradient norm {norm.item():g}")
+    nn.utils.clip_grads_with_norm_(parameters, learner.optim.max_grad_norm, norm)
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
-    return Update(outputs, norm)
+    return Update(outputs, norm.item())
 
 
 def accumulate_gradient(
