@@ -121,10 +121,12 @@ def save_adapter(model: Any, folder: Path) -> None:
 def load_adapter(model: Any, folder: Path) -> None:
     """Put the adapter that `save_adapter` wrote into an adapted model.
 
-    Raises CheckpointError, leaving the model as it was, where there is none or it is of other layers or another rank.
+    Raises CheckpointError, leaving the model as it was, where there is none or it is of other layers, another rank
+    or another alpha, with which the same A and B are another change.
     """
     try:
         saved = load_file(folder / ADAPTER_WEIGHTS)
+        alpha = json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no adapter ({error}): its run was without lora.enabled=true, go on without it"
@@ -135,6 +137,8 @@ def load_adapter(model: Any, folder: Path) -> None:
             f"the adapter in {folder} does not fit the model: go on with the lora.rank and lora.target_modules "
             "it was begun with"
         )
+    if alpha != model.peft_config[NAME].lora_alpha:
+        raise CheckpointError(f"the adapter in {folder} was begun with lora.alpha={alpha}: go on with that")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(saved[name])

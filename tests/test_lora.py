@@ -157,13 +157,18 @@ def test_an_adapter_is_loaded_bit_by_bit(tiny_folder: Path, tmp_path: Path) -> N
     assert contents(other) == contents(model)
 
 
-def test_an_adapter_of_another_rank_or_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     save_adapter(adapted(tiny_folder), tmp_path)
     for model in (adapted(tiny_folder, rank=8), adapted(tiny_folder, target_modules=["q_proj"])):
         before = contents(model)
         with pytest.raises(CheckpointError, match=r"does not fit the model: go on with the lora\.rank"):
             load_adapter(model, tmp_path)
         assert contents(model) == before
+    louder = adapted(tiny_folder, alpha=64)
+    before = contents(louder)
+    with pytest.raises(CheckpointError, match=r"was begun with lora\.alpha=8: go on with that"):
+        load_adapter(louder, tmp_path)
+    assert contents(louder) == before
     with pytest.raises(CheckpointError, match="holds no adapter"):
         load_adapter(adapted(tiny_folder), tmp_path / "nothing")
 
