@@ -15,10 +15,19 @@ from torch import nn
 from transformers import AttentionInterface
 
 from rlpost.batching import ATTENTION_NAME, Microbatch, shared_prompt_attention
+from rlpost.errors import ConfigError
 
 AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
 
 CHUNK = 512  # tokens whose logits exist at once
+# what some models do to their logits before or behind the head, by its name in their configuration
+MORE_THAN_A_HEAD = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -104,7 +113,11 @@ def chunked_log_probs(
 
 
 def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,)."""
+    """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,).
+
+    Raises ConfigError for a model whose logits are more than its head times its hidden states.
+    """
+    _check_head(model.config)
     with attending(model.config, ATTENTION_NAME):
         hidden = model.get_decoder()(  # type: ignore[operator]
             input_ids=microbatch.input_ids,
@@ -114,6 +127,16 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
         ).last_hidden_state
     head = model.get_output_embeddings()  # type: ignore[operator]
     return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
+
+
+def _check_head(config: Any) -> None:
+    config = config.get_text_config()
+    for name in MORE_THAN_A_HEAD:
+        value = getattr(config, name, None)
+        if value not in (None, 1):
+            raise ConfigError(
+                f"the model scales its logits ({name}={value}), which rlpost cannot train: choose another"
+            )
 
 
 @contextmanager
