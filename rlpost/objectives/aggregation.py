@@ -21,6 +21,13 @@ def check_choice(what: str, word: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"there is no {what} {word!r}{hint}")
 
 
+def check_coefficients(**coefficients: float) -> None:
+    """Raise ConfigError (a ValueError) unless every coefficient is 0 or above."""
+    for name, value in coefficients.items():
+        if not value >= 0:  # nor NaN
+            raise ConfigError(f"{name}={value:g} must be 0 or above")
+
+
 def check_shapes(log_probs: torch.Tensor, mask: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise ValueError unless `log_probs` is (B, T), `mask` bool, and every tensor given of that shape."""
     shape = tuple(log_probs.shape)

@@ -9,7 +9,7 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.objectives.aggregation import aggregate, check_choice, check_shapes, keep
+from rlpost.objectives.aggregation import aggregate, check_choice, check_coefficients, check_shapes, keep
 from rlpost.objectives.kl import KL_ESTIMATORS, kl_divergence
 from rlpost.objectives.mismatch import correction_bounds, sampler_weights
 from rlpost.objectives.variants import VARIANTS
@@ -30,7 +30,7 @@ class PolicyTerms:
     clipped_high: torch.Tensor
     kl_to_ref: torch.Tensor | None = None
     kl_to_sampler: torch.Tensor | None = None
-    sampler_gap: torch.Tensor | None = None  # |log π_θ − log µ|
+    sampler_gap: torch.Tensor | None = None  # |log π_old − log µ|, so none of it is learned
     sampler_weight: torch.Tensor | None = None
     sampler_cut: torch.Tensor | None = None  # the weight was capped, or the token dropped
 
@@ -80,7 +80,7 @@ def policy_terms(
     if sampler_log_probs is not None:
         sampler = keep(sampler_log_probs.detach(), mask)
         terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
-        terms.sampler_gap = (log_probs - sampler).detach().abs()
+        terms.sampler_gap = (old - sampler).abs()
         weight, terms.sampler_cut = sampler_weights(
             old, sampler, mask, sampler_correction, low=sampler_ratio_low, high=sampler_ratio_high
         )
@@ -128,6 +128,7 @@ def policy_loss(
     Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
     that are needed and not given, TypeError for a coefficient that the variant does not have, ValueError for shapes.
     """
+    check_coefficients(kl_coef=kl_coef, sampler_kl_coef=sampler_kl_coef)
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
     if sampler_kl_coef and sampler_log_probs is None:
@@ -161,7 +162,7 @@ def policy_metrics(parts: Sequence[PolicyTerms]) -> dict[str, torch.Tensor]:
 
     clip_fraction(_low, _high): share of tokens whose ratio a bound cut. ratio_mean and ess: of
     ρ = π_θ/π_old per token. kl_to_old: log π_old − log π_θ. kl_to_ref, kl_to_sampler: by the estimator
-    of the loss. sampler_gap: |log π_θ − log µ|. sampler_weight_mean, and sampler_cut_fraction, the
+    of the loss. sampler_gap: |log π_old − log µ|. sampler_weight_mean, and sampler_cut_fraction, the
     share of tokens whose weight was capped or dropped.
     """
     log_ratio = _masked(parts, "log_ratio")
@@ -198,13 +199,12 @@ def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
 
 
 def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float]) -> None:
-    for keyword, value in given.items():
+    for keyword in given:
         if keyword not in own:
             known = [*own, *(policy_loss.__kwdefaults__ or {})]
             hint = did_you_mean(nearest(keyword, known), f"it reads {', '.join(known)}")
             raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
-        if not value >= 0:  # nor NaN
-            raise ConfigError(f"{keyword}={value:g} must be 0 or above")
+    check_coefficients(**given)
 
 
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,15 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rlpost.errors import ConfigError
-from rlpost.objectives.aggregation import aggregate, check_shapes, keep, masked_mean, sequence_mean, sequence_sum
+from rlpost.objectives.aggregation import (
+    aggregate,
+    check_coefficients,
+    check_shapes,
+    keep,
+    masked_mean,
+    sequence_mean,
+    sequence_sum,
+)
 from rlpost.objectives.kl import kl_divergence
 
 
@@ -50,10 +58,11 @@ def sft_loss(
     tokens, averaged over demonstrations, is constant_length with normaliser=B.
 
     The loss is a scalar; metrics are detached scalars: loss_sft, and with a reference kl_to_ref, the
-    mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a `kl_coef`
-    without `ref_log_probs` and for an unknown word, ValueError for shapes.
+    mean over trained tokens, and loss_kl_to_ref. Raises ConfigError (a ValueError) for a negative
+    `kl_coef`, one without `ref_log_probs` and an unknown word, ValueError for shapes.
     """
     check_shapes(log_probs, mask, ref_log_probs=ref_log_probs)
+    check_coefficients(kl_coef=kl_coef)
     if kl_coef and ref_log_probs is None:
         raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
     loss = aggregate(sft_terms(log_probs, mask), mask, aggregation, normaliser)

@@ -378,6 +378,8 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         ("grpo", {"clip_hihg": 0.3}, TypeError, "does not read clip_hihg; did you mean clip_high?"),
         ("grpo", {"normalizer": 3}, TypeError, "did you mean normaliser?"),
         ("grpo", {"clip_low": -0.1}, ValueError, "clip_low=-0.1 must be 0 or above"),
+        ("grpo", {"kl_coef": -0.1}, ValueError, "kl_coef=-0.1 must be 0 or above"),
+        ("grpo", {"sampler_kl_coef": float("nan")}, ValueError, "sampler_kl_coef=nan must be 0 or above"),
         ("grpo", {"delta": 4.0}, TypeError, "'grpo' does not read delta"),
         ("two_sided", {"c": 4.0}, TypeError, "'two_sided' does not read c"),
         ("reinforce", {"clip_low": 0.2}, TypeError, "'reinforce' does not read clip_low"),
