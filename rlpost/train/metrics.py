@@ -22,7 +22,7 @@ TOKEN_METRICS = {
     "kl_to_sampler": "kl/sampler",
     "sampler_gap": "sampler/logprob_gap",
 }
-CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut_fraction": "sampler/masked"}
+CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut_fraction": "sampler/cut"}
 
 
 def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersionLabel | None) -> dict[str, float]:

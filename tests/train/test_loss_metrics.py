@@ -73,13 +73,13 @@ def test_figures_are_means_over_tokens_whatever_the_split() -> None:
     assert whole["loss/entropy"] == pytest.approx(-0.1 * whole["entropy"])
     minimised = sum(output.loss.item() for output in outputs(objective, rows, 15))
     assert minimised == pytest.approx(sum(value for name, value in whole.items() if name.startswith("loss/")))
-    assert {"sampler/weight_mean", "sampler/masked"} <= set(whole)
+    assert {"sampler/weight_mean", "sampler/cut"} <= set(whole)
 
 
 def test_weights_are_told_only_where_a_correction_gives_them() -> None:
     objective, rows = objective_of(GRPOLossSettings()), minibatch(small_model(torch.float64))
     told = loss_metrics([outputs(objective, rows, 10_000)], corrected=False)
-    assert {"sampler/weight_mean", "sampler/masked"}.isdisjoint(told)
+    assert {"sampler/weight_mean", "sampler/cut"}.isdisjoint(told)
     assert told["sampler/logprob_gap"] > 0
 
 
