@@ -62,10 +62,10 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             policy = parts.accuracy.policy if parts.accuracy else None
             if policy is not None:
                 policy.start()
-        progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
-        run.plan(total_steps(settings, parts, progress))
         with screen, contextlib.closing(policy) if policy else contextlib.nullcontext():
             run.catch_signals()
+            progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
+            run.plan(total_steps(settings, parts, progress))
             announce(settings, parts, run)
             microbatches = Microbatches(
                 settings.tokens_per_microbatch if settings.packing else ONE_SAMPLE,

@@ -19,6 +19,7 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.sft_objective import SFTObjective
+from rlpost.policies.transformers import TransformersWrapper
 from rlpost.settings.run import RunRequest
 from rlpost.train import sft
 from rlpost.train.sft import row_of, train
@@ -167,6 +168,15 @@ def test_other_rows_are_not_resumed_with(tmp_path: Path) -> None:
         run(tmp_path, "steps=2", "eval.enabled=false", "env.limit=19", resume="auto")
     with pytest.raises(ConfigError, match="began with minibatch_size=8, not 4"):
         run(tmp_path, "steps=2", "eval.enabled=false", "minibatch_size=4", resume="auto")
+
+
+def test_a_policy_is_closed_where_a_run_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[TransformersWrapper] = []
+    monkeypatch.setattr(TransformersWrapper, "close", lambda self: closed.append(self))
+    assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
+    with pytest.raises(DataError, match="this data gives 19 samples"):
+        run(tmp_path, "steps=2", "eval.accuracy=true", "policy=transformers", "env.limit=19", resume="auto")
+    assert len(closed) == 1
 
 
 def test_accuracy_is_measured_with_the_trained_weights_and_ends_training(
