@@ -41,7 +41,7 @@ Examples:
 EXPERT_ITERATION_EXAMPLES = """\b
 Examples:
   rlpost train expert-iteration
-  rlpost train expert-iteration model=qwen env=gsm8k topk_size=2 --name first-try
+  rlpost train expert-iteration model=qwen env=gsm8k topk_size=2 --name first
   rlpost train expert-iteration loss=minor_sft passes=2 --dry-run
   rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu
 """
