@@ -190,6 +190,7 @@ class SFTParts:
     reference: Reference | None  # None unless the loss compares with it
     samples: OrderedRows[Sample]
     bad_rows: BadRows
+    bad_held_out: BadRows
     held_out: list[Sample]  # none where evaluation is off
     accuracy: AccuracyParts | None  # None unless eval.accuracy
     objective: SFTObjective
@@ -225,9 +226,10 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     encoder = Encoder(trainable.tokenizer, settings.max_tokens)
     samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []
+    bad_held_out = BadRows()
     if settings.eval.enabled:
         first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
-        held_out, _ = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+        held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
         if not held_out:
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
     if not samples:
@@ -239,6 +241,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         reference=trainable.reference,
         samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
         bad_rows=bad_rows,
+        bad_held_out=bad_held_out,
         held_out=held_out,
         accuracy=build_accuracy(settings, eval_env, trainable) if settings.eval.accuracy else None,
         objective=objective,
@@ -298,6 +301,8 @@ def build_policy(
     the one of the folder `adapter` to begin with.
     """
     settings = chosen_policy(settings)
+    if adapter_rank is not None and not isinstance(settings, VLLMSettings):
+        raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
     if isinstance(settings, VLLMSettings):
         asked = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
         longest = min(asked, context_length(folder) or asked)

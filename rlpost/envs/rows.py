@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 

@@ -106,6 +106,7 @@ class vLLMWrapper(Policy):
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
         self._closed_because = None
+        self._applied = None
         self._needed = self._checkpoint_names()
         if self.adapter is not None:
             self.load_adapter(self.adapter)

@@ -114,7 +114,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         metrics |= update_metrics(settings, parts, microbatches, rows, updates)
         updated = time.perf_counter()
 
-        if any(u.outputs for u in updates):
+        if any(u.stepped for u in updates):
             screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)
         done = time.perf_counter()
@@ -196,7 +196,7 @@ def update_metrics(
     """What the step's optimizer steps did; the gap between sampler and trainer even where they did nothing."""
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
-    norms = [u.grad_norm for u in updates if u.outputs]
+    norms = [u.grad_norm for u in updates if u.stepped]
     if not outputs:
         longest = max(rows, key=lambda row: row.num_trained)
         [log_probs] = log_probs_of(settings, parts.model, microbatches, [longest])

@@ -38,6 +38,8 @@ def announce(settings: SFTSettings, parts: SFTParts, run: Run) -> None:
         run.screen.line(line)
     for line in parts.bad_rows.lines():
         run.screen.note(f"bad rows: {line}")
+    for line in parts.bad_held_out.lines():
+        run.screen.note(f"bad rows held out: {line}")
     if shared := _shared(samples, parts.held_out):
         run.screen.note(
             f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called held-out "

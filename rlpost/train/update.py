@@ -64,10 +64,11 @@ class Learner(Generic[O]):
 
 @dataclass
 class Update(Generic[O]):
-    """What one optimizer step did; `outputs` is empty where nothing could change a weight."""
+    """What one optimizer step did; `outputs` are of this rank's completions, and empty where it needed none."""
 
     outputs: list[O]
     grad_norm: float
+    stepped: bool = True  # False where no completion of any rank could change a weight
 
 
 class Microbatches:
@@ -125,7 +126,7 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
     needed = [row for row in minibatch if learner.objective.needs(row)]
     set_learning_rate(learner.optimizer, learning_rate(number, learner.total_updates, learner.optim))
     if not sum_over_ranks(len(needed), what="the completions they need"):
-        return Update([], 0.0)
+        return Update([], 0.0, stepped=False)
     outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
     sum_gradients(learner.model.parameters())
     parameters = [p for p in learner.model.parameters() if p.grad is not None]
