@@ -43,7 +43,7 @@ def ask(shell: str, line: str, monkeypatch: pytest.MonkeyPatch) -> int | str | N
 def test_zsh_and_fish_get_whole_words_and_descriptions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ask("fish", "rlpost train grpo loss.k", monkeypatch) == 0
+    assert ask("fish", "rlpost train grpo loss.kl_c", monkeypatch) == 0
     assert capsys.readouterr().out.splitlines() == [
         "loss.kl_coef=\tweight of the KL penalty (beta); 0 loads no reference model",
         "loss.kl_coef=0.0\tas it is",
@@ -71,7 +71,7 @@ def test_a_verb_before_its_settings_is_offered_word_by_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask("fish", "rlpost config show train ", monkeypatch)
-    assert capsys.readouterr().out.splitlines() == ["grpo\ta verb"]
+    assert capsys.readouterr().out.splitlines() == [f"{name}\ta verb" for name in ("grpo", "sft", "expert-iteration")]
     ask("fish", "rlpost config explain optim.lr eval model.dev", monkeypatch)
     assert capsys.readouterr().out.startswith("model.device=\t")
     ask("fish", "rlpost config diff gsm8k-q", monkeypatch)

@@ -84,7 +84,7 @@ def test_a_group_is_explained_with_its_options_and_who_chose(told: Told) -> None
 def test_a_part_without_options_is_explained_by_its_keys(told: Told) -> None:
     out = told("explain", "sampling", "eval")
     assert out.startswith("sampling\n")
-    assert "  sampling.temperature=0.0  0: greedy\n" in out
+    assert "\n  sampling.temperature=null  0: greedy; null: " in out
     assert "in: rlpost eval\n" in out
 
 
@@ -163,7 +163,7 @@ def test_list_and_show_as_json(told: Told) -> None:
     assert set(listed["recipe"]) == set(recipes())
     shown = json.loads(told("show", "eval", "env=gsm8k", "--json"))
     assert (shown["verb"], shown["choices"]["env"], shown["overrides"]) == ("eval", "gsm8k", ["env=gsm8k"])
-    assert shown["settings"]["sampling"]["temperature"] == 0.0
+    assert shown["settings"]["sampling"]["top_p"] == 1.0
 
 
 def test_diff_prints_only_what_differs(told: Told) -> None:
