@@ -68,7 +68,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a run's name for a path": ("eval model.path=taken", 2, "did you mean model=runs/taken?"),
     "a sweep for a model": ("eval model=runs/lrs", 2, "runs/lrs is a sweep of several runs: name one of a, b"),
     "a verb too many": ("eval grpo", 2, "grpo is no setting: settings are written key=value, as in steps=20"),
-    "half a key": ("train grpo path=rows.jsonl", 2, "did you mean model.path or env.path?"),
+    "half a key": ("train grpo path=rows.jsonl", 2, "did you mean model.path or lora.path or env.path?"),
     "another tool's key": (
         "train grpo data=rows.jsonl",
         2,

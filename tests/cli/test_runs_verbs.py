@@ -65,6 +65,7 @@ def test_a_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "steps_done": 2,
         "steps": 2,
         "reward": 0.75,
+        "loss": None,
         "accuracy_before": {"value": 0.1, "low": 0.0, "high": 0.2},
         "accuracy_after": {"value": 0.58, "low": 0.5, "high": 0.7},
         "model": "tiny",
