@@ -361,7 +361,7 @@ def evaluate_command(
     `progress` is told the completions done and their total. What engines write while they load is seen
     only where loading fails.
     """
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0)  # the same prompts whatever the seed
     env.start()  # a bad path or row is found here, before a model is loaded
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)

@@ -78,7 +78,7 @@ class EvalSettings:
     sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
     eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
     plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
-    seed: int = 0  # of prompts and sampling
+    seed: int = 0  # of sampling; the order of the prompts is that of env.seed
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
