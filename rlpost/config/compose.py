@@ -24,7 +24,7 @@ from rlpost.config.plugins import load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EvalSettings, GRPOSettings, SFTSettings
+from rlpost.settings import DatasetSettings, EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.registered import ENVS
 
 
@@ -238,7 +238,9 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
     return settings
 
 
-def _check_code(settings: GRPOSettings | SFTSettings | EvalSettings, given: Sequence[Override]) -> None:
+def _check_code(
+    settings: GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings, given: Sequence[Override]
+) -> None:
     """Raise ConfigError where a file of conf/ names a Python file to run."""
     named = [] if settings.plugin == _plugins(given) else ["plugin"]
     if isinstance(settings.env, DatasetSettings):
@@ -251,7 +253,7 @@ def _check_code(settings: GRPOSettings | SFTSettings | EvalSettings, given: Sequ
         )
 
 
-def _check_paths(settings: GRPOSettings | SFTSettings | EvalSettings) -> None:
+def _check_paths(settings: GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings) -> None:
     path = settings.model.path
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")

@@ -101,7 +101,7 @@ def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | 
     return torch.tensor(flat) if all(isinstance(v, int) for v in flat) else strings([str(v) for v in flat])
 
 
-def ragged_rows(values: torch.Tensor) -> list[torch.Tensor]:
+def ragged_rows(values: Any) -> list[torch.Tensor]:
     """The rows of a jagged nested tensor (B, *), 1-D each."""
     if values.lengths() is not None:  # a view with holes between its rows
         return list(values.unbind())
