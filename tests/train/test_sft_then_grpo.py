@@ -32,8 +32,9 @@ SFT = [
     "eval.stop_at_accuracy=0.5",
 ]
 GRPO = [
-    "prompts_per_step=25",
+    "prompts_per_step=100",  # every sum in every step: what is learned of one is not undone by the others
     "group_size=8",
+    "minibatch_size=400",
     "sampling.temperature=0.7",
     "optim.lr=1e-3",
     "optim.schedule=linear",
