@@ -32,7 +32,7 @@ from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.sampled import SampledProgress, begin, evaluate_held_out, evaluation_due, resume, save
-from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
+from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, update
 
 
 @dataclass
@@ -99,7 +99,7 @@ def learn(
 
         screen.phase("training")
         rows = [] if selected is None else rows_of(selected)
-        fill_reference(settings, parts, microbatches, rows)
+        fill_reference(parts.reference, microbatches, rows, kind=settings.model.autocast)
         updates: list[Update[SFTOutput]] = []
         for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
             try:
@@ -164,18 +164,6 @@ def selection_metrics(sampled: TensorDict, selected: TensorDict | None) -> dict[
 
 def _names(batch: TensorDict) -> list[tuple[int, int]]:
     return list(zip(batch["group_id"].tolist(), batch["sample"].tolist(), strict=True))
-
-
-def fill_reference(
-    settings: ExpertIterationSettings, parts: ExpertIterationParts, microbatches: Microbatches, rows: Sequence[Row]
-) -> None:
-    """Give `rows` the log-probs of the reference, where the loss reads them."""
-    if parts.reference is None or not rows:
-        return
-    with parts.reference() as reference:
-        read = read_log_probs(reference, microbatches, rows, kind=settings.model.autocast)
-    for row, log_probs in zip(rows, read, strict=True):
-        row.ref_log_probs = log_probs
 
 
 def most_updates(settings: ExpertIterationSettings) -> int:

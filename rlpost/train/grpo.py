@@ -32,7 +32,7 @@ from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overl
 from rlpost.train.metrics import batch_metrics, loss_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.sampled import SampledProgress, begin, evaluate_held_out, evaluation_due, resume, save
-from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
+from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
 
 @dataclass
@@ -168,10 +168,13 @@ def tell_masked(settings: GRPOSettings, run: Run, step: int, rows: Sequence[Row]
 
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
-    if parts.reference is not None:
-        with parts.reference() as reference:
-            for row, log_probs in zip(rows, log_probs_of(settings, reference, microbatches, rows), strict=True):
-                row.ref_log_probs = log_probs
+    fill_reference(
+        parts.reference,
+        microbatches,
+        rows,
+        kind=settings.model.autocast,
+        temperature=settings.sampling.temperature,
+    )
     if updates_per_step(settings) > 1 or kl_in_reward(settings):
         for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
             row.old_log_probs = log_probs

@@ -33,7 +33,7 @@ from rlpost.settings.run import RunRequest
 from rlpost.train.best import BestSoFar, restore_best
 from rlpost.train.sft_narration import announce, conclude
 from rlpost.train.state import load_run, must_stay, save_run
-from rlpost.train.update import Learner, Microbatches, Update, diverged, read_log_probs, update
+from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
 ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
 
@@ -95,11 +95,7 @@ def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, ru
         samples = list(itertools.islice(stream, min(settings.minibatch_size, samples_left(settings, parts, progress))))
         run.screen.phase("training")
         rows = [row_of(sample) for sample in samples]
-        if parts.reference is not None:
-            with parts.reference() as reference:
-                read = read_log_probs(reference, microbatches, rows, kind=settings.model.autocast)
-            for row, log_probs in zip(rows, read, strict=True):
-                row.ref_log_probs = log_probs
+        fill_reference(parts.reference, microbatches, rows, kind=settings.model.autocast)
         try:
             updated = update(learner, microbatches, rows, number=step - 1)
         except FloatingPointError as error:

@@ -22,6 +22,7 @@ from rlpost.models import save_model
 from rlpost.optim import learning_rate, set_learning_rate
 from rlpost.precision import autocast
 from rlpost.settings import Autocast, OptimSettings
+from rlpost.trainable import Reference
 
 
 class MicrobatchOutput(Protocol):
@@ -184,6 +185,23 @@ def read_log_probs(
                 for row, values in zip(microbatch.rows, pieces, strict=True):
                     read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
     return read
+
+
+def fill_reference(
+    reference: Reference | None,
+    microbatches: Microbatches,
+    rows: Sequence[Row],
+    *,
+    kind: Autocast,
+    temperature: float = 1.0,
+) -> None:
+    """Give `rows` the log-probs of the reference, where the loss reads one."""
+    if reference is None or not rows:
+        return
+    with reference() as model:
+        read = read_log_probs(model, microbatches, rows, kind=kind, temperature=temperature)
+    for row, log_probs in zip(rows, read, strict=True):
+        row.ref_log_probs = log_probs
 
 
 def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str) -> DivergedError:
