@@ -4,7 +4,8 @@
 
 Nothing is padded. `shared_prompt_attention` keeps the sequences apart: a completion sees its own
 group's prompt and itself. Linear layers, which are nearly all the work, run over exactly the tokens
-there are; only inside attention are a group's completions padded to its longest.
+there are; only inside attention are a group's completions padded to its longest. Neighbouring groups
+of one shape are attended together, their prompts then lying before all of their completions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rlpost.errors import ConfigError
 
 ATTENTION_NAME = "rlpost_shared_prompt"
 SHORT = 512  # tokens up to which a CPU attends faster without the flash kernel
+MOST_PADDING = 1.25  # times the keys that groups read apart, up to which they are attended together
 
 
 @dataclass(slots=True)
@@ -65,19 +67,32 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
 
 
 @dataclass(slots=True)
-class PromptGroup:
-    """One prompt and its completions, which follow it in the packed row, as attention reads them."""
+class PromptBlock:
+    """Prompts of one length with equally many completions each, as attention reads them together.
+
+    In the packed row all of its prompts come first, then all of its completions.
+    """
 
     prompt_length: int
-    lengths: list[int]  # of the completions
+    lengths: list[int]  # of the completions, prompt by prompt
     places: torch.Tensor  # (sum of lengths,) place of each completion token in the padded (G * T) block
+    num_prompts: int = 1
 
     @classmethod
-    def of(cls, prompt_length: int, lengths: list[int], device: torch.device) -> PromptGroup:
-        """A group with its index tensor on `device`."""
+    def of(cls, prompt_length: int, lengths: list[int], device: torch.device, num_prompts: int = 1) -> PromptBlock:
+        """A block with its index tensor on `device`."""
         longest = max(lengths)
         places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
-        return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device))
+        return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device), num_prompts)
+
+    def prompts(self, states: torch.Tensor) -> torch.Tensor:
+        """(Q * P, H, D) -> (Q, H, P, D), of the block's Q prompts."""
+        return states.unflatten(0, (self.num_prompts, self.prompt_length)).transpose(1, 2)
+
+    def of_each_completion(self, states: torch.Tensor) -> torch.Tensor:
+        """(Q, H, P, D) -> (G, H, P, D): each prompt's states for each of its completions."""
+        each = len(self.lengths) // self.num_prompts
+        return states[:, None].expand(-1, each, -1, -1, -1).flatten(0, 1)
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """(sum of lengths, H, D) -> (G, H, T, D), right-padded with zeros."""
@@ -96,7 +111,7 @@ class Microbatch:
 
     input_ids: torch.Tensor  # (1, N)
     position_ids: torch.Tensor  # (1, N)
-    groups: list[PromptGroup]
+    blocks: list[PromptBlock]
     source: torch.Tensor  # (M,) packed position whose logits predict the trained token
     target: torch.Tensor  # (M,) the trained token's id
     advantage: torch.Tensor  # (M,)
@@ -149,24 +164,26 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    layout: list[PromptGroup] = []
+    layout: list[PromptBlock] = []
     start = 0
-    for group in groups:
-        prompt = group[0].prompt
-        length = prompt.numel()
-        ids.append(prompt)
-        positions.append(torch.arange(length))
-        completion_start = start + length
-        for row in group:
-            size = row.response.numel()
-            ids.append(row.response)
-            positions.append(torch.arange(length, length + size))
-            # the first token is predicted by the prompt's last, every other by the one before it
-            source = torch.arange(completion_start - 1, completion_start + size - 1)
-            source[:1] = start + length - 1
-            sources.append(source[row.sampled])
-            completion_start += size
-        layout.append(PromptGroup.of(length, [row.response.numel() for row in group], device))
+    for block in _blocks(groups):
+        length = block[0][0].prompt.numel()
+        prompts = [group[0].prompt for group in block]
+        ids += prompts
+        positions += [torch.arange(length)] * len(prompts)
+        completion_start = start + length * len(prompts)
+        for index, group in enumerate(block):
+            for row in group:
+                size = row.response.numel()
+                ids.append(row.response)
+                positions.append(torch.arange(length, length + size))
+                # the first token is predicted by the prompt's last, every other by the one before it
+                source = torch.arange(completion_start - 1, completion_start + size - 1)
+                source[:1] = start + length * (index + 1) - 1
+                sources.append(source[row.sampled])
+                completion_start += size
+        lengths = [row.response.numel() for group in block for row in group]
+        layout.append(PromptBlock.of(length, lengths, device, len(prompts)))
         start = completion_start
     rows = [row for group in groups for row in group]
 
@@ -180,7 +197,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
     return Microbatch(
         input_ids=torch.cat(ids).unsqueeze(0).to(device),
         position_ids=torch.cat(positions).unsqueeze(0).to(device),
-        groups=layout,
+        blocks=layout,
         source=torch.cat(sources).to(device),
         target=trained([row.response for row in rows]),
         advantage=trained([row.advantages for row in rows]),
@@ -191,6 +208,24 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
     )
 
 
+def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]]:
+    """Neighbouring groups that attention takes together: one shape, and little more padding than apart."""
+    block: list[Sequence[Row]] = []
+    apart = longest = 0  # what the block's groups attend to on their own; its longest completion
+    for group in groups:
+        prompt, size = group[0].prompt.numel(), len(group)
+        own = max(row.response.numel() for row in group)
+        together = (len(block) + 1) * size * (prompt + max(longest, own))
+        fits = block and len(block[0]) == size and block[0][0].prompt.numel() == prompt
+        if block and not (fits and together <= MOST_PADDING * (apart + size * (prompt + own))):
+            yield block
+            block, apart, longest = [], 0, 0
+        block.append(group)
+        apart += size * (prompt + own)
+        longest = max(longest, own)
+    yield block
+
+
 def shared_prompt_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # (1, H, N, D)
@@ -198,7 +233,7 @@ def shared_prompt_attention(
     value: torch.Tensor,  # (1, H_kv, N, D)
     attention_mask: torch.Tensor | None,
     *,
-    prompt_groups: list[PromptGroup],
+    prompt_blocks: list[PromptBlock],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -206,7 +241,7 @@ def shared_prompt_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention over a packed row, in the form transformers' attention interface calls.
 
-    Each group's prompt keys and values are computed once, with gradient, and expanded over its
+    Each prompt's keys and values are computed once, with gradient, and expanded over its
     completions. Returns (1, N, H, D). Raises ConfigError for attention features that would change
     the result and that this function does not have.
     """
@@ -216,28 +251,25 @@ def shared_prompt_attention(
                 f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
             )
     repeat = query.shape[1] // key.shape[1]
-    sizes = [size for group in prompt_groups for size in (group.prompt_length, sum(group.lengths))]
+    sizes = [size for block in prompt_blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
     # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
     queries, keys, values = (
         states[0].transpose(0, 1).split(sizes) for states in (query, _repeat(key, repeat), _repeat(value, repeat))
     )
     outputs = []
-    for index, group in enumerate(prompt_groups):
-        at_prompt, at_completions = 2 * index, 2 * index + 1
-        causal = _prompt_mask(group.prompt_length, sliding_window, query.device)
-        q_prompt, k_prompt, v_prompt = (  # (1, H, P, D) each
-            states[at_prompt].transpose(0, 1)[None] for states in (queries, keys, values)
-        )
+    for index, block in enumerate(prompt_blocks):
+        at_prompts, at_completions = 2 * index, 2 * index + 1
+        causal = _prompt_mask(block.prompt_length, sliding_window, query.device)
+        q_prompt, k_prompt, v_prompt = (block.prompts(states[at_prompts]) for states in (queries, keys, values))
         attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
-        outputs.append(attended[0].transpose(0, 1))
-        block = [group.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
-        size = len(group.lengths)
-        key_block = torch.cat([k_prompt.expand(size, -1, -1, -1), block[1]], 2)
-        value_block = torch.cat([v_prompt.expand(size, -1, -1, -1), block[2]], 2)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
+        all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
+        all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
         # pads follow their row's tokens, so a causal mask alone hides them
-        mask = _causal_mask(max(group.lengths), group.prompt_length, sliding_window, query.device)
-        attended = _attend(block[0], key_block, value_block, mask, dropout, scaling)
-        outputs.append(group.unpad(attended))
+        mask = _causal_mask(max(block.lengths), block.prompt_length, sliding_window, query.device)
+        attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
+        outputs.append(block.unpad(attended))
     return torch.cat(outputs).unsqueeze(0), None
 
 

@@ -123,7 +123,7 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
             input_ids=microbatch.input_ids,
             position_ids=microbatch.position_ids,
             use_cache=False,
-            prompt_groups=microbatch.groups,
+            prompt_blocks=microbatch.blocks,
         ).last_hidden_state
     head = model.get_output_embeddings()  # type: ignore[operator]
     return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)

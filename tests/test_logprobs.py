@@ -69,17 +69,38 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_refused(name: str, v
         token_log_probs(model, microbatch, 1.0)
 
 
+DIFFERENT = [(7, [3, 9, 1]), (4, [5]), (11, [2, 8])]
+ALIKE = [(4, [3, 2]), (4, [2, 2]), (4, [1, 3]), (4, [2, 3, 1]), (4, [3, 1, 2]), (6, [2, 2])]
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_log_probs_are_those_of_each_sequence_alone(kind: str, temperature: float) -> None:
+@pytest.mark.parametrize("sizes", [DIFFERENT, ALIKE], ids=["different shapes", "shapes alike"])
+def test_packed_log_probs_are_those_of_each_sequence_alone(
+    kind: str, temperature: float, sizes: list[tuple[int, list[int]]]
+) -> None:
     model = small_model(kind)
-    rows = random_rows([(7, [3, 9, 1]), (4, [5]), (11, [2, 8])])
+    rows = random_rows(sizes)
     [microbatch] = pack(rows, 10_000, torch.device("cpu"))
     with torch.no_grad():
         log_probs, entropy = token_log_probs(model, microbatch, temperature)
         expected = [alone(model, row, temperature) for row in rows]
     torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
     torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
+
+
+def num_prompts_of_blocks(sizes: list[tuple[int, list[int]]]) -> list[int]:
+    [microbatch] = pack(random_rows(sizes), 10_000, torch.device("cpu"))
+    return [block.num_prompts for block in microbatch.blocks]
+
+
+def test_neighbouring_groups_of_one_shape_are_attended_together() -> None:
+    assert num_prompts_of_blocks(ALIKE) == [3, 2, 1]
+    assert num_prompts_of_blocks(DIFFERENT) == [1, 1, 1]
+
+
+def test_one_long_completion_does_not_pad_its_neighbours() -> None:
+    assert num_prompts_of_blocks([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])]) == [1, 1, 2]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -130,7 +151,7 @@ def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.
 
 def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
     model = small_model("llama", torch.float32)
-    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (11, [2, 8])])
+    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (4, [5, 4]), (11, [2, 8])])
     for row in rows:
         row.ref_log_probs = torch.full((row.response.numel(),), -4.0)
     whole = gradient(model, rows, 10_000)

@@ -111,28 +111,19 @@ def ragged_rows(values: Any) -> list[torch.Tensor]:
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
     """The rows at `indices`, in that order; ragged fields included."""
-    return split_rows(batch, [indices])[0]
 
-
-def split_rows(batch: TensorDictBase, parts: Sequence[Sequence[int]]) -> list[TensorDict]:
-    """One batch a part, each the rows at its indices; a field is taken apart once for all of them."""
-
-    def pick(value: Any) -> list[Any]:
+    def pick(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.is_nested:
                 rows = ragged_rows(value)
-                return [ragged([rows[i] for i in part]) for part in parts]
-            return [value[list(part)] for part in parts]
+                return ragged([rows[i] for i in indices])
+            return value[list(indices)]
         if isinstance(value, History):
             chats = value.to_chats()
-            return [History.from_chats([chats[i] for i in part]) for part in parts]
+            return History.from_chats([chats[i] for i in indices])
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
-            picked = {key: pick(field) for key, field in value.items()}
-            return [
-                TensorDict({key: fields[n] for key, fields in picked.items()}, batch_size=[len(part)])
-                for n, part in enumerate(parts)
-            ]
-        return [strings([_row(value, i) for i in part]) for part in parts]
+            return TensorDict({key: pick(field) for key, field in value.items()}, batch_size=[len(indices)])
+        return strings([_row(value, i) for i in indices])
 
     return pick(batch)
 

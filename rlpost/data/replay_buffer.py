@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, split_rows
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
+from rlpost.data.selection import Selection
 from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
@@ -63,14 +63,14 @@ class Drawn:
     highest: float | None = None
     widest: float = 0.0  # the most that two rewards of one group lie apart
 
-    def add(self, group: TensorDictBase) -> None:
+    def add(self, group: Selection) -> None:
         """Count a group that came in."""
         rewards = _valid_rewards(group)
         self.groups += 1
         self.reward_sum += sum(rewards)
         self.num_rewards += len(rewards)
 
-    def turn_down(self, group: TensorDictBase) -> None:
+    def turn_down(self, group: Selection) -> None:
         """Count a group that was counted before as turned down."""
         self.turned_down += 1
         if rewards := _valid_rewards(group):
@@ -85,9 +85,13 @@ class Drawn:
         return self.reward_sum / self.num_rewards if self.num_rewards else math.nan
 
 
-def _valid_rewards(group: TensorDictBase) -> list[float]:
-    rewards, valid = group["next", "reward"].flatten().tolist(), group["valid"].tolist()
+def _valid_rewards(group: Selection) -> list[float]:
+    rewards, valid = group.column(("next", "reward")).flatten().tolist(), group.column("valid").tolist()
     return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
+
+
+def _oldest(group: Selection) -> int:
+    return int(group.column("policy_version").min())
 
 
 class ReplayBuffer:
@@ -107,7 +111,7 @@ class ReplayBuffer:
         self.source: GroupSource | None = None
         self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
-        self._groups: list[TensorDictBase] = []
+        self._groups: list[Selection] = []
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -123,9 +127,10 @@ class ReplayBuffer:
         places: dict[int, list[int]] = {}
         for place, group in enumerate(ids):
             places.setdefault(group, []).append(place)
-        for rows in split_rows(current, list(places.values())):
-            self._groups.append(rows)
-            self.drawn.add(rows)
+        for own in places.values():
+            group = Selection.of(current, own)
+            self._groups.append(group)
+            self.drawn.add(group)
 
     def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.
@@ -152,7 +157,7 @@ class ReplayBuffer:
             rounds += 1
             self._drop(max_policy_lag, accept)
         taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
-        return concat_rows(taken)
+        return Selection.joined(taken).copied()
 
     def take_counts(self) -> dict[str, float]:
         """What came in since this was last called, under the names of metrics.jsonl.
@@ -176,7 +181,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """The groups that wait and the rows that transforms hold back, as JSON-compatible values."""
         return {
-            "groups": [to_plain(group) for group in self._groups],
+            "groups": [to_plain(group.copied()) for group in self._groups],
             "num_dropped_by_age": self.num_dropped_by_age,
             "drawn": asdict(self.drawn),
             "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
@@ -184,7 +189,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same transforms."""
-        self._groups = [from_plain(group) for group in state["groups"]]
+        self._groups = [Selection.whole(from_plain(group)) for group in state["groups"]]
         self.num_dropped_by_age = state["num_dropped_by_age"]
         self.drawn = Drawn(**state["drawn"])
         for transform, saved in zip(self.transforms, state["transforms"], strict=True):
@@ -198,7 +203,7 @@ class ReplayBuffer:
             return
         kept = []
         for group in self._groups:
-            if accept(group):
+            if accept(group.copied()):
                 kept.append(group)
             else:
                 self.drawn.turn_down(group)
@@ -225,6 +230,6 @@ class ReplayBuffer:
             return
         if not isinstance(version, int):
             raise ConfigError("max_policy_lag needs integer policy versions: uuids have no order")
-        fresh = [g for g in self._groups if version - int(g["policy_version"].min()) <= max_policy_lag]
+        fresh = [g for g in self._groups if version - _oldest(g) <= max_policy_lag]
         self.num_dropped_by_age += len(self._groups) - len(fresh)
         self._groups = fresh

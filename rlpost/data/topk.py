@@ -10,10 +10,9 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows, split_rows
 from rlpost.data.plain import from_plain, to_plain
+from rlpost.data.selection import Key, Selection
 
-Key = str | tuple[str, ...]
 GroupKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
 
@@ -22,7 +21,7 @@ TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
 class _Trajectories:
     """Trajectories of one prompt, one after the other, and what each is worth."""
 
-    rows: TensorDictBase  # (L,)
+    rows: Selection  # (L,)
     lengths: list[int]  # rows of each; they sum to L
     worth: list[float]
 
@@ -30,12 +29,11 @@ class _Trajectories:
         """These trajectories, in this order."""
         starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
         places = [place for i in which for place in range(starts[i], starts[i] + self.lengths[i])]
-        rows = select_rows(self.rows, places)
-        return _Trajectories(rows, [self.lengths[i] for i in which], [self.worth[i] for i in which])
+        return _Trajectories(self.rows.pick(places), [self.lengths[i] for i in which], [self.worth[i] for i in which])
 
     def joined(self, more: _Trajectories) -> _Trajectories:
         """These and then `more`."""
-        rows = concat_rows([self.rows, more.rows])
+        rows = Selection.joined([self.rows, more.rows])
         return _Trajectories(rows, self.lengths + more.lengths, self.worth + more.worth)
 
 
@@ -103,15 +101,15 @@ class TopKRewardSelector:
         for span in self._spans(batch):
             places.setdefault((groups[span.start], prompts[span.start]), []).append(span)
         worth = self._worth(batch)
-        parts = split_rows(batch, [[row for span in spans for row in span] for spans in places.values()])
-        chosen: list[TensorDictBase] = []
-        for (key, spans), rows in zip(places.items(), parts, strict=True):
+        chosen: list[Selection] = []
+        for key, spans in places.items():
+            rows = Selection.of(batch, [row for span in spans for row in span])
             new = _Trajectories(rows, [len(span) for span in spans], [_mean(worth[s.start : s.stop]) for s in spans])
             chosen += self._add(key, new)
         while len(self._waiting) > self.max_waiting:
             del self._waiting[next(iter(self._waiting))]
             self.num_evicted += 1
-        return concat_rows(chosen) if chosen else None
+        return Selection.joined(chosen).copied() if chosen else None
 
     @property
     def num_incomplete(self) -> int:
@@ -121,7 +119,13 @@ class TopKRewardSelector:
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
         waiting = [
-            {"group": group, "prompt": prompt, "rows": to_plain(own.rows), "lengths": own.lengths, "worth": own.worth}
+            {
+                "group": group,
+                "prompt": prompt,
+                "rows": to_plain(own.rows.copied()),
+                "lengths": own.lengths,
+                "worth": own.worth,
+            }
             for (group, prompt), own in self._waiting.items()
         ]
         return {"waiting": waiting, "evicted": self.num_evicted}
@@ -129,12 +133,14 @@ class TopKRewardSelector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self._waiting = {
-            (own["group"], own["prompt"]): _Trajectories(from_plain(own["rows"]), own["lengths"], own["worth"])
+            (own["group"], own["prompt"]): _Trajectories(
+                Selection.whole(from_plain(own["rows"])), own["lengths"], own["worth"]
+            )
             for own in state["waiting"]
         }
         self.num_evicted = state["evicted"]
 
-    def _add(self, key: GroupKey, new: _Trajectories) -> Iterator[TensorDictBase]:
+    def _add(self, key: GroupKey, new: _Trajectories) -> Iterator[Selection]:
         """What goes through of the prompts that `new` completes; the rest waits."""
         waited = self._waiting.pop(key, None)
         own = new if waited is None else waited.joined(new)

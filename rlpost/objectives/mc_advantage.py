@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, split_rows
+from rlpost.data.batch import ragged, ragged_rows
 from rlpost.data.plain import from_plain, to_plain
+from rlpost.data.selection import Key, Selection
 from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
 from rlpost.objectives.trajectories import (
     REDUCTIONS,
-    Key,
     Trajectories,
     like_rewards,
     reward_entries,
@@ -26,6 +27,15 @@ from rlpost.objectives.trajectories import (
 log = logging.getLogger("rlpost")
 
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A group that is delivered."""
+
+    steps: Selection  # (L,)
+    number: torch.Tensor  # (1,)
+    advantage: torch.Tensor  # (L, ...), or ragged (L, *)
 
 
 class MCAdvantage:
@@ -138,13 +148,13 @@ class MCAdvantage:
         spans_of: dict[GroupKey, list[range]] = {}
         for span in spans:
             spans_of.setdefault((numbered, values[span.start]), []).append(span)
-        written: list[TensorDictBase] = []
-        timely = {key: new for key, own in spans_of.items() if (new := own[self._take_late(key, len(own)) :])}
-        parts = split_rows(steps, [[place for span in new for place in span] for new in timely.values()])
-        for (key, new), rows in zip(timely.items(), parts, strict=True):
-            written += self._add(key, Trajectories(rows, [len(span) for span in new]))
+        written: list[_Written] = []
+        for key, own in spans_of.items():
+            if new := own[self._take_late(key, len(own)) :]:
+                rows = Selection.of(steps, [place for span in new for place in span])
+                written += self._add(key, Trajectories(rows, [len(span) for span in new]))
         self._evict()
-        return concat_rows(written) if written else None
+        return self._joined(written) if written else None
 
     @property
     def num_incomplete(self) -> int:
@@ -163,7 +173,7 @@ class MCAdvantage:
     def state_dict(self) -> dict[str, Any]:
         """The trajectories that wait and the counts, as JSON-compatible values."""
         return {
-            "waiting": [[to_plain(group.steps), group.lengths] for group in self._waiting.values()],
+            "waiting": [[to_plain(group.steps.copied()), group.lengths] for group in self._waiting.values()],
             "late": [[value, count] for (_, value), count in self._late.items()],
             "counts": [self.num_complete, self.num_written, self.num_dropped, self.num_evicted],
         }
@@ -175,7 +185,7 @@ class MCAdvantage:
             steps = from_plain(plain)
             numbered = self._is_numbered(steps)
             [value, *_] = values_of(steps, self.group_key if numbered else self.prompt_key)
-            self._waiting[numbered, value] = Trajectories(steps, lengths)
+            self._waiting[numbered, value] = Trajectories(Selection.whole(steps), lengths)
         self._late = {(True, value): count for value, count in state["late"]}
         self.num_complete, self.num_written, self.num_dropped, self.num_evicted = state["counts"]
 
@@ -184,7 +194,7 @@ class MCAdvantage:
 
     # One group
 
-    def _add(self, key: GroupKey, new: Trajectories) -> Iterator[TensorDictBase]:
+    def _add(self, key: GroupKey, new: Trajectories) -> Iterator[_Written]:
         """Add trajectories to their group; the groups that this completes."""
         numbered, value = key
         waited = self._waiting.pop(key, None)
@@ -229,40 +239,49 @@ class MCAdvantage:
         eligible = [i for i in range(count) if counts[i]]
         if len(eligible) < self.grpo_size:
             return None
-        candidates = [group.part([i]).steps for i in eligible]
+        candidates = [group.part([i]).steps.copied() for i in eligible]
         chosen = select(self.candidate_selector, candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
         return None if chosen is None else [eligible[i] for i in chosen]
 
-    def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[TensorDictBase]:
-        """The steps of the chosen trajectories with their number and advantage; nothing for None. Counts either."""
+    def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[_Written]:
+        """The chosen trajectories with their number and advantage; nothing for None. Counts either."""
         self.num_complete += 1
         if chosen is None:
             self.num_dropped += 1
             return
         group = group.part(chosen)
-        if not numbered:
-            group.steps[self.group_key] = torch.full((sum(group.lengths),), self.num_written)
+        own = group.steps.column(self.group_key) if numbered else torch.tensor([self.num_written])
         self.num_written += 1
-        group.steps[self.advantage_key] = self._advantage(group)
         if self.verbose:
-            mean = reward_entries(group.steps[self.rewards_key])[0].mean().item()
+            mean = reward_entries(group.steps.column(self.rewards_key))[0].mean().item()
             print(f"group {self.num_written}: {len(group)} trajectories, mean reward {mean:.4g}", flush=True)
-        yield group.steps
+        number = own.reshape(-1)[:1]
+        yield _Written(group.steps, number, self._advantage(group, number))
 
-    def _advantage(self, group: Trajectories) -> torch.Tensor:
-        rewards = group.steps[self.rewards_key]
+    def _joined(self, written: Sequence[_Written]) -> TensorDict:
+        """All groups as one batch."""
+        rows = Selection.joined([group.steps for group in written]).copied()
+        if not self._is_numbered(rows):
+            rows[self.group_key] = torch.cat([group.number.expand(len(group.steps)) for group in written])
+        parts = [group.advantage for group in written]
+        jagged = parts[0].is_nested
+        rows[self.advantage_key] = ragged([r for p in parts for r in ragged_rows(p)]) if jagged else torch.cat(parts)
+        return rows
+
+    def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:
+        rewards = group.steps.column(self.rewards_key)
         entries, step = reward_entries(rewards)  # (E,) each
         if self.trajectory_return is None:
-            return like_rewards(self._compare(group, entries, group.valid_steps()[step]), rewards)
+            return like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
         returns = group.returns(self.trajectory_return, self.rewards_key)
-        return like_rewards(self._compare(group, returns, group.valid())[group.owner()[step]], rewards)
+        return like_rewards(self._compare(returns, group.valid(), number)[group.owner()[step]], rewards)
 
-    def _compare(self, group: Trajectories, values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """The advantage of each of `values` (N,) over the others, which are all of one group."""
-        number = group.steps[self.group_key].reshape(-1)[:1].expand(values.numel())
+    def _compare(self, values: torch.Tensor, valid: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The advantage of each of `values` (N,) over the others, which are all of the group `number` (1,)."""
+        groups = number.expand(values.numel())
         if self.shuffle_rewards:
-            values = shuffled(values, number, valid, self.seed)
-        return advantages(self.estimator, values, number, valid)
+            values = shuffled(values, groups, valid, self.seed)
+        return advantages(self.estimator, values, groups, valid)
 
     # Groups whose trajectories come too late, or never
 

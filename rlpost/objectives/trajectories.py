@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
-
-Key = str | tuple[str, ...]
+from rlpost.data.batch import concat_rows
+from rlpost.data.selection import Key, Selection
 
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
@@ -20,7 +19,7 @@ REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 class Trajectories:
     """N trajectories, one after the other."""
 
-    steps: TensorDictBase  # (L,)
+    steps: Selection  # (L,)
     lengths: list[int]  # steps of each; they sum to L
 
     def __len__(self) -> int:
@@ -32,11 +31,11 @@ class Trajectories:
             return self
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
-        return Trajectories(select_rows(self.steps, places), [self.lengths[i] for i in which])
+        return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
 
     def joined(self, more: Trajectories) -> Trajectories:
         """These and then `more`."""
-        return Trajectories(concat_rows([self.steps, more.steps]), [*self.lengths, *more.lengths])
+        return Trajectories(Selection.joined([self.steps, more.steps]), [*self.lengths, *more.lengths])
 
     def owner(self) -> torch.Tensor:
         """The trajectory of each step, (L,)."""
@@ -44,8 +43,9 @@ class Trajectories:
 
     def valid_steps(self) -> torch.Tensor:
         """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
-        valid = self.steps.get("valid", None)
-        return torch.ones(sum(self.lengths), dtype=torch.bool) if valid is None else valid.reshape(-1)
+        if not self.steps.has("valid"):
+            return torch.ones(len(self.steps), dtype=torch.bool)
+        return self.steps.column("valid").reshape(-1)
 
     def valid(self) -> torch.Tensor:
         """Which trajectories count, (N,) bool: those of which every step does."""
@@ -54,7 +54,7 @@ class Trajectories:
 
     def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
         """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
-        entries, step = reward_entries(self.steps[rewards_key])
+        entries, step = reward_entries(self.steps.column(rewards_key))
         owner = self.owner()[step]
         return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
 

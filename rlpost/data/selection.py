@@ -1,0 +1,82 @@
+"""Rows chosen from batches, copied out only when they are read whole.
+
+Taking a batch apart into groups and putting it together again costs more than everything else that
+happens to it; what waits for more rows, or for its turn, therefore remembers where its rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlpost.data.batch import concat_rows, ragged, ragged_rows, select_rows
+
+Key = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """L rows of one batch or of several, in an order of their own."""
+
+    parts: tuple[tuple[TensorDictBase, tuple[int, ...]], ...]  # a batch (B,), and places in it
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, places: Iterable[int]) -> Selection:
+        """The rows of `batch` at `places`."""
+        return cls(((batch, tuple(places)),))
+
+    @classmethod
+    def whole(cls, batch: TensorDictBase) -> Selection:
+        """Every row of `batch`."""
+        return cls.of(batch, range(batch.batch_size[0]))
+
+    @classmethod
+    def joined(cls, selections: Sequence[Selection]) -> Selection:
+        """The rows of all `selections`, one selection after the other."""
+        parts: list[tuple[TensorDictBase, list[int]]] = []
+        for batch, places in (part for selection in selections for part in selection.parts):
+            if not parts or parts[-1][0] is not batch:
+                parts.append((batch, []))
+            parts[-1][1].extend(places)
+        return cls(tuple((batch, tuple(places)) for batch, places in parts))
+
+    def __len__(self) -> int:
+        return sum(len(places) for _, places in self.parts)
+
+    def pick(self, which: Iterable[int]) -> Selection:
+        """The rows at `which`, counted within this selection, in that order."""
+        rows = [(batch, place) for batch, places in self.parts for place in places]
+        return Selection.joined([Selection.of(batch, [place]) for batch, place in (rows[i] for i in which)])
+
+    def has(self, key: Key) -> bool:
+        """Whether every row has an entry `key`."""
+        return all(batch.get(key, None) is not None for batch, _ in self.parts)
+
+    def column(self, key: Key) -> torch.Tensor:
+        """One entry of the rows, (L, ...) or ragged (L, *).
+
+        Raises KeyError where a batch lacks it, TypeError where it is no tensor.
+        """
+        columns = [(batch.get(key, None), places) for batch, places in self.parts]
+        for (values, _), (batch, _) in zip(columns, self.parts, strict=True):
+            if values is None:
+                raise KeyError(f"a batch has no entry {key!r}: it has {', '.join(map(str, batch.keys()))}")
+            if not isinstance(values, torch.Tensor):
+                raise TypeError(f"the entry {key!r} is no tensor: copy the rows, and read it there")
+        if columns[0][0].is_nested:
+            return ragged([rows[i] for values, places in columns for rows in [ragged_rows(values)] for i in places])
+        return torch.cat([values[list(places)] for values, places in columns])
+
+    def copied(self) -> TensorDict:
+        """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
+        copies = [_copied(batch, places) for batch, places in self.parts]
+        return copies[0] if len(copies) == 1 else concat_rows(copies)
+
+
+def _copied(batch: TensorDictBase, places: tuple[int, ...]) -> TensorDict:
+    if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0])):
+        return batch.copy()
+    return select_rows(batch, places)
