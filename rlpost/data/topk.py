@@ -116,6 +116,10 @@ class TopKRewardSelector:
         """Prompts that still wait for trajectories."""
         return len(self._waiting)
 
+    def counts(self) -> dict[str, float]:
+        """What a training's metrics say of this transform; counted since the run began."""
+        return {"groups/evicted": float(self.num_evicted)}
+
     def state_dict(self) -> dict[str, Any]:
         """The trajectories of prompts that are not complete, as JSON-compatible values."""
         waiting = [

@@ -18,6 +18,7 @@ from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, wi
 from rlpost.objectives.trajectories import (
     REDUCTIONS,
     Trajectories,
+    hashable,
     like_rewards,
     reward_entries,
     split_trajectories,
@@ -186,7 +187,7 @@ class MCAdvantage:
             numbered = self._is_numbered(steps)
             [value, *_] = values_of(steps, self.group_key if numbered else self.prompt_key)
             self._waiting[numbered, value] = Trajectories(Selection.whole(steps), lengths)
-        self._late = {(True, value): count for value, count in state["late"]}
+        self._late = {(True, hashable(value)): count for value, count in state["late"]}
         self.num_complete, self.num_written, self.num_dropped, self.num_evicted = state["counts"]
 
     def _is_numbered(self, steps: TensorDictBase) -> bool:

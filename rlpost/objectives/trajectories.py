@@ -94,13 +94,14 @@ def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
     if column is None:
         raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
     if isinstance(column, torch.Tensor):
-        return [_hashable(row.tolist()) for row in column.unbind()]
+        return [hashable(row.tolist()) for row in column.unbind()]
     values = column if isinstance(column, list) else column.tolist()
-    return [_hashable(value) for value in values]
+    return [hashable(value) for value in values]
 
 
-def _hashable(value: Any) -> Hashable:
-    return tuple(_hashable(each) for each in value) if isinstance(value, list | tuple) else value
+def hashable(value: Any) -> Hashable:
+    """`value` with tuples for its lists."""
+    return tuple(hashable(each) for each in value) if isinstance(value, list | tuple) else value
 
 
 def reward_entries(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -280,6 +281,7 @@ class _OwnProcessEngine:
 
         self._timeout = timeout_seconds
         self._requests_sent = 0
+        self._llm: Any = None  # the AsyncLLM, once it runs
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
 
@@ -290,13 +292,18 @@ class _OwnProcessEngine:
 
     def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(self._timeout)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise TimeoutError(
-                f"waited {self._timeout:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
-            ) from None
+        deadline = time.monotonic() + self._timeout
+        while not concurrent.futures.wait([future], timeout=1.0).done:
+            if self._llm is not None and self._llm.errored:
+                # a request sent to a process that has just died can be forgotten by vLLM, and never ends
+                future.cancel()
+                raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
+            if time.monotonic() > deadline:
+                future.cancel()
+                raise TimeoutError(
+                    f"waited {self._timeout:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
+                )
+        return future.result()
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         async def one(ids: list[int], how: Any, name: str) -> Any:

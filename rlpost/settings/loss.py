@@ -67,6 +67,11 @@ class PolicyLossSettings:
         at_least("loss.entropy_coef", self.entropy_coef, 0.0)
         between("loss.sampler_ratio_low", self.sampler_ratio_low, 0.0, 1.0)
         at_least("loss.sampler_ratio_high", self.sampler_ratio_high, 1.0)
+        if self.kl_in is KLPlace.reward and not self.kl_coef:
+            raise ConfigError(
+                "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: give it a weight, "
+                "loss.kl_coef=0.01 say"
+            )
         if self.kl_in is KLPlace.reward and self.kl_estimator is KLEstimator.k3_k2grad:
             raise ConfigError(
                 "loss.kl_estimator=k3_k2grad is k3 with another gradient, and loss.kl_in=reward has none: "

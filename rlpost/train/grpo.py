@@ -19,19 +19,19 @@ from torch import nn
 from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker
 from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult
-from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
+from rlpost.memory import keep_freed_memory
 from rlpost.objectives.dynamic_sampling import has_spread
 from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
-from rlpost.screen import Screen, evaluation_line
+from rlpost.screen import Screen
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
-from rlpost.train.metrics import batch_metrics, loss_metrics
+from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.sampled import SampledProgress, begin, evaluate_held_out, evaluation_due, resume, save
+from rlpost.train.sampled import SampledProgress, begin, finish_step, resume
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
 
@@ -81,12 +81,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         settings.model.autocast,
         total_updates=settings.steps * updates_per_step(settings),
     )
-    microbatches = Microbatches(
-        settings.tokens_per_microbatch,
-        parts.device,
-        note=screen.note,
-        progress=lambda done, total: screen.phase("training", done=done, total=total),
-    )
+    microbatches = Microbatches.shown_on(screen, settings.tokens_per_microbatch, parts.device)
     for step in run.steps(done=progress.step):
         started = time.perf_counter()
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)
@@ -117,27 +112,9 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         if any(u.stepped for u in updates):
             screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)
-        done = time.perf_counter()
-        metrics |= {
-            **parts.collector.take_seconds(),
-            "time/train": updated - collected,
-            "time/sync": done - updated,
-            "time/step": done - started,
-            "memory/peak_gb": peak_memory_gb(parts.device),
-        }
-        progress.step = step
-        evaluated = {}
-        if evaluation_due(settings, step):
-            after = evaluate_held_out(settings, parts, run, f"after step {step}")
-            evaluated = after.metrics()
-        screen.phase("recording", f"step {step}")
-        run.record(step, metrics | evaluated, batch)
-        if evaluated:
-            screen.line(evaluation_line(evaluated, f"after step {step}"))
-        is_best = progress.is_new_best(step, evaluated)
-        if run.due(step, settings.checkpoint.every) or is_best:
-            save(settings, parts, run, progress)
-        give_back_freed_memory()
+        metrics |= parts.collector.take_seconds()
+        metrics |= time_metrics(started, collected, updated, time.perf_counter())
+        after = finish_step(settings, parts, run, progress, step, metrics, batch) or after
     return after
 
 

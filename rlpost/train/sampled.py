@@ -6,8 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tensordict import TensorDict
+
 from rlpost.assemble import SamplingParts
 from rlpost.evaluate import EvalResult, evaluate
+from rlpost.memory import give_back_freed_memory, peak_memory_gb
 from rlpost.run import Run
 from rlpost.screen import evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
@@ -51,6 +54,32 @@ def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path,
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
         run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
     return progress
+
+
+def finish_step(
+    settings: Settings,
+    parts: SamplingParts,
+    run: Run,
+    progress: SampledProgress,
+    step: int,
+    metrics: dict[str, float],
+    batch: TensorDict,
+) -> EvalResult | None:
+    """Record a step that trained on `batch`; evaluate if that is due, save if it is, or if none was better so far."""
+    progress.step = step
+    metrics["memory/peak_gb"] = peak_memory_gb(parts.device)
+    when = f"after step {step}"
+    result = evaluate_held_out(settings, parts, run, when) if evaluation_due(settings, step) else None
+    evaluated = result.metrics() if result else {}
+    run.screen.phase("recording", f"step {step}")
+    run.record(step, metrics | evaluated, batch)
+    if evaluated:
+        run.screen.line(evaluation_line(evaluated, when))
+    is_best = progress.is_new_best(step, evaluated)
+    if run.due(step, settings.checkpoint.every) or is_best:
+        save(settings, parts, run, progress)
+    give_back_freed_memory()
+    return result
 
 
 def save(settings: Settings, parts: SamplingParts, run: Run, progress: SampledProgress) -> None:

@@ -67,12 +67,8 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
             run.plan(total_steps(settings, parts, progress))
             announce(settings, parts, run)
-            microbatches = Microbatches(
-                settings.tokens_per_microbatch if settings.packing else ONE_SAMPLE,
-                parts.device,
-                note=screen.note,
-                progress=lambda done, total: screen.phase("training", done=done, total=total),
-            )
+            tokens = settings.tokens_per_microbatch if settings.packing else ONE_SAMPLE
+            microbatches = Microbatches.shown_on(screen, tokens, parts.device)
             begin(settings, parts, microbatches, run, progress, checkpoint)
             learn(settings, parts, microbatches, run, progress)
         conclude(run, progress.step, progress.eval_before, progress.eval_after, progress)

@@ -21,6 +21,7 @@ from rlpost.logprobs import token_log_probs
 from rlpost.models import save_model
 from rlpost.optim import learning_rate, set_learning_rate
 from rlpost.precision import autocast
+from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
 from rlpost.trainable import Reference
 
@@ -89,6 +90,15 @@ class Microbatches:
         self.device = device
         self._note = note
         self.progress = progress  # told the completions that one update has gone through, and how many it has
+
+    @classmethod
+    def shown_on(cls, screen: Screen, tokens: int | None, device: torch.device) -> Microbatches:
+        """Microbatches whose progress and notes a training's screen shows."""
+
+        def progress(done: int, total: int) -> None:
+            screen.phase("training", done=done, total=total)
+
+        return cls(tokens, device, note=screen.note, progress=progress)
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.

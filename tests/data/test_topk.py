@@ -159,6 +159,7 @@ def test_a_prompt_that_stays_incomplete_is_given_up_once_too_many_wait(group: Ca
     for number in range(3):
         selector(group(number, [1.0]))
     assert (selector.num_incomplete, selector.num_evicted) == (2, 1)
+    assert selector.counts() == {"groups/evicted": 1.0}
     assert selector(group(0, [0.0])) is None  # the first of group 0 is forgotten
     assert rewards_of(selector(group(2, [0.0]))) == [1.0]
 

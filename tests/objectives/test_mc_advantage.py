@@ -345,18 +345,23 @@ def test_candidates_that_failed_are_not_chosen() -> None:
     assert out["next", "reward"].flatten().tolist() == [0.0, 1.0]
 
 
-def test_what_is_left_of_a_numbered_group_that_was_chosen_early_is_dropped() -> None:
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["a number a row", "a column of numbers"])
+def test_what_is_left_of_a_numbered_group_that_was_chosen_early_is_dropped(shape: tuple[int, ...]) -> None:
+    def rows(*given: tuple[int, int, float]) -> TensorDict:
+        batch = batch_from_conversations([finished(*each) for each in given])
+        return batch.set("group_id", batch["group_id"].reshape(-1, *shape))
+
     transform = candidates(candidate_group_size=3)
-    out = transform(batch_from_conversations([finished(0, 0, 0.0), finished(0, 1, 1.0), finished(1, 0, 0.0)]))
+    out = transform(rows((0, 0, 0.0), (0, 1, 1.0), (1, 0, 0.0)))
     assert out is not None
     assert out["sample"].tolist() == [0, 1]
     resumed = candidates(candidate_group_size=3)
     resumed.load_state_dict(json.loads(json.dumps(transform.state_dict())))
-    assert resumed(batch_from_conversations([finished(0, 2, 1.0)])) is None
+    assert resumed(rows((0, 2, 1.0))) is None
     assert resumed.num_incomplete == 1  # group 1 alone
-    out = resumed(batch_from_conversations([finished(1, 1, 1.0)]))
+    out = resumed(rows((1, 1, 1.0)))
     assert out is not None
-    assert (out["group_id"].tolist(), resumed.num_written) == ([1, 1], 2)
+    assert (out["group_id"].flatten().tolist(), resumed.num_written) == ([1, 1], 2)
 
 
 def test_a_selector_of_ones_own_sees_the_trajectories() -> None:

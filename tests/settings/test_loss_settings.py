@@ -61,7 +61,8 @@ def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> Non
             "loss.sampler_correction=icepop loss.sampler_ratio_low=1 loss.sampler_ratio_high=1",
             "leaves nothing below loss.sampler_ratio_high=1.0",
         ),
-        ("loss.kl_in=reward loss.kl_estimator=k3_k2grad", "add loss.kl_estimator=k3"),
+        ("loss.kl_in=reward", "takes nothing from the reward while loss.kl_coef=0"),
+        ("loss.kl_in=reward loss.kl_coef=0.1 loss.kl_estimator=k3_k2grad", "add loss.kl_estimator=k3"),
         ("loss=reinforce loss.clip_low=0.1", "loss.clip_low is no setting of loss=reinforce"),
     ],
 )
