@@ -179,6 +179,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.build import build_env
     from rlpost.models import locate_model
+    from rlpost.settings.loss import ClippedLossSettings
 
     settings = compose(TRAIN_GRPO, settings_words(work)).settings
     prompts = settings.prompts_per_step
@@ -186,6 +187,8 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     env.start()
     drawn = [env.draw(prompts * settings.group_size)[:: settings.group_size] for _ in range(work.steps)]
     conversations = [conversation for step in drawn for conversation in step]
+    loss = settings.loss
+    assert isinstance(loss, ClippedLossSettings), "the other library's loss is clipped, and so must this one be"
     return {
         "folder": str(folder),
         "model": str(locate_model(settings.model.path)),
@@ -197,9 +200,9 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
         "max_completion_tokens": settings.env.max_completion_tokens,
         "temperature": settings.sampling.temperature,
         "seed": settings.seed,
-        "clip_low": settings.loss.clip_low,
-        "clip_high": settings.loss.clip_high,
-        "kl_coef": settings.loss.kl_coef,
+        "clip_low": loss.clip_low,
+        "clip_high": loss.clip_high,
+        "kl_coef": loss.kl_coef,
         "optim": {name: v for name, v in asdict(settings.optim).items() if isinstance(v, (int, float))},
     }
 

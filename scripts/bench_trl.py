@@ -47,7 +47,9 @@ class Reward:
     def __init__(self) -> None:
         self.prompts: list[list[dict[str, str]]] = []
 
-    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any
+    ) -> list[float | None]:
         self.prompts += prompts
         return [score(c[0]["content"], right).reward for c, right in zip(completions, answer, strict=True)]
 

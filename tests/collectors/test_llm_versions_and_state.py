@@ -20,7 +20,7 @@ from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Policy, Request
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
-from rlpost.weight_sync.base import SharedWeights
+from rlpost.weight_sync.base import SharedWeights, WeightSource
 
 # Versions
 
@@ -59,7 +59,7 @@ def test_versions_may_be_uuids() -> None:
 
 def test_a_push_that_fails_leaves_the_version() -> None:
     class Broken(SharedWeights):
-        def _send(self, policy: Policy, weights: dict[str, torch.Tensor]) -> None:
+        def _send(self, policy: Policy, source: WeightSource) -> None:
             raise PolicyError("half of it arrived")
 
     collector = make(talk(), dialog_turns_per_batch=2, weight_updater=Broken, track_policy_version=True)

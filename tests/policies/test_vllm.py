@@ -157,6 +157,8 @@ def test_a_dead_engine_is_named_and_not_waited_for(tiny_folder: Path, used: bool
         if "python" in child.name() or "VLLM" in child.name():
             child.kill()
     # not by the time limit, whose error says how long it waited
-    with pytest.raises(PolicyError, match=r"vLLM failed while sampling 8 completions: (EngineDeadError|.*process died)"):
+    with pytest.raises(
+        PolicyError, match=r"vLLM failed while sampling 8 completions: (EngineDeadError|.*process died)"
+    ):
         policy.generate(REQUESTS, SamplingSettings())
     policy.close()
