@@ -76,10 +76,10 @@ class PromptBlock:
     prompt_length: int
     lengths: list[int]  # of the completions, prompt by prompt
     places: torch.Tensor  # (sum of lengths,) place of each completion token in the padded (G * T) block
-    num_prompts: int = 1
+    num_prompts: int
 
     @classmethod
-    def of(cls, prompt_length: int, lengths: list[int], device: torch.device, num_prompts: int = 1) -> PromptBlock:
+    def of(cls, prompt_length: int, lengths: list[int], num_prompts: int, device: torch.device) -> PromptBlock:
         """A block with its index tensor on `device`."""
         longest = max(lengths)
         places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
@@ -183,7 +183,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
                 sources.append(source[row.sampled])
                 completion_start += size
         lengths = [row.response.numel() for group in block for row in group]
-        layout.append(PromptBlock.of(length, lengths, device, len(prompts)))
+        layout.append(PromptBlock.of(length, lengths, len(prompts), device))
         start = completion_start
     rows = [row for group in groups for row in group]
 

@@ -15,7 +15,7 @@ from rlpost.data.selection import Selection
 from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
-Rule = Callable[[TensorDictBase], bool]  # a group (G,) -> whether it may be trained on
+Rule = Callable[[TensorDictBase], bool]  # the dense tensors of a group (G,) -> whether it may be trained on
 
 
 @runtime_checkable
@@ -203,7 +203,7 @@ class ReplayBuffer:
             return
         kept = []
         for group in self._groups:
-            if accept(group.copied()):
+            if accept(group.measures()):
                 kept.append(group)
             else:
                 self.drawn.turn_down(group)

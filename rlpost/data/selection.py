@@ -70,6 +70,11 @@ class Selection:
             return ragged([rows[i] for values, places in columns for rows in [ragged_rows(values)] for i in places])
         return torch.cat([values[list(places)] for values, places in columns])
 
+    def measures(self) -> TensorDict:
+        """The dense tensors of the rows (L,), without texts and ragged entries, which cost more than all else."""
+        parts = [select_rows(_dense(batch), places) for batch, places in self.parts]
+        return parts[0] if len(parts) == 1 else concat_rows(parts)
+
     def copied(self) -> TensorDict:
         """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
         copies = [_copied(batch, places) for batch, places in self.parts]
@@ -80,3 +85,13 @@ def _copied(batch: TensorDictBase, places: tuple[int, ...]) -> TensorDict:
     if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0])):
         return batch.copy()
     return select_rows(batch, places)
+
+
+def _dense(batch: TensorDictBase) -> TensorDict:
+    kept = {}
+    for key, value in batch.items():
+        if isinstance(value, TensorDict):
+            kept[key] = _dense(value)
+        elif isinstance(value, torch.Tensor) and not value.is_nested:
+            kept[key] = value
+    return TensorDict(kept, batch_size=batch.batch_size)

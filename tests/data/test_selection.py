@@ -40,6 +40,13 @@ def test_a_column_is_read_without_the_rest() -> None:
     assert [row.tolist() for row in chosen.column("ids").unbind()] == [[2, 2], [3, 3, 3]]
 
 
+def test_the_measures_are_the_dense_tensors_alone() -> None:
+    chosen = Selection.joined([Selection.of(batch(1, 2), [1]), Selection.of(batch(3), [0])])
+    measures = chosen.measures()
+    assert set(measures.keys()) == {"value", "next"}
+    assert measures["next", "reward"].tolist() == [[2.0], [3.0]]
+
+
 def test_neighbours_in_one_batch_are_one_part() -> None:
     own = batch(1, 2, 3, 4)
     assert Selection.joined([Selection.of(own, [0, 1]), Selection.of(own, [2, 3])]) == Selection.whole(own)
