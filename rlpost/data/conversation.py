@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
 
 
@@ -46,6 +46,8 @@ class Conversation:
     sample: int = 0
     max_completion_tokens: int = 0
     max_prompt_tokens: int | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call
+    chat: bool = True  # False: the prompt is the text of its one message as it stands, without a chat template
 
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
@@ -54,7 +56,9 @@ class Conversation:
     policy_versions: list[PolicyVersionLabel] = field(default_factory=list)  # one a model turn
     prompt_text: str = ""  # the rendered first prompt
     response_text: str = ""  # text of the model's last turn
-    finish_reason: str = ""
+    finish_reason: str = ""  # of the model's last turn; "context": no room was left for another
+    tool_calls: int = 0  # calls that the environment ran
+    tool_errors: int = 0  # calls that it could not run, or that failed
 
     reward: float | None = None  # None until the environment has scored the reply
     reward_parts: dict[str, float] = field(default_factory=dict)
@@ -70,6 +74,11 @@ class Conversation:
     def done(self) -> bool:
         """Whether the environment expects no further reply."""
         return self.terminated or self.truncated
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells this conversation from every other of its environment, whichever snapshot of it is at hand."""
+        return self.group_id, self.sample
 
     @property
     def turns(self) -> int:
@@ -90,6 +99,12 @@ class Conversation:
         self.response_text = completion.text
         self.finish_reason = completion.finish_reason
         self.messages.append({"role": "assistant", "content": completion.text})
+
+    def add_observation(self, token_ids: list[int]) -> None:
+        """Append the ids of what the environment said: the model reads them, and is not trained on them."""
+        self.response_ids.extend(token_ids)
+        self.mask.extend([0] * len(token_ids))
+        self.log_probs.extend([0.0] * len(token_ids))
 
     def copy(self) -> Conversation:
         """A snapshot that later turns of this conversation do not change."""

@@ -10,10 +10,10 @@ from rlpost.data.conversation import Conversation
 
 
 class Transform:
-    """Acts on conversations when they begin and after each reply, and on the TensorDicts made of them.
+    """Acts on conversations when they begin, after each reply and when they end, and on the TensorDicts made of them.
 
-    The first two are called whichever face of the environment is used, `__call__` only by `reset`
-    and `step`. A transform overrides what it needs; each method does nothing by itself.
+    `on_begin`, `on_reply` and `on_end` are called whichever face of the environment is used, `__call__`
+    only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
     """
 
     def on_begin(self, conversations: Sequence[Conversation]) -> None:
@@ -21,6 +21,12 @@ class Transform:
 
     def on_reply(self, conversations: Sequence[Conversation]) -> None:
         """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        """Give back what is held for conversations that are over; called once for each, after it was scored."""
+
+    def close(self) -> None:
+        """Give back everything; called when the environment closes. A second call does nothing."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change what `reset` or `step` returns."""

@@ -1,0 +1,251 @@
+"""Tools: what a model may call in its turn, how calls are read out of a reply, and how they are answered.
+
+Two forms of call are read for every tool: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
+which Hermes and Qwen models write, and `<tool>name` with a line of JSON and `</tool>`. A tool may read
+forms of its own, as fenced code. What stands in a `<think>` block is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.transforms.base import Transform
+from rlpost.errors import ConfigError, RlpostError
+from rlpost.nearest import did_you_mean, nearest
+
+AT_ONCE = 16  # conversations whose tools run at the same time
+ROLES = ("user", "tool")
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
+_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call in a reply: characters `place` to `end` of it; `fault` says why it cannot be run as it stands."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    place: int
+    fault: str | None = None
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers; `ok` is False where the call failed, which `text` explains to the model."""
+
+    text: str
+    ok: bool = True
+
+
+class ToolTransform(Transform):
+    """Functions that the model may call; a `ChatEnv` runs them and shows the model what they answered.
+
+    `call` may be entered by several threads at once, never twice at once for one conversation. What is
+    kept from turn to turn belongs to `conversation.key`, until `on_end`.
+    """
+
+    @abstractmethod
+    def schemas(self) -> list[dict[str, Any]]:
+        """The functions as the model is shown them: `{"type": "function", "function": {"name": ..., ...}}` each."""
+
+    @abstractmethod
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """Run one call, within a time limit.
+
+        What the model did wrong is a `ToolResult` that says so. An exception is a fault of the tool:
+        the conversation ends with it, without a reward; an `RlpostError` ends the run.
+        """
+
+    def calls_in(self, reply: str) -> list[ToolCall]:
+        """The calls in forms that are this tool's own."""
+        return []
+
+    def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
+        """What the model is told of the `number`-th call of its turn."""
+        if result.ok:
+            return f"Tool {call.name} executed successfully:\n{result.text}"
+        return f"Tool {call.name} failed:\n{result.text}"
+
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [schema["function"]["name"] for schema in self.schemas()]
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Show the functions to the model."""
+        for conversation in conversations:
+            conversation.tools = [*conversation.tools, *self.schemas()]
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """How much of its tools a model may use.
+
+    `max_calls` in a conversation and `max_calls_per_turn` in a reply are run, further ones answered
+    with the limit; None: as many as it writes. Of an answer `max_output_chars` characters are shown.
+    """
+
+    max_calls: int | None = None
+    max_calls_per_turn: int | None = 8
+    max_output_chars: int = 4000
+
+    def __post_init__(self) -> None:
+        for name in ("max_calls", "max_calls_per_turn", "max_output_chars"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} is out of range: it must be at least 1")
+
+
+@dataclass
+class Tools:
+    """The tools of an environment together: reads the calls of a reply and answers each with a message."""
+
+    role: str = "user"  # of the messages that answer
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    transforms: list[ToolTransform] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"tool_role={self.role!r} is unknown: it must be {' or '.join(ROLES)}")
+
+    def add(self, transform: ToolTransform) -> None:
+        """Offer the functions of `transform` too. Raises ConfigError for a name that is taken."""
+        taken = {name for each in self.transforms for name in each.names()}
+        if twice := sorted(taken & set(transform.names())):
+            raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
+        self.transforms.append(transform)
+
+    def calls_of(self, reply: str) -> list[ToolCall]:
+        """The calls of a reply in the order in which they stand there; one inside another is part of that one."""
+        if not self.transforms:
+            return []
+        shown = _THINKING.sub(lambda match: " " * len(match.group()), reply)
+        found = [*_tagged_calls(shown), *(call for each in self.transforms for call in each.calls_in(shown))]
+        calls: list[ToolCall] = []
+        for call in sorted(found, key=lambda call: (call.place, -call.end)):
+            if not calls or call.place >= calls[-1].end:
+                calls.append(call)
+        return calls
+
+    def answer(self, conversations: Iterable[Conversation]) -> None:
+        """Run what each conversation's last reply calls and append the answers, several conversations at once.
+
+        A reply that was cut is not looked at: its end, and so its calls, are not what the model meant.
+        """
+        if not self.transforms:
+            return
+        asked = [(c, self.calls_of(c.response_text)) for c in conversations if c.finish_reason == "stop"]
+        asked = [(conversation, calls) for conversation, calls in asked if calls]
+        if not asked:
+            return
+        if len(asked) == 1:
+            self._answer(*asked[0])
+            return
+        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "rlpost-tools") as pool:
+            for done in [pool.submit(self._answer, conversation, calls) for conversation, calls in asked]:
+                done.result()
+
+    def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
+        for number, call in enumerate(calls, start=1):
+            tool = next((each for each in self.transforms if call.name in each.names()), None)
+            try:
+                result = self._refusal(conversation, number, call, tool) or self._run(conversation, call, tool)
+                text = f"Tool call {number} failed:\n{result.text}" if tool is None else ""
+                text = text or tool.message(number, call, self._shortened(result))  # type: ignore[union-attr]
+            except RlpostError:
+                raise
+            except Exception as error:  # noqa: BLE001  a tool that fails is recorded, counted and excluded, as a reward is
+                conversation.valid = False
+                conversation.error = f"the tool {call.name} failed: {type(error).__name__}: {error}"
+                conversation.truncated = True
+                return
+            conversation.tool_errors += not result.ok
+            message = {"role": self.role, "content": text}
+            conversation.messages.append(message | ({"name": call.name} if self.role == "tool" and call.name else {}))
+
+    def _run(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult:
+        assert tool is not None
+        conversation.tool_calls += 1
+        return tool.call(conversation, call)
+
+    def _refusal(
+        self, conversation: Conversation, number: int, call: ToolCall, tool: ToolTransform | None
+    ) -> ToolResult | None:
+        """Why a call is not run, for the model to read; None where it is."""
+        limits = self.limits
+        if call.fault is not None:
+            return ToolResult(call.fault, ok=False)
+        if tool is None:
+            names = [name for each in self.transforms for name in each.names()]
+            hint = did_you_mean(nearest(call.name, names), f"there are {', '.join(names)}")
+            return ToolResult(f"there is no tool {call.name[:80]!r}{hint}", ok=False)
+        if limits.max_calls is not None and conversation.tool_calls >= limits.max_calls:
+            return ToolResult(f"all {limits.max_calls} tool calls are used: answer without tools", ok=False)
+        if limits.max_calls_per_turn is not None and number > limits.max_calls_per_turn:
+            return ToolResult(f"only {limits.max_calls_per_turn} tool calls are run in one turn", ok=False)
+        return None
+
+    def _shortened(self, result: ToolResult) -> ToolResult:
+        """The result with the middle of a long text left out, which is said there."""
+        surplus = len(result.text) - self.limits.max_output_chars
+        if surplus <= 0:
+            return result
+        head = (self.limits.max_output_chars + 1) // 2
+        tail = self.limits.max_output_chars - head
+        note = f"\n[{surplus} characters left out]\n"
+        return ToolResult(result.text[:head] + note + result.text[len(result.text) - tail :], result.ok)
+
+
+def _tagged_calls(reply: str) -> list[ToolCall]:
+    """The calls in the two forms that every tool understands."""
+    calls = [_json_call(m.group(1), m.start(), m.end(), closed=bool(m.group(2))) for m in _TOOL_CALL.finditer(reply)]
+    return calls + [_named_call(match) for match in _TOOL.finditer(reply)]
+
+
+def _json_call(body: str, place: int, end: int, *, closed: bool) -> ToolCall:
+    """A call of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    if not closed:
+        return ToolCall("", {}, place, "the call is never closed with </tool_call>", end)
+    content, fault = _decoded(body)
+    if fault is not None:
+        return ToolCall("", {}, place, fault, end)
+    name = content.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall("", {}, place, 'a call has to give the function\'s "name"', end)
+    arguments = content.get("arguments", content.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as JSON inside the JSON
+        arguments, fault = _decoded(arguments)
+    elif not isinstance(arguments, Mapping):
+        fault = f'"arguments" must be a JSON object, and is {type(arguments).__name__}'
+    return ToolCall(name, {} if fault else arguments, place, fault, end)
+
+
+def _named_call(match: re.Match[str]) -> ToolCall:
+    """A call of the form `<tool>name` with JSON arguments and `</tool>`."""
+    name, body, closing = match.groups()
+    if not closing:
+        return ToolCall(name, {}, match.start(), "the call is never closed with </tool>", match.end())
+    if not name:
+        return ToolCall("", {}, match.start(), "a call has to give the function's name", match.end())
+    arguments, fault = _decoded(body) if body.strip() else ({}, None)
+    return ToolCall(name, arguments, match.start(), fault, match.end())
+
+
+def _decoded(text: str) -> tuple[dict[str, Any], str | None]:
+    """A JSON object, or what is wrong with it."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, f"the call is not valid JSON: {error}"
+    if not isinstance(content, dict):
+        return {}, f"the call must be a JSON object, and is {type(content).__name__}"
+    return content, None
