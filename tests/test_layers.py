@@ -24,7 +24,19 @@ GROUND = [
 ]  # below everything: of rlpost they import each other at most
 LAYERS = [
     ["settings", "sandbox", "user_file", *GROUND],
-    ["rewards", "data", "logprobs", "batching", "optim", "activations", "memory", "precision", "statistics", "config"],
+    [
+        "rewards",
+        "data",
+        "logprobs",
+        "batching",
+        "optim",
+        "activations",
+        "memory",
+        "precision",
+        "statistics",
+        "config",
+        "testing",
+    ],
     ["policies", "envs", "objectives", "models", "lora", "distributed"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "agreement", "guards", "cluster"],

@@ -7,6 +7,7 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
+from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -50,6 +51,80 @@ def test_priming_writes_one_element_a_row() -> None:
     assert primed["text"] == ["a", "a", "b", "b"]
     assert primed["level"].tolist() == [1, 1, 2, 2]
     assert DataLoadingPrimer([{"x": torch.ones(2)}])(TensorDict({}, [3]))["x"].shape == torch.Size([3, 2])
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_rows_of_a_dataloader_that_gives_batches_are_its_elements(repeats: int) -> None:
+    loader = torch.utils.data.DataLoader(ELEMENTS, batch_size=2)  # type: ignore[arg-type]
+    primer = DataLoadingPrimer(loader, repeats=repeats)
+    taken = [draw.element for draw in primer.take(4 * repeats)]
+    assert [e["text"] for e in taken[::repeats]] == ["a", "b", "c", "a"]
+    assert [int(e["level"]) for e in taken[::repeats]] == [1, 2, 3, 1]
+    unbatched = torch.utils.data.DataLoader(ELEMENTS, batch_size=None)  # type: ignore[arg-type]
+    assert texts(DataLoadingPrimer(unbatched), 4) == "abca"
+    stacked = TensorDict({"level": torch.tensor([1, 2])}, batch_size=[2])
+    assert [d.element["level"].item() for d in DataLoadingPrimer([stacked]).take(3)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("position", [1, 3])
+def test_a_position_inside_a_batch_can_be_saved(position: int) -> None:
+    primer = DataLoadingPrimer(DummyStrDataLoader(2))
+    primer.take(position)
+    resumed = DataLoadingPrimer(DummyStrDataLoader(2))
+    resumed.load_state_dict(primer.state_dict())
+    assert resumed.take(3) == primer.take(3)
+
+
+def test_rows_of_different_lengths_need_a_stack_method() -> None:
+    lengths = [{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}]
+
+    def primed(**how) -> torch.Tensor:
+        return DataLoadingPrimer(lengths, **how)(TensorDict({}, [2]))["x"]
+
+    with pytest.raises(DataError, match="as_nested_tensor or as_padded_tensor"):
+        primed()
+    assert primed(stack_method="as_padded_tensor").tolist() == [[1, 2], [0, 3]]
+    assert [row.tolist() for row in primed(stack_method="as_nested_tensor").unbind()] == [[1, 2], [3]]
+    assert primed(stack_method=lambda rows: TensorDict({"x": torch.tensor([len(r["x"]) for r in rows])})).tolist() == [
+        2,
+        1,
+    ]
+
+
+def test_what_is_primed_is_moved_to_the_device() -> None:
+    primed = DataLoadingPrimer([{"x": torch.ones(1)}], device="meta")(TensorDict({}, [2]))
+    assert primed["x"].device.type == "meta"
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 dimensions"):
+        DataLoadingPrimer([TensorDict({}, batch_size=[2, 2])]).take(1)
+    ragged = torch.utils.data.DataLoader([1], batch_size=1, collate_fn=lambda _: {"a": [1, 2], "b": [1]})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"different lengths: \{'a': 2, 'b': 1\}"):
+        DataLoadingPrimer(ragged).take(1)
+    with pytest.raises(ValueError, match="stack_method='as_cake'"):
+        DataLoadingPrimer(ELEMENTS, stack_method="as_cake")
+
+
+def test_dummy_prompts_are_those_of_their_seed() -> None:
+    first = next(iter(DummyStrDataLoader(1)))
+    assert [len(text) for text in first["text"]] == [10]
+    assert first["text"][0].islower()
+    assert first == next(iter(DummyStrDataLoader(1)))
+    assert first != next(iter(DummyStrDataLoader(1, seed=1)))
+    assert next(iter(DummyStrDataLoader()))["text"] == first["text"][0]
+    with pytest.raises(ValueError, match="batch_size=-1"):
+        DummyStrDataLoader(-1)
+
+
+def test_dummy_ids_come_ragged_or_padded() -> None:
+    ragged = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9)))["tokens"]
+    padded = next(iter(DummyTensorDataLoader(3, max_length=5, vocab_size=9, padding=True)))
+    assert padded["tokens"].shape == (3, 5)
+    kept = [row[mask.bool()].tolist() for row, mask in zip(padded["tokens"], padded["attention_mask"], strict=True)]
+    assert kept == [row.tolist() for row in ragged]
+    assert all(0 <= id_ < 9 for row in kept for id_ in row)
+    assert next(iter(DummyTensorDataLoader(max_length=5, vocab_size=9)))["tokens"].tolist() == kept[0]
 
 
 def test_a_factory_is_called_only_when_it_is_needed() -> None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.base import Transform as Transform
     from rlpost.envs.transforms.dataloading import DataLoadingPrimer as DataLoadingPrimer
     from rlpost.envs.transforms.policy_version import PolicyVersion as PolicyVersion
+    from rlpost.envs.transforms.tensors import as_nested_tensor as as_nested_tensor
+    from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -17,5 +19,7 @@ __getattr__, __dir__ = lazy_names(
         "DataLoadingPrimer": "dataloading",
         "PolicyVersion": "policy_version",
         "Transform": "base",
+        "as_nested_tensor": "tensors",
+        "as_padded_tensor": "tensors",
     },
 )

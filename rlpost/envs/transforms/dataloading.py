@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import TensorDictBase
 
 from rlpost.envs.transforms.base import Transform
+from rlpost.envs.transforms.tensors import as_nested_tensor, as_padded_tensor, stack_equal
 from rlpost.errors import DataError
+
+StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
+STACK_METHODS: dict[str, StackMethod] = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_padded_tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +30,21 @@ class DataLoadingPrimer(Transform):
     """Serves the elements of a dataloader, each `repeats` times in a row, without end.
 
     Exactly one of `dataloader`, an iterable of mappings, and `dataloader_factory`, which makes one
-    when it is first needed. An exhausted dataloader is started again. `batch_size` (an int or
-    `[n]`) is how many elements one TensorDict is primed with, `n * repeats` with `group_repeats`;
-    None leaves it to the environment.
+    when it is first needed. An exhausted dataloader is started again. A dataloader that says a
+    `batch_size` of 1 or more, as torch's does, gives batches, whose rows are the elements; so are
+    those of a TensorDict of one dimension. `batch_size` (an int or `[n]`) is how many elements one
+    TensorDict is primed with, `n * repeats` with `group_repeats`; None leaves it to the environment.
+
+    `stack_method` puts the elements of one TensorDict together: "as_nested_tensor",
+    "as_padded_tensor" or a function of a list of mappings; where it is None tensors of equal shape
+    are stacked. The result is moved to `device`.
 
     `position` counts the elements served, repeats included, and is all there is to save. A
     dataloader with an `iter_from(index)` method is moved there at once; of any other the elements
     before it are read again, so it has to give the same order each time it is started.
 
-    Raises ValueError for both or no dataloader, repeats below 1 or a batch of several dimensions.
+    Raises ValueError for both or no dataloader, repeats below 1, a batch of several dimensions or an
+    unknown `stack_method`.
     """
 
     def __init__(
@@ -45,13 +55,19 @@ class DataLoadingPrimer(Transform):
         repeats: int | None = None,
         batch_size: int | Sequence[int] | None = None,
         group_repeats: bool = False,
+        stack_method: str | StackMethod | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         if (dataloader is None) == (dataloader_factory is None):
             raise ValueError("give exactly one of dataloader and dataloader_factory")
         if repeats is not None and repeats < 1:
             raise ValueError(f"repeats={repeats} serves nothing: it must be at least 1")
+        if isinstance(stack_method, str) and stack_method not in STACK_METHODS:
+            raise ValueError(f"stack_method={stack_method!r} is unknown: it must be {' or '.join(STACK_METHODS)}")
         self.repeats = repeats or 1
         self.batch_size = _one_dimension(batch_size, self.repeats if group_repeats else 1)
+        self.stack_method = STACK_METHODS[stack_method] if isinstance(stack_method, str) else stack_method
+        self.device = device
         self.position = 0
         self._dataloader = dataloader
         self._factory = dataloader_factory
@@ -75,22 +91,16 @@ class DataLoadingPrimer(Transform):
     def _read(self, group: int) -> Mapping[str, Any]:
         if self._iterator is None:
             self._iterator = self._iterate_from(group)
-        element = next(self._iterator)
-        if isinstance(element, TensorDictBase):
-            element = element.to_dict()
-        if not isinstance(element, Mapping):
-            raise TypeError(
-                f"element {group} of the dataloader is no mapping but {type(element).__name__}: "
-                "each element has to name its fields"
-            )
-        return element
+        return next(self._iterator)
 
     def _iterate_from(self, group: int) -> Iterator[Any]:
         if self._dataloader is None:
             assert self._factory is not None
             self._dataloader = self._factory()
         iter_from = getattr(self._dataloader, "iter_from", None)
-        elements = _endless(self._dataloader) if iter_from is None else iter_from(group)
+        given = _endless(self._dataloader) if iter_from is None else iter_from(group)
+        size = getattr(self._dataloader, "batch_size", None)
+        elements = _elements(given, batched=isinstance(size, int) and size > 0)
         for _ in range(0 if iter_from else group):
             next(elements)
         return elements
@@ -109,17 +119,17 @@ class DataLoadingPrimer(Transform):
         self._iterator = self._element = None
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the next element of each row: numbers and tensors stacked, everything else one value a row.
+        """Write the next element of each row: numbers and tensors together, everything else one value a row.
 
-        Raises ValueError for a batch of other than one dimension, or of another size than `batch_size`.
+        Raises ValueError for a batch of other than one dimension, or of another size than `batch_size`;
+        DataError for tensors that do not stack.
         """
         shape = tensordict.batch_size
         if len(shape) != 1 or (self.batch_size is not None and shape != self.batch_size):
             raise ValueError(f"cannot prime a batch of {tuple(shape)}: {_expected(self.batch_size)}")
         elements = [draw.element for draw in self.take(shape[0])]
-        for name in elements[0]:
-            tensordict.set(name, _column([element[name] for element in elements]))
-        return tensordict
+        stacked = (self.stack_method or stack_equal)(elements)
+        return tensordict.update(stacked if self.device is None else stacked.to(self.device))
 
 
 def _one_dimension(batch_size: int | Sequence[int] | None, multiplier: int) -> torch.Size | None:
@@ -149,9 +159,30 @@ def _endless(dataloader: Iterable[Any]) -> Iterator[Any]:
             )
 
 
-def _column(values: list[Any]) -> Any:
-    if all(isinstance(value, torch.Tensor) for value in values):
-        return torch.stack(values)
-    if all(isinstance(value, int | float) for value in values):
-        return torch.tensor(values)
-    return NonTensorStack(*values)
+def _elements(given: Iterator[Any], *, batched: bool) -> Iterator[Mapping[str, Any]]:
+    """The elements in what a dataloader gives: itself, or its rows where it is a batch."""
+    for number, element in enumerate(given):
+        if isinstance(element, TensorDictBase):
+            if element.ndim > 1:
+                raise ValueError(
+                    f"batch {number} of the dataloader has {element.ndim} dimensions, {tuple(element.batch_size)}: "
+                    "elements are numbered by one"
+                )
+            yield from (row.to_dict() for row in (element.unbind(0) if element.ndim else [element]))
+        elif not isinstance(element, Mapping):
+            raise TypeError(
+                f"element {number} of the dataloader is no mapping but {type(element).__name__}: "
+                "each element has to name its fields"
+            )
+        elif batched:
+            yield from _rows(element, number)
+        else:
+            yield element
+
+
+def _rows(batch: Mapping[str, Any], number: int) -> Iterator[Mapping[str, Any]]:
+    """The rows of a batch of columns. Raises DataError where its columns are of different lengths."""
+    lengths = {name: len(column) for name, column in batch.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"batch {number} of the dataloader has columns of different lengths: {lengths}")
+    yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -1,0 +1,105 @@
+"""Elements of different lengths as one batch: ragged, or padded to the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torch.nn.functional import pad
+
+from rlpost.data.batch import ragged
+from rlpost.errors import DataError
+
+Side = Literal["left", "right"]
+
+
+def as_nested_tensor(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
+    """`elements` as one TensorDict (B,) whose 1-D tensors are ragged: jagged nested tensors (B, *).
+
+    Tensors of other dimensions, and numbers, are stacked; everything else is one value a row.
+    Raises DataError for no elements, other fields in one of them, or shapes that cannot be stacked.
+    """
+    return _together(elements, lambda name, values: ragged(values) if values[0].ndim == 1 else _stacked(name, values))
+
+
+def as_padded_tensor(
+    elements: Sequence[Mapping[str, Any] | TensorDictBase],
+    *,
+    dim: int = 0,
+    side: Side = "left",
+    value: float = 0,
+) -> TensorDict:
+    """`elements` as one TensorDict (B,), their tensors padded along `dim` to the longest.
+
+    The padding is `value`, on the left unless `side` says otherwise. Tensors without a dimension,
+    and numbers, are stacked; everything else is one value a row. Raises DataError for no elements,
+    other fields in one of them, or shapes that differ beyond `dim`; ValueError for another `side`.
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"side={side!r} is unknown: it must be left or right")
+
+    def padded(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        if values[0].ndim == 0:
+            return _stacked(name, values)
+        longest = max(tensor.shape[dim] for tensor in values)
+        return _stacked(name, [_pad_to(longest, tensor, dim, side, value) for tensor in values])
+
+    return _together(elements, padded)
+
+
+def stack_equal(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
+    """`elements` as one TensorDict (B,), tensors and numbers stacked, everything else one value a row.
+
+    Raises DataError for no elements, other fields in one of them, or tensors of different shapes.
+    """
+    return _together(elements, _stacked)
+
+
+def _together(
+    elements: Sequence[Mapping[str, Any] | TensorDictBase], join: Callable[[str, list[torch.Tensor]], torch.Tensor]
+) -> TensorDict:
+    """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
+    if not elements:
+        raise DataError("no elements to put together: give at least one")
+    rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
+    names = list(rows[0])
+    for number, row in enumerate(rows):
+        if set(row) != set(names):
+            raise DataError(f"element {number} has {_listed(row)}, and element 0 has {_listed(names)}: they must agree")
+    fields = {name: _column(name, [row[name] for row in rows], join) for name in names}
+    return TensorDict(fields, batch_size=[len(rows)])
+
+
+def _column(name: str, values: list[Any], join: Callable[[str, list[torch.Tensor]], torch.Tensor]) -> Any:
+    if all(isinstance(value, Mapping) for value in values):
+        return _together(values, join)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        if len({value.ndim for value in values}) > 1:
+            return _stacked(name, values)  # which says what is wrong
+        return join(name, values)
+    if all(isinstance(value, bool | int | float) for value in values):
+        return torch.tensor(values)
+    return NonTensorStack(*values)
+
+
+def _stacked(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+    shapes = list(dict.fromkeys(tuple(value.shape) for value in values))
+    if len(shapes) > 1:
+        raise DataError(
+            f"the elements' {name!r} have the shapes {', '.join(map(str, shapes))}, which cannot be stacked: put them "
+            "together with as_nested_tensor or as_padded_tensor"
+        )
+    return torch.stack(values)
+
+
+def _pad_to(length: int, tensor: torch.Tensor, dim: int, side: Side, value: float) -> torch.Tensor:
+    missing = length - tensor.shape[dim]
+    # torch counts pads from the last dimension on, (left, right) each
+    pads = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + ([missing, 0] if side == "left" else [0, missing])
+    return pad(tensor, pads, value=value)
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(map(str, names)) or "nothing"
