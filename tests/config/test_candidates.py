@@ -42,7 +42,7 @@ def offered(typed: str, *given: str, command: Command = TRAIN_GRPO, files: bool 
         ("recipe=gsm8k-s", [], ["recipe=gsm8k-smollm2-cpu"]),
         ("bananas", [], []),
         ("bananas=", [], []),
-        ("env=", ["env"], ["env=arithmetic", "env=dataset", "env=gsm8k"]),
+        ("env=", ["env"], [f"env={name}" for name in options("env")]),
     ],
 )
 def test_what_is_offered(typed: str, given: list[str], texts: list[str]) -> None:

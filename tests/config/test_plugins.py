@@ -10,7 +10,7 @@ import pytest
 import rlpost
 from rlpost.config import plugins
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys, describe, options
+from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys, built_in_folder, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import ENVS, REWARDS
@@ -53,7 +53,8 @@ def test_a_registered_environment_is_chosen_and_set_like_any_other(tmp_path: Pat
 
 def test_it_is_listed_and_described(tmp_path: Path) -> None:
     compose(TRAIN_GRPO, [plugin(tmp_path, ENV)])
-    assert list(options("env")) == ["arithmetic", "dataset", "gsm8k", "mine"]
+    own = [file.stem for file in (built_in_folder("conf") / "env").glob("*.yaml")]
+    assert list(options("env")) == sorted([*own, "mine"])
     assert describe("env", "mine") == "A game of mine."
     assert all_keys(TRAIN_GRPO)["env.depth"] == ["env=mine"]
 

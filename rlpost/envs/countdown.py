@@ -1,0 +1,147 @@
+"""Countdown: make a target out of a few numbers, each used exactly once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
+from rlpost.errors import ConfigError
+from rlpost.rewards import countdown
+from rlpost.rewards.score import Score
+
+PROMPT_TEMPLATE = (
+    "Make {target} out of the numbers {numbers}: use each of them exactly once, with the operations {operations} and "
+    "parentheses. Write the expression alone between <answer> and </answer>, such as "
+    "<answer>(7 + 1) - 2</answer>."
+)
+SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
+MOST_NUMBERS = 10
+
+
+class CountdownEnv(EndlessEnv):
+    """One turn on each target: `min_numbers` to `max_numbers` numbers from 1 to `max_number`.
+
+    A task has `target`, `numbers`, `operations` ("+ - *") and `solution`, an expression that makes the
+    target: problems begin as their solution, so each has one. Reward and accuracies are those of
+    `rlpost.rewards.countdown`, `tiers` the rewards of a right answer, of another, and of none. Other
+    arguments are `DatasetChatEnv`'s. Raises ConfigError for settings that leave no problem.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_numbers: int = 3,
+        max_numbers: int = 3,
+        max_number: int = 25,
+        max_target: int = 100,
+        operations: Sequence[str] = tuple(SIGNS),
+        tiers: tuple[float, float, float] = countdown.TIERS,
+        prompt_template: str | None = None,
+        **chat: Any,
+    ) -> None:
+        unknown = [name for name in operations if name not in SIGNS]
+        if unknown or not operations:
+            raise ConfigError(f"env.operations={list(operations)}: choose among {', '.join(SIGNS)}, at least one")
+        if not 2 <= min_numbers <= max_numbers <= MOST_NUMBERS:
+            raise ConfigError(
+                f"env.min_numbers={min_numbers} and env.max_numbers={max_numbers} do not fit: the first must be at "
+                f"least 2, the second no smaller than it and at most {MOST_NUMBERS}"
+            )
+        if max_number < 1 or max_target < 1:
+            raise ConfigError(f"env.max_number={max_number} and env.max_target={max_target} must be at least 1")
+        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
+            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+        super().__init__(prompt_template=PROMPT_TEMPLATE if prompt_template is None else prompt_template, **chat)
+        self.num_numbers = (min_numbers, max_numbers)
+        self.max_number = max_number
+        self.max_target = max_target
+        self.signs = "".join(SIGNS[name] for name in SIGNS if name in operations)
+        self.tiers = tiers
+        self.max_reward = tiers[0]
+
+    def open_rows(self, seed: int) -> CountdownProblems:
+        """See `DatasetChatEnv.open_rows`."""
+        return CountdownProblems(
+            self.num_numbers,
+            self.max_number,
+            self.max_target,
+            self.signs,
+            split=self.split,
+            seed=seed,
+            limit=self.limit,
+            held_out=self.held_out,
+        )
+
+    def score(self, conversation: Conversation) -> Score:
+        """Only the reply is read, never the prompt, whose own answer block would count."""
+        task = conversation.task
+        return countdown.score(conversation.response_text, task["numbers"], task["target"], self.signs, self.tiers)
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`."""
+        return f"<answer>{task['solution']}</answer>"
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """See `EnvBase.corrupted_replies`: no answer, other numbers, a number too few or too many, a bare result."""
+        solution, first = task["solution"], task["numbers"][0]
+        wrong = [
+            "",
+            str(task["target"]),
+            f"{solution} + {first} - {first}",
+            f"{solution} {self.signs[0]} ",
+            solution.replace(str(first), str(first + 1), 1),
+            f"{first} / (1 - 1)",
+            f"{first} ** 99999999",
+        ]
+        return ["", "I do not know.", *[f"<answer>{answer}</answer>" for answer in wrong]]
+
+
+class CountdownProblems(EndlessProblems):
+    """Numbers joined two by two, in ways that give a positive whole number, until the target is left."""
+
+    def __init__(
+        self, num_numbers: tuple[int, int], max_number: int, max_target: int, signs: str, **endless: Any
+    ) -> None:
+        super().__init__(**endless)
+        self.num_numbers = num_numbers
+        self.max_number = max_number
+        self.max_target = max_target
+        self.signs = signs
+
+    def make(self, number: int) -> Task | None:
+        """See `EndlessProblems.make`; None where the numbers as they were joined make no target small enough."""
+        rng = random.Random(f"{self.seed}/{number}")
+        numbers = [rng.randint(1, self.max_number) for _ in range(rng.randint(*self.num_numbers))]
+        parts = [(value, str(value)) for value in numbers]
+        while len(parts) > 1:
+            one, other = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+            bound = self.max_target if not parts else self.max_target * self.max_number
+            joined = [join for sign in self.signs for join in _joins(one, sign, other) if join[0] <= bound]
+            if not joined:
+                return None
+            value, text = rng.choice(joined)
+            parts.append((value, f"({text})" if parts else text))
+        target, solution = parts[0]
+        return {"target": target, "numbers": numbers, "operations": " ".join(self.signs), "solution": solution}
+
+    def identity(self, task: Task) -> str:
+        """See `EndlessProblems.identity`: the numbers in any order, and the target."""
+        return f"{sorted(task['numbers'])} {task['target']}"
+
+    def describe(self) -> str:
+        """See `EndlessProblems.describe`."""
+        least, most = self.num_numbers
+        return f"{least} to {most} numbers up to {self.max_number}, targets up to {self.max_target}, {self.signs}"
+
+
+def _joins(one: tuple[int, str], sign: str, other: tuple[int, str]) -> list[tuple[int, str]]:
+    """Value and text of each way to join two expressions by `sign` that gives a positive whole number."""
+    (low, low_text), (high, high_text) = sorted((one, other))
+    if sign in "+*":
+        return [(low + high if sign == "+" else low * high, f"{one[1]} {sign} {other[1]}")]
+    if sign == "-":
+        return [(high - low, f"{high_text} - {low_text}")] if high > low else []
+    return [(high // low, f"{high_text} / {low_text}")] if high % low == 0 else []

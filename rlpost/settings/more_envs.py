@@ -1,0 +1,48 @@
+"""Settings of the environments whose problems are made on the spot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rlpost.errors import ConfigError
+from rlpost.settings.checks import at_least, between
+from rlpost.settings.env import EnvSettings
+
+
+class CountdownOperation(Enum):
+    """An operation of the countdown environment."""
+
+    add = "add"
+    subtract = "subtract"
+    multiply = "multiply"
+    divide = "divide"
+
+
+@dataclass
+class CountdownSettings(EnvSettings):
+    """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
+
+    min_numbers: int = 3  # numbers to make the target of, at least
+    max_numbers: int = 3  # and at most
+    max_number: int = 25  # the largest of them
+    max_target: int = 100  # the largest target
+    operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed ones
+    held_out: float = 0.2  # share of the problems kept for test; 0: test is the problems of train too
+    seed: int = 0  # of the order in which problems are made
+    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
+    max_completion_tokens: int = 128  # a longer completion is cut
+    max_prompt_tokens: int = 256  # a longer prompt is an error that names its row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("env.min_numbers", self.min_numbers, 2)
+        if self.max_numbers < self.min_numbers:
+            raise ConfigError(
+                f"env.max_numbers={self.max_numbers} is below env.min_numbers={self.min_numbers}: change one"
+            )
+        at_least("env.max_number", self.max_number, 1)
+        at_least("env.max_target", self.max_target, 1)
+        between("env.held_out", self.held_out, 0.0, 0.99)
+        if not self.operations:
+            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply, divide")

@@ -1,0 +1,139 @@
+from fractions import Fraction
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpost.rewards.countdown import MAX_CHARACTERS, Fault, judge, score
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(25 + 5) * 2", 60),
+        ("25+5*2", 35),
+        ("2*(25-5)", 40),
+        ("25 - 5 - 2", 18),
+        ("25 / 5 / 2", Fraction(5, 2)),
+        ("25 - (5 - 2)", 22),
+        ("((25)) + 5 * 2", 35),
+        ("(25 + 5) × 2", 60),
+        ("25 − 5 ÷ 2", Fraction(45, 2)),
+        ("025 + 5 * 2", 35),
+    ],
+)
+def test_values_are_exact_and_in_the_usual_order(expression: str, value: Fraction | int) -> None:
+    verdict = judge(expression, [25, 5, 2], 60)
+    assert verdict.value == value
+    assert verdict.fault == (None if value == 60 else Fault.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "fault"),
+    [
+        ("25 + 25 + 5 + 5", Fault.numbers),  # each once only
+        ("5 * 2 * 5 + 5 + 5", Fault.numbers),
+        ("25 + 5", Fault.numbers),  # and none left out
+        ("60", Fault.numbers),
+        ("", Fault.numbers),
+        ("252 + 5", Fault.numbers),
+        ("25 + 5 ** 2", Fault.malformed),
+        ("25 // 5 * 2", Fault.malformed),
+        ("25 5 * 2", Fault.malformed),
+        ("25 + 5 * 2 +", Fault.malformed),
+        ("-25 + 5 * 2", Fault.malformed),
+        ("(25 + 5 * 2", Fault.malformed),
+        ("25 + 5) * 2", Fault.malformed),
+        ("25 + () 5 * 2", Fault.malformed),
+        ("(25 + 5)(2)", Fault.malformed),
+        ("5 / (25 - 25)", Fault.numbers),
+        ("(25 + 5) * 2 = 60", Fault.characters),
+        ("(25 + 5) * 2.0", Fault.characters),
+        ("25e0 + 5 * 2", Fault.characters),
+        ("__import__('os').getpid()", Fault.characters),
+        ("(25 + 5) * 2" + " " * MAX_CHARACTERS + "+", Fault.too_long),
+        ("9" * 900, Fault.numbers),
+    ],
+)
+def test_a_wrong_expression_is_told_by_its_fault(expression: str, fault: Fault) -> None:
+    assert judge(expression, [25, 5, 2], 60) == judge(expression, [2, 5, 25], 60)
+    assert judge(expression, [25, 5, 2], 60).fault is fault
+
+
+def test_a_division_by_zero_and_operations_not_allowed_are_faults_of_their_own() -> None:
+    assert judge("4 / (2 - 2)", [4, 2, 2], 4).fault is Fault.division_by_zero
+    assert judge("4 * 2", [4, 2], 8, signs="+-").fault is Fault.operation
+    assert judge("4 * 2", [4, 2], 8, signs="*").fault is None
+
+
+def test_as_many_equal_numbers_as_there_are_may_be_used() -> None:
+    assert judge("3 + 3", [3, 3], 6).fault is None
+    assert judge("3 + 3", [3], 6).fault is Fault.numbers
+    assert judge("3 * 1 + 3", [3, 3, 1], 6).fault is None
+
+
+def test_deep_parentheses_end_at_once() -> None:
+    deep = "(" * 450 + "3 + 3" + ")" * 450
+    assert judge(deep, [3, 3], 6).fault is None
+    assert judge("(" * 900, [3, 3], 6).fault is Fault.numbers
+
+
+@given(st.text(alphabet="0123456789+-*/() ", max_size=30))
+def test_every_text_gets_a_verdict_and_a_value_only_where_python_finds_the_same(text: str) -> None:
+    verdict = judge(text, [1, 2, 3], 6)
+    if verdict.value is not None:
+        assert float(verdict.value) == pytest.approx(eval(text, {}, {}))
+
+
+def test_all_expressions_of_three_numbers_agree_with_python() -> None:
+    shapes = ("{} {} {} {} {}", "({} {} {}) {} {}", "{} {} ({} {} {})")
+    for shape, (a, b, c), (x, y) in product(shapes, permutations((2, 5, 7)), product("+-*/", repeat=2)):
+        text = shape.format(a, x, b, y, c)
+        verdict = judge(text, [2, 5, 7], 3)
+        assert verdict.value is not None
+        assert float(verdict.value) == pytest.approx(eval(text))
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "strict", "lenient"),
+    [
+        ("<answer>(25 + 5) * 2</answer>", 1.0, 1.0, 1.0),
+        ("<think>30 * 2</think>\n<answer> (25+5)*2 </answer>", 1.0, 1.0, 1.0),
+        ("<answer>(25 + 5) * 2 = 60</answer>", 0.1, 0.0, 1.0),
+        ("<answer>It is (25 + 5) * 2.</answer>", 0.1, 0.0, 1.0),
+        ("So (25 + 5) * 2 = 60", 0.0, 0.0, 1.0),
+        ("<answer>25 + 5 * 2</answer>", 0.1, 0.0, 0.0),
+        ("<answer>25 + 5 + 5 + 25</answer>", 0.1, 0.0, 0.0),
+        ("<answer>import os</answer>", 0.1, 0.0, 0.0),
+        ("(25 + 5) * 2 was wrong, so <answer>25 * 2 + 5</answer>", 0.1, 0.0, 0.0),
+        ("<answer></answer>", 0.0, 0.0, 0.0),
+        ("60", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_tiers_and_accuracies(reply: str, reward: float, strict: float, lenient: float) -> None:
+    scored = score(reply, [25, 5, 2], 60)
+    assert (scored.reward, scored.accuracy_strict, scored.accuracy_lenient) == (reward, strict, lenient)
+    assert sum(scored.parts.values()) == pytest.approx(reward)
+
+
+def test_votes_are_by_value() -> None:
+    votes = [
+        score(f"<answer>{text}</answer>", [6, 2, 1], 12).answer for text in ("6 * 2 * 1", "2 * 6 / 1", "6 / 2 - 1")
+    ]
+    assert votes == ["12", "12", "2"]
+    assert score("no idea", [6, 2], 12).answer == ""
+
+
+def test_tiers_can_be_chosen() -> None:
+    tiers = (5.0, 1.0, -1.0)
+    rewards = [
+        score(reply, [6, 2], 12, tiers=tiers).reward for reply in ("<answer>6*2</answer>", "<answer>6</answer>", "")
+    ]
+    assert rewards == [5.0, 1.0, -1.0]
+
+
+def test_a_long_reply_is_read_in_an_instant() -> None:
+    assert score("(1 + " * 200_000, [1, 2], 3).reward == 0.0
+    assert score("<answer>" + "(1 + 2" * 200_000 + "</answer>", [1, 2], 3).reward == 0.1
