@@ -9,9 +9,15 @@ from rlpost.lazy import lazy_names
 if TYPE_CHECKING:
     from rlpost.settings.registered import register_env as register_env
     from rlpost.settings.registered import register_reward as register_reward
+    from rlpost.settings.registered import register_tool as register_tool
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"register_env": "settings.registered", "register_reward": "settings.registered"}
+    __name__,
+    {
+        "register_env": "settings.registered",
+        "register_reward": "settings.registered",
+        "register_tool": "settings.registered",
+    },
 )

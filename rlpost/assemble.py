@@ -15,6 +15,7 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
+from rlpost.data.continuation import Continuation
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
 from rlpost.data.samples import Encoder, encode_all
@@ -81,6 +82,12 @@ class SamplingParts:
         """Where the model is trained."""
         return self.model.device
 
+    def close(self) -> None:
+        """Stop the policy and what the environments hold, such as tools."""
+        self.policy.close()
+        self.env.close()
+        self.eval_env.close()
+
 
 @dataclass
 class GRPOParts(SamplingParts):
@@ -104,7 +111,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     objective = PolicyObjective(
         settings.loss,
         temperature=settings.sampling.temperature,
-        max_completion_tokens=settings.env.max_completion_tokens,
+        max_completion_tokens=settings.env.max_sampled_tokens,
     )
     with_reference = settings.loss.kl_coef > 0
     parts = _assemble_sampling(settings, checkpoint, build_buffer(settings), with_reference=with_reference)
@@ -130,12 +137,18 @@ def _assemble_sampling(
     with_reference: bool,
 ) -> SamplingParts:
     env = build_env(
-        settings.env, num_prompts=settings.prompts_per_step, group_size=settings.group_size, seed=settings.seed
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
     )
-    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
+    held_out = replace(settings.env, split="test", limit=None)
+    eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     for each in (env, eval_env) if settings.eval.enabled else (env,):
         each.start()  # a bad path or row is found here, before a model is loaded
     trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
+    check_template(env, trainable.tokenizer)
     policy = build_policy(
         settings.policy,
         trainable.folder,
@@ -178,6 +191,11 @@ class AccuracyParts:
     env: DatasetChatEnv
     policy: Policy
     updater: WeightUpdater
+
+    def close(self) -> None:
+        """Stop the policy and what the environment holds."""
+        self.policy.close()
+        self.env.close()
 
 
 @dataclass
@@ -304,7 +322,7 @@ def build_policy(
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
     if isinstance(settings, VLLMSettings):
-        asked = env_settings.max_prompt_tokens + env_settings.max_completion_tokens
+        asked = env_settings.max_conversation_tokens
         longest = min(asked, context_length(folder) or asked)
         return vLLMWrapper(
             folder,
@@ -337,6 +355,14 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
+def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
+    """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
+    if env.max_steps is not None and env.max_steps < 2:
+        return
+    schemas = [schema for tool in env.tools.transforms for schema in tool.schemas()]
+    Continuation(tokenizer).check(env.tools.role if schemas else env.user_role, schemas)
+
+
 def build_updater(policy: Policy) -> WeightUpdater:
     """How the trainer's weights reach `policy`."""
     if isinstance(policy, vLLMWrapper):
@@ -361,16 +387,19 @@ def evaluate_command(
     `progress` is told the completions done and their total. What engines write while they load is seen
     only where loading fails.
     """
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0)  # the same prompts whatever the seed
+    # the same prompts whatever the seed
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     env.start()  # a bad path or row is found here, before a model is loaded
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)
     with output_aside():
         folder = locate_model(settings.model.path, settings.model.revision)
+        tokenizer = load_tokenizer(folder)
+        check_template(env, tokenizer)
         policy = build_policy(
             settings.policy,
             folder,
-            load_tokenizer(folder),
+            tokenizer,
             model=None,
             model_settings=settings.model,
             env_settings=settings.env,
@@ -382,4 +411,5 @@ def evaluate_command(
         played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
     finally:
         policy.close()
+        env.close()
     return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
     """Write the batch's completions, one a row; the file appears only when complete.
 
-    `prompt` is the rendered first prompt and `completion` the text of the model's last turn;
+    `prompt` is the rendered first prompt, `completion` the text of the model's last turn and `turns` all
+    that was said after the prompt, by the model and by the environment, as messages;
     `token_ids`, `log_probs` and `mask` are of everything after the first prompt. `reward_parts` is
     a map. Policy versions are text, since they may be uuids. Raises OSError, leaving no file behind,
     when the disk does not take it.
@@ -42,6 +43,7 @@ SCHEMA = pa.schema(
         ("sample", pa.int64()),
         ("prompt", pa.string()),
         ("completion", pa.string()),
+        ("turns", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("reward", pa.float64()),
         ("reward_parts", pa.map_(pa.string(), pa.float64())),
         ("accuracy_strict", pa.float64()),
@@ -73,6 +75,7 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
         "sample": batch["sample"].tolist(),
         "prompt": list(batch["text", "prompt"]),
         "completion": list(batch["text", "response"]),
+        "turns": _turns(batch),
         "reward": column("reward"),
         "reward_parts": [
             [(name, values[i]) for name, values in parts.items() if values[i] == values[i]]
@@ -91,6 +94,16 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
     }
     names = list(columns)
     return [{"step": step, **dict(zip(names, row, strict=True))} for row in zip(*columns.values(), strict=True)]
+
+
+def _turns(batch: TensorDictBase) -> list[list[dict[str, str]]]:
+    """What was said after each row's prompt: from the first of the model's turns on."""
+    said = []
+    for chat, turns in zip(batch["history"].to_chats(), batch["turns"].tolist(), strict=True):
+        replies = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+        first = replies[-turns] if turns else len(chat)
+        said.append([{"role": str(m["role"]), "content": str(m["content"])} for m in chat[first:]])
+    return said
 
 
 def _values(column: Any) -> list[Any]:
@@ -156,7 +169,8 @@ def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> in
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
         for row in _rows(run, steps, _columns(tokens)):
-            values = [json.dumps(row[name]) if name in TOKEN_COLUMNS else row[name] for name in columns]
+            listed = (*TOKEN_COLUMNS, "turns")
+            values = [json.dumps(row[name]) if name in listed else row[name] for name in columns]
             writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
             count += 1
     return count

@@ -34,6 +34,7 @@ COLUMNS = [
     "sample",
     "prompt",
     "completion",
+    "turns",
     "reward",
     "reward_parts",
     "accuracy_strict",
@@ -65,6 +66,13 @@ def two(conversation: Callable[..., Conversation]) -> TensorDict:
         accuracy_strict=0.0,
         accuracy_lenient=1.0,
         policy_versions=[4, 5],
+        messages=[
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "What is 34 + 57?"},
+            {"role": "assistant", "content": "Wait."},
+            {"role": "user", "content": "Go on."},
+            {"role": "assistant", "content": "naïve\n91"},
+        ],
     )
     failed = conversation(3, 2, prompt_ids=[5], response_ids=[9], reward=None, valid=False, finish_reason="length")
     batch = batch_from_conversations([good, failed])
@@ -86,6 +94,11 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "sample": 1,
         "prompt": "<user>What is 34 + 57?",
         "completion": "naïve\n91",
+        "turns": [
+            {"role": "assistant", "content": "Wait."},
+            {"role": "user", "content": "Go on."},
+            {"role": "assistant", "content": "naïve\n91"},
+        ],
         "reward": 0.75,
         "reward_parts": [("format", 0.25), ("right", 0.5)],
         "accuracy_strict": 0.0,

@@ -166,12 +166,20 @@ def _completion(row: Row, title: str, *, full: bool) -> list[str]:
     most = (None, None) if full else (PROMPT_LINES, COMPLETION_LINES)
     parts = [
         ("prompt", paragraph(row["prompt"].rstrip("\n"), width - 4, most[0], keep_end=True)),  # the question is there
-        ("completion", paragraph(row["completion"], width - 4, most[1])),
+        *((label, paragraph(text, width - 4, most[1])) for label, text in _said(row)),
     ]
     for label, text in parts:
         lines.append(painted(f"  {label}", DIM, sys.stdout))
         lines += [f"  | {line}".rstrip() for line in text]
     return lines
+
+
+def _said(row: Row) -> list[tuple[str, str]]:
+    """What was said after the prompt, each with its label: the completion, or every turn of several."""
+    turns = row["turns"] or []
+    if len(turns) < 2:
+        return [("completion", row["completion"])]
+    return [(turn["role"], turn["content"]) for turn in turns]
 
 
 def _facts(row: Row) -> tuple[str, str]:

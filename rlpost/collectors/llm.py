@@ -14,7 +14,6 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
@@ -131,6 +130,7 @@ class LLMCollector:
     def reset(self) -> None:
         """Abandon the conversations under way; complete ones that wait for a batch are still delivered."""
         self._live = [[] for _ in self._live]
+        self.env.abandon()
 
     def update_policy_weights_(self, policy_or_weights: Any) -> None:
         """Push weights into the policy; its version rises once the push has wholly succeeded.
@@ -211,8 +211,8 @@ class LLMCollector:
             self.reset()
         steps = [self._play_turn() for _ in range(self.dialog_turns_per_batch // len(self._live))]
         if self.flatten_data:
-            return batch_from_conversations([step[i] for i in range(len(self._live)) for step in steps])
-        return LazyStackedTensorDict.lazy_stack([batch_from_conversations(step) for step in steps], -1)
+            return self.env.build_batch([step[i] for i in range(len(self._live)) for step in steps])
+        return LazyStackedTensorDict.lazy_stack([self.env.build_batch(step) for step in steps], -1)
 
     def _completed_batch(self) -> TensorDictBase:
         if self.reset_at_each_iter:
@@ -222,7 +222,7 @@ class LLMCollector:
             while not self._ready:
                 self._play_turn()
             chosen += self._ready.popleft()
-        return batch_from_conversations(chosen)
+        return self.env.build_batch(chosen)
 
     def _play_turn(self) -> list[Conversation]:
         """Let every conversation take one turn, a fresh one in each free place; their snapshots."""

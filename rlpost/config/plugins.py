@@ -1,4 +1,4 @@
-"""Plugins: Python files of the user's own that add environments and rewards before anything is composed."""
+"""Plugins: Python files of the user's own that add environments, rewards and tools before anything is composed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlpost.config.keys import NUMBERS, Key, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.registry import SCHEMAS, built_in_folder
 from rlpost.errors import ConfigError
-from rlpost.settings.registered import ENVS, REWARDS, RegisteredEnv
+from rlpost.settings.registered import ENVS, REWARDS, TOOLS, RegisteredEnv
 from rlpost.user_file import check_file, import_file
 
 PLUGIN = Key("plugin", list[str], False, [])
@@ -25,14 +25,16 @@ def load_plugins(paths: Sequence[str]) -> None:
     """
     for path in paths:
         check_file(path, f"plugin={path}")
-        envs, rewards = dict(ENVS), dict(REWARDS)
+        envs, rewards, tools = dict(ENVS), dict(REWARDS), dict(TOOLS)
         try:
             file = import_file(path).__file__
             if file not in _loaded:
-                _check_added(path, {name: env for name, env in ENVS.items() if name not in envs}, len(rewards))
+                added = {name: env for name, env in ENVS.items() if name not in envs}
+                _check_added(path, added, others=len(REWARDS) + len(TOOLS) - len(rewards) - len(tools))
         except ConfigError:
             _restore(ENVS, envs)
             _restore(REWARDS, rewards)
+            _restore(TOOLS, tools)
             raise
         _loaded.add(str(file))
     SCHEMAS["env"] |= {f"{name}_schema": env.settings for name, env in ENVS.items()}
@@ -56,10 +58,11 @@ def _names_plugins(word: str) -> bool:
     return word.startswith("plugin=")
 
 
-def _check_added(path: str, envs: dict[str, RegisteredEnv], rewards_before: int) -> None:
-    if not envs and len(REWARDS) == rewards_before:
+def _check_added(path: str, envs: dict[str, RegisteredEnv], *, others: int) -> None:
+    if not envs and not others:
         raise ConfigError(
-            f"plugin={path} registers nothing: end it with rlpost.register_env(...) or rlpost.register_reward(...)"
+            f"plugin={path} registers nothing: end it with rlpost.register_env(...), rlpost.register_reward(...) or "
+            "rlpost.register_tool(...)"
         )
     for name, env in envs.items():
         if (built_in_folder("conf") / "env" / f"{name}.yaml").is_file():

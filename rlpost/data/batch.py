@@ -13,6 +13,8 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
                                                  (str per row where versions are uuids)
     policy_version_max                           the newest, likewise
     group_id, sample                             int64 (B,)
+    turns                                        int64 (B,): the model's in this conversation
+    tools.calls, tools.errors                    int64 (B,): calls that were run, and that were not or failed
     valid                                        bool (B,)
     finish_reason                                str
     next.reward                                  float32 (B, 1); NaN where there is none (yet)
@@ -77,6 +79,11 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "policy_version_max": _versions([c.policy_versions[-1:] for c in conversations]),
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
+            "turns": torch.tensor([c.turns for c in conversations]),
+            "tools": {
+                "calls": torch.tensor([c.tool_calls for c in conversations]),
+                "errors": torch.tensor([c.tool_errors for c in conversations]),
+            },
             "valid": torch.tensor([c.valid for c in conversations]),
             "finish_reason": strings([c.finish_reason for c in conversations]),
             "next": {

@@ -12,6 +12,7 @@ from typing import Any
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
+CUT = ("length", "context")  # how a last turn ends that the model would have gone on with, or could not begin
 
 
 @dataclass(slots=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs import turns
+from rlpost.envs.tools import ToolTransform
 from rlpost.envs.transforms.base import Transform
-from rlpost.errors import DataError
+from rlpost.errors import ConfigError, DataError
 
 
 class EnvBase(ABC):
@@ -30,6 +32,7 @@ class EnvBase(ABC):
 
     max_reward: float | None = 1.0  # what a perfect reply earns; None: not known
     has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
+    takes_tools: bool = False  # whether the model's calls are looked for in its replies
 
     def __init__(
         self,
@@ -52,6 +55,16 @@ class EnvBase(ABC):
 
     def start(self) -> None:  # noqa: B027  these three mean nothing to some environments
         """Read what is needed to draw; a second call does nothing."""
+
+    def close(self) -> None:
+        """Give back what transforms hold, such as processes; a second call does nothing."""
+        for transform in self.transforms:
+            transform.close()
+
+    def abandon(self) -> None:
+        """Give back what transforms hold for conversations under way, which will not go on."""
+        for transform in self.transforms:
+            transform.on_reset()
 
     def numel(self) -> int:
         """How many conversations are under way at once."""
@@ -92,12 +105,21 @@ class EnvBase(ABC):
         """How many different prompts there are to draw. Raises DataError where they come from outside."""
         raise DataError(f"{type(self).__name__} has no prompts of its own to count: use an environment with a dataset")
 
-    def append_transform(self, transform: Transform) -> EnvBase:
-        """Add `transform` after those there are, and return this environment. Raises TypeError if it is none."""
+    def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """What a collector delivers of `conversations`, of batch size (B,): see `rlpost.data.batch` for its keys."""
+        return self._played(batch_from_conversations(conversations))
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Add `transform` after those there are, and return this environment.
+
+        Raises TypeError if it is none, ConfigError for a tool where nothing looks for calls.
+        """
         if not isinstance(transform, Transform):
             raise TypeError(
                 f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
             )
+        if isinstance(transform, ToolTransform) and not self.takes_tools:
+            raise ConfigError(f"{type(transform).__name__} is a tool, and only a ChatEnv runs tools: append it to one")
         self.transforms.append(transform)
         return self
 
@@ -134,6 +156,7 @@ class EnvBase(ABC):
         `("text", "prompt")` and, for first turns, `("tokens", "prompt")` too. Raises DataError for a TensorDict with
         neither entry or of another batch size.
         """
+        self.abandon()
         if tensordict is None or tensordict.is_empty():
             conversations = self.draw()
         else:
@@ -162,7 +185,7 @@ class EnvBase(ABC):
         self.advance(conversations)
         following = self._observe(conversations)
         following.update(turns.scores(conversations))
-        return tensordict.set("next", following)
+        return self._played(tensordict.set("next", following))
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
@@ -196,6 +219,12 @@ class EnvBase(ABC):
                 stepped, current = self.step_and_maybe_reset(acted)
                 steps.append(stepped)
         return lazy_stack(steps, dim=1)
+
+    def _played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict`, which holds turns that were played, transforms applied."""
+        for transform in self.transforms:
+            tensordict = transform.on_played(tensordict)
+        return tensordict
 
     def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""

@@ -7,18 +7,30 @@ from typing import Any
 
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
+from rlpost.envs.tool_choice import add_tools
 from rlpost.errors import ConfigError
-from rlpost.settings import ArithmeticSettings, DatasetSettings, EnvSettings, GSM8KSettings
+from rlpost.settings import (
+    ArithmeticSettings,
+    CountdownSettings,
+    DatasetSettings,
+    EnvSettings,
+    GSM8KSettings,
+    ToolsSettings,
+)
 from rlpost.settings.registered import ENVS
 
 
-def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:
+def build_env(
+    settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int, tools: ToolsSettings | None = None
+) -> DatasetChatEnv:
     """The environment of `settings`: `num_prompts` whole groups of `group_size` conversations at once.
 
     `seed`, the run's, and `settings.seed` choose the order of the prompts together. Nothing is read
-    until the environment is started. Raises ConfigError for settings no environment belongs to.
+    until the environment is started. Raises ConfigError for settings no environment belongs to, and for
+    several turns where nothing answers the first.
     """
     builders = BUILDERS | {env.settings: env.build for env in ENVS.values()}
     build = builders.get(type(settings))
@@ -32,6 +44,7 @@ def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed:
         prompt_template=settings.prompt_template,
         max_prompt_tokens=settings.max_prompt_tokens,
         max_completion_tokens=settings.max_completion_tokens,
+        max_steps=settings.max_turns,
         num_envs=num_prompts,
         repeats=group_size,
         group_repeats=True,
@@ -41,6 +54,12 @@ def build_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed:
         raise ConfigError(
             f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
         )
+    if tools is not None and tools.use:
+        add_tools(env, tools)
+    elif settings.max_turns > 1 and not env.answers:
+        raise ConfigError(
+            f"env.max_turns={settings.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
+        )
     return env
 
 
@@ -48,6 +67,19 @@ def _arithmetic(settings: ArithmeticSettings, *, seed: int, **common: Any) -> Ar
     return ArithmeticEnv(
         operations=[operation.value for operation in settings.operations],
         digits=settings.digits,
+        held_out=settings.held_out,
+        seed=order_seed(seed, settings.seed),
+        **common,
+    )
+
+
+def _countdown(settings: CountdownSettings, *, seed: int, **common: Any) -> CountdownEnv:
+    return CountdownEnv(
+        min_numbers=settings.min_numbers,
+        max_numbers=settings.max_numbers,
+        max_number=settings.max_number,
+        max_target=settings.max_target,
+        operations=[operation.value for operation in settings.operations],
         held_out=settings.held_out,
         seed=order_seed(seed, settings.seed),
         **common,
@@ -76,6 +108,7 @@ def order_seed(run_seed: int, env_seed: int) -> int:
 
 BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     ArithmeticSettings: _arithmetic,
+    CountdownSettings: _countdown,
     DatasetSettings: _dataset,
     GSM8KSettings: _gsm8k,
 }

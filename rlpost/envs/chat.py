@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from rlpost.data.conversation import Conversation, Message
+from rlpost.data.conversation import CUT, Conversation, Message
 from rlpost.data.datasets import HELD_OUT, load_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows
 from rlpost.envs.scoring import record_score
+from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
@@ -23,11 +24,15 @@ class ChatEnv(EnvBase):
     The user's message is `prompt_template` formatted with the fields of the task, or the task's
     field `data_key`. Prompts come with `reset`, or from an appended `DataLoadingPrimer`.
 
-    After the policy's turn the transforms act; then, unless one of them spoke, `next_message` may
-    answer. A conversation ends with a reply cut at its token limit or with the `max_steps`-th turn
-    when there was more to say (both `truncated`), or when nothing is left to say (`terminated`);
-    with `max_steps=None` the latter leaves it open. `score` gives the reward when it ends.
+    After the policy's turn the transforms act and its tool calls are answered, each with a message of
+    `tool_role` and within `tool_limits`; then, unless one of them spoke, `next_message` may answer. A
+    conversation ends with a reply cut at its token limit, or for which the context had no room, or
+    with the `max_steps`-th turn when there was more to say, whose calls are not run (`truncated`), or
+    when nothing is left to say (`terminated`); with `max_steps=None` the latter leaves it open.
+    `score` gives the reward when it ends.
     """
+
+    takes_tools = True
 
     def __init__(
         self,
@@ -43,6 +48,8 @@ class ChatEnv(EnvBase):
         max_completion_tokens: int = 256,
         max_prompt_tokens: int | None = None,
         tokenizer: Any = None,
+        tool_role: str = "user",
+        tool_limits: ToolLimits | None = None,
     ) -> None:
         super().__init__(
             batch_size,
@@ -59,6 +66,7 @@ class ChatEnv(EnvBase):
         self.system_role = system_role
         self.user_role = user_role
         self.policy_role = policy_role
+        self.tools = Tools(tool_role, tool_limits or ToolLimits())
         self.primer: DataLoadingPrimer | None = None
         self._begun = 0  # conversations begun about rows from outside
 
@@ -72,15 +80,27 @@ class ChatEnv(EnvBase):
         """What a conversation that is over is worth, or None where this environment gives no reward."""
         return None
 
+    @property
+    def answers(self) -> bool:
+        """Whether this environment itself has something to say between two turns of the policy."""
+        own = type(self)
+        return own.next_message is not ChatEnv.next_message or own.advance is not ChatEnv.advance
+
     # Beginning
+
+    def start(self) -> None:
+        """See `EnvBase.start`: the transforms are started."""
+        for transform in self.transforms:
+            transform.start()
 
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform`; a `DataLoadingPrimer` becomes the source of the prompts."""
         if isinstance(transform, DataLoadingPrimer):
             self.primer = transform
-        else:
-            super().append_transform(transform)
-        return self
+            return self
+        if isinstance(transform, ToolTransform):
+            self.tools.add(transform)
+        return super().append_transform(transform)
 
     def draw(self, count: int | None = None) -> list[Conversation]:
         """See `EnvBase.draw`; raises DataError without a primer, ConfigError for a template field no task has."""
@@ -143,27 +163,35 @@ class ChatEnv(EnvBase):
 
     def advance(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.advance`."""
+        for conversation in conversations:
+            conversation.truncated |= conversation.finish_reason in CUT
         for transform in self.transforms:
             transform.on_reply(conversations)
+        self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
         for conversation in conversations:
             if not conversation.done:
                 self._answer(conversation)
-        self.score_finished([conversation for conversation in conversations if conversation.done])
+        ended = [conversation for conversation in conversations if conversation.done]
+        self.score_finished(ended)
+        for transform in self.transforms if ended else ():
+            transform.on_end(ended)
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """Score conversations that are over, in place: one by one, unless an environment scores them together."""
         for conversation in conversations:
             record_score(conversation, self.score)
 
+    def _was_last(self, conversation: Conversation) -> bool:
+        """Whether the policy has had its last turn."""
+        return self.max_steps is not None and conversation.turns >= self.max_steps
+
     def _answer(self, conversation: Conversation) -> None:
         """End the conversation, or let the environment speak."""
-        if conversation.finish_reason == "length":
-            conversation.truncated = True
-            return
-        spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform
-        answer = None if spoken else self.next_message(conversation)
-        last = self.max_steps is not None and conversation.turns >= self.max_steps
-        if not spoken and answer is None:
+        spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform or a tool
+        last = self._was_last(conversation)
+        calling = last and bool(self.tools.calls_of(conversation.response_text))
+        answer = None if spoken or calling else self.next_message(conversation)
+        if not spoken and not calling and answer is None:
             conversation.terminated = self.max_steps is not None
         elif last:
             conversation.truncated = True
@@ -237,6 +265,7 @@ class DatasetChatEnv(ChatEnv):
 
         Raises DataError for a dataset or row that cannot be used, ConfigError for the template.
         """
+        super().start()
         if self._rows is None:
             self._rows = self.open_rows(self.seed)
             self.opening_messages(next(self._rows.iter_from(0)))

@@ -6,9 +6,11 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from rlpost.data.conversation import Completion, Conversation, Message, PolicyVersionLabel
+from rlpost.data.continuation import Continuation
+from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError
 from rlpost.settings import SamplingSettings
 
@@ -60,53 +62,44 @@ class Policy(ABC):
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
         """Let the model take its turn in each conversation, in place.
 
-        Raises DataError for a prompt longer than its environment or the model's context allows.
+        A later turn for which the model's context has no room left is not taken: `finish_reason` says
+        "context" then. Raises DataError for a first prompt longer than its environment or the context allows.
         """
         requests = [self._request(conversation) for conversation in conversations]
-        completions = self.generate(requests, sampling or self.sampling)
-        for conversation, completion in zip(conversations, completions, strict=True):
-            conversation.add_completion(completion)
+        asked = [request for request in requests if request is not None]
+        completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
+        for conversation, request in zip(conversations, requests, strict=True):
+            if request is None:
+                conversation.finish_reason = "context"
+            else:
+                conversation.add_completion(next(completions))
 
-    def _request(self, conversation: Conversation) -> Request:
-        if not conversation.prompt_ids:
-            self._render_prompt(conversation)
+    @cached_property
+    def continuation(self) -> Continuation:
+        """Renders conversations for this policy's model."""
+        return Continuation(self.tokenizer)
+
+    def _request(self, conversation: Conversation) -> Request | None:
+        """What to sample next, the prompt's new ids appended; None, and nothing appended, without room for a reply."""
+        new: list[int] = []
+        if not conversation.turns:
+            if not conversation.prompt_ids:
+                self.continuation.begin(conversation)
+            self._check_prompt(conversation)
         elif conversation.messages[-1]["role"] != "assistant":
-            self._append_environment_messages(conversation)
+            new = self.continuation.observation_ids(conversation)
+        length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
+        room = conversation.max_completion_tokens
+        if conversation.turns and self.max_model_len is not None:
+            room = min(room, self.max_model_len - length)
+        if room < 1:
+            return None
+        conversation.add_observation(new)
         seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
-        ids = conversation.prompt_ids + conversation.response_ids
-        return Request(ids, conversation.max_completion_tokens, seed)
+        return Request(conversation.prompt_ids + conversation.response_ids, room, seed)
 
-    def _append_environment_messages(self, conversation: Conversation) -> None:
-        """Tokenise what the environment said since the model's last turn; what was sampled stays as it is.
-
-        Raises DataError for a template that renders earlier messages differently once more follow.
-        """
-        last_reply = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
-        until_reply = self._render(conversation.messages[: last_reply + 1], add_generation_prompt=False)
-        whole = self._render(conversation.messages, add_generation_prompt=True)
-        end_of_turn = self.tokenizer.eos_token
-        # the sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
-        kept = until_reply[: until_reply.rfind(end_of_turn) + len(end_of_turn)]
-        if end_of_turn not in until_reply or not whole.startswith(kept):
-            raise DataError(
-                "the model's chat template does not render a conversation as a continuation of its beginning, so "
-                "several turns cannot be trained on: use single-turn tasks with this model"
-            )
-        ids = self.tokenizer(whole[len(kept) :], add_special_tokens=False)["input_ids"]
-        conversation.response_ids.extend(ids)
-        conversation.mask.extend([0] * len(ids))
-        conversation.log_probs.extend([0.0] * len(ids))
-
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
-        )
-
-    def _render_prompt(self, conversation: Conversation) -> None:
-        """Render the first prompt with the model's chat template and tokenise it, once."""
-        text = self._render(conversation.messages, add_generation_prompt=True)
-        conversation.prompt_text = text
-        conversation.prompt_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _check_prompt(self, conversation: Conversation) -> None:
+        """Raise DataError for a prompt that leaves its completion no room, or is longer than the environment allows."""
         length, limit = len(conversation.prompt_ids), conversation.max_prompt_tokens
         prompt = f"the prompt of draw {conversation.group_id} ({conversation.query[:60]!r}...) has {length} tokens"
         if limit is not None and length > limit:

@@ -38,6 +38,8 @@ from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
 from rlpost.settings.model import Autocast as Autocast
 from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings
+from rlpost.settings.more_envs import CountdownOperation as CountdownOperation
+from rlpost.settings.more_envs import CountdownSettings as CountdownSettings
 from rlpost.settings.policy import AutoPolicySettings as AutoPolicySettings
 from rlpost.settings.policy import Engine as Engine
 from rlpost.settings.policy import PolicySettings as PolicySettings
@@ -51,6 +53,9 @@ from rlpost.settings.sft import SFTAggregation as SFTAggregation
 from rlpost.settings.sft import SFTEvalSettings as SFTEvalSettings
 from rlpost.settings.sft import SFTLossSettings as SFTLossSettings
 from rlpost.settings.sft import SFTSettings as SFTSettings
+from rlpost.settings.tools import PythonSandbox as PythonSandbox
+from rlpost.settings.tools import ToolRole as ToolRole
+from rlpost.settings.tools import ToolsSettings as ToolsSettings
 from rlpost.settings.tracking import MLflowSettings as MLflowSettings
 from rlpost.settings.tracking import NoTrackingSettings as NoTrackingSettings
 from rlpost.settings.tracking import TensorBoardSettings as TensorBoardSettings

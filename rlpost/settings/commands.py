@@ -15,6 +15,7 @@ from rlpost.settings.lora import LoRASettings, check_push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
+from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
 
 
@@ -38,6 +39,7 @@ class GRPOSettings:
 
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
@@ -82,6 +84,7 @@ class GRPOSettings:
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
             )
         check_push(self.lora, self.policy)
+        check_turns(self.env, self.tools)
         self._check_advantage()
         if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
             raise ConfigError(
@@ -100,6 +103,10 @@ class GRPOSettings:
             raise ConfigError(
                 f"overlong.penalty_tokens={self.overlong.penalty_tokens} is more than a completion can have: it must "
                 f"be at most env.max_completion_tokens={self.env.max_completion_tokens}"
+            )
+        if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens and self.env.max_turns > 1:
+            raise ConfigError(
+                "overlong.penalty_tokens measures one completion, and env.max_turns gives several: leave one out"
             )
         loss, estimator = self.loss, self.advantage.estimator
         in_reward = isinstance(loss, PolicyLossSettings) and loss.kl_in is KLPlace.reward and loss.kl_coef > 0

@@ -30,8 +30,20 @@ class EnvSettings:
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
     max_prompt_tokens: int = 128  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 48  # a longer completion is cut
+    max_completion_tokens: int = 48  # of each turn; a longer completion is cut
+    max_turns: int = 1  # of the model in a conversation; more for tools, and for environments that answer
+    max_observation_tokens: int = 256  # between two turns of the model, for which its context has room
     eval_limit: int = 500  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Tokens that the model can sample in a conversation."""
+        return self.max_turns * self.max_completion_tokens
+
+    @property
+    def max_conversation_tokens(self) -> int:
+        """Tokens for which a conversation has room: the prompt, the model's turns and what is said between them."""
+        return self.max_prompt_tokens + self.max_sampled_tokens + (self.max_turns - 1) * self.max_observation_tokens
 
     def __post_init__(self) -> None:
         if self.split not in ("train", "test"):
@@ -39,6 +51,8 @@ class EnvSettings:
         at_least("env.limit", self.limit, 1)
         at_least("env.max_prompt_tokens", self.max_prompt_tokens, 1)
         at_least("env.max_completion_tokens", self.max_completion_tokens, 1)
+        at_least("env.max_turns", self.max_turns, 1)
+        at_least("env.max_observation_tokens", self.max_observation_tokens, 1)
         at_least("env.eval_limit", self.eval_limit, 1)
         if self.prompt_template is not None:
             _check_template(self.prompt_template)

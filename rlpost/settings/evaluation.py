@@ -10,6 +10,7 @@ from rlpost.settings.checks import MISSING, above, at_least, between
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings
+from rlpost.settings.tools import ToolsSettings, check_turns
 
 
 def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
@@ -74,6 +75,7 @@ class EvalSettings:
 
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
     eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
@@ -82,6 +84,7 @@ class EvalSettings:
 
     def __post_init__(self) -> None:
         at_least("seed", self.seed, 0)
+        check_turns(self.env, self.tools)
         if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
             count = samples_per_prompt(self.eval.k, self.eval.samples)
             if count > 1 and self.sampling.temperature == 0:

@@ -15,6 +15,7 @@ from rlpost.settings.lora import LoRASettings, check_push
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
 from rlpost.settings.sft import DemonstrationLossSettings
+from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
 
 
@@ -26,6 +27,7 @@ class ExpertIterationSettings:
 
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
     loss: DemonstrationLossSettings = MISSING  # what turns the selected completions into a gradient
@@ -59,6 +61,7 @@ class ExpertIterationSettings:
                 "lower it, or raise group_size"
             )
         check_push(self.lora, self.policy)
+        check_turns(self.env, self.tools)
         if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
             raise ConfigError(
                 "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"

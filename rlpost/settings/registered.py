@@ -1,4 +1,4 @@
-"""What a plugin adds, by name: environments and rewards."""
+"""What a plugin adds, by name: environments, rewards and tools."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class RegisteredEnv:
 
 ENVS: dict[str, RegisteredEnv] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
+TOOLS: dict[str, Callable[[], Any]] = {}
 
 
 def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:
@@ -57,6 +58,17 @@ def register_reward(name: str, function: Callable[..., Any]) -> None:
     if not callable(function):
         raise ConfigError(f"register_reward({name!r}): {_shown(function)} is no function")
     REWARDS[name] = function
+
+
+def register_tool(name: str, build: Callable[[], Any]) -> None:
+    """Make `tools.use=[NAME]` offer a tool of your own: `build()` returns a `rlpost.envs.ToolTransform`.
+
+    Raises ConfigError for a name that is taken or cannot be one, and for what cannot be called.
+    """
+    _check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
+    if not callable(build):
+        raise ConfigError(f"register_tool({name!r}): {_shown(build)} builds nothing: give a class or a function")
+    TOOLS[name] = build
 
 
 def _check_name(said: str, name: Any, taken: Any) -> None:

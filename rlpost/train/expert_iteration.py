@@ -54,7 +54,7 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
         with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
             parts = assemble_expert_iteration(settings, checkpoint)
             parts.policy.start()
-        with screen, contextlib.closing(parts.policy):  # what an engine says while it closes is not for the terminal
+        with screen, contextlib.closing(parts):  # what an engine says while it closes is not for the terminal
             run.catch_signals()
             announce(settings, parts, run)
             parts.collector.on_phase = screen.phase

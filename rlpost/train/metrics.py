@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.objectives.advantage import equal_up_to_rounding
 from rlpost.objectives.policy import policy_metrics
 from rlpost.objectives.policy_objective import PolicyOutput
@@ -38,9 +38,15 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
         "reward/failed": float((~valid).sum()),
         "groups/zero_std": sum(no_spread) / len(no_spread),
         "completion/tokens_mean": lengths.mean().item(),
-        "completion/truncated": sum(r == "length" for r in batch["finish_reason"]) / len(lengths),
+        "completion/truncated": sum(r in CUT for r in batch["finish_reason"]) / len(lengths),
         "tokens/generated": lengths.sum().item(),
     }
+    if int(batch["turns"].max()) > 1:
+        metrics |= {
+            "turns/mean": batch["turns"].float().mean().item(),
+            "tools/calls_mean": batch["tools", "calls"].float().mean().item(),
+            "tools/errors_mean": batch["tools", "errors"].float().mean().item(),
+        }
     for name, values in batch["next", "reward_parts"].items():
         metrics[f"reward/{name}"] = values.nanmean().item()
     for name in ("strict", "lenient"):

@@ -62,7 +62,7 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             policy = parts.accuracy.policy if parts.accuracy else None
             if policy is not None:
                 policy.start()
-        with screen, contextlib.closing(policy) if policy else contextlib.nullcontext():
+        with screen, contextlib.closing(parts.accuracy) if parts.accuracy else contextlib.nullcontext():
             run.catch_signals()
             progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
             run.plan(total_steps(settings, parts, progress))

@@ -16,6 +16,9 @@ class Transform:
     only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
     """
 
+    def start(self) -> None:
+        """Load or start what is needed, or raise why that cannot be done; a second call does nothing."""
+
     def on_begin(self, conversations: Sequence[Conversation]) -> None:
         """Change conversations that have just been drawn, in place."""
 
@@ -25,9 +28,16 @@ class Transform:
     def on_end(self, conversations: Sequence[Conversation]) -> None:
         """Give back what is held for conversations that are over; called once for each, after it was scored."""
 
+    def on_reset(self) -> None:
+        """Give back what is held for conversations under way: the environment is reset, and they are abandoned."""
+
     def close(self) -> None:
         """Give back everything; called when the environment closes. A second call does nothing."""
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change what `reset` or `step` returns."""
+        """Change what the policy is shown: what `reset` returns, and `next` of what `step` does."""
+        return tensordict
+
+    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change turns that were played, with their `next`: what `step` returns, and the batch of a collector."""
         return tensordict

@@ -1,0 +1,51 @@
+"""Settings to tools: the one place that maps each name of `tools.use` to what it builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlpost.envs.chat import ChatEnv
+from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
+from rlpost.errors import ConfigError
+from rlpost.home import expanded
+from rlpost.settings import ToolsSettings
+from rlpost.settings.registered import TOOLS
+
+
+def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
+    """Append the tools that `settings.use` names to `env`. Raises ConfigError for what a plugin built that is none."""
+    limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
+    env.tools = Tools(settings.role.value, limits)
+    for name in settings.use:
+        tool = TOOLS[name]() if name in TOOLS else BUILDERS[name](settings)
+        if not isinstance(tool, ToolTransform):
+            raise ConfigError(f"what is registered as the tool {name} made a {type(tool).__name__}: no ToolTransform")
+        env.append_transform(tool)
+
+
+def _python(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.envs.transforms.python import PythonInterpreter
+
+    return PythonInterpreter(
+        persistent=settings.python_persistent,
+        timeout=settings.timeout_seconds,
+        sandbox=settings.python_sandbox.value,
+        memory_mb=settings.python_memory_mb,
+    )
+
+
+def _mcp(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.envs.transforms.mcp import MCPToolTransform, load_servers
+
+    assert settings.mcp_file is not None
+    return MCPToolTransform(load_servers(Path(expanded(settings.mcp_file))), timeout=settings.timeout_seconds)
+
+
+def _browser(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.envs.transforms.browser import BrowserTransform
+
+    return BrowserTransform(settings.allowed_domains, timeout=settings.timeout_seconds)
+
+
+BUILDERS: dict[str, Callable[[ToolsSettings], ToolTransform]] = {"python": _python, "mcp": _mcp, "browser": _browser}

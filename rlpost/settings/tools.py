@@ -1,0 +1,91 @@
+"""The tools a model may use while it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.settings.checks import above, at_least
+from rlpost.settings.env import EnvSettings
+from rlpost.settings.registered import TOOLS
+
+BUILT_IN_TOOLS = ("python", "mcp", "browser")
+
+
+class ToolRole(Enum):
+    """The role of the message that answers a call."""
+
+    user = "user"
+    tool = "tool"  # for models whose chat template has it
+
+
+class PythonSandbox(Enum):
+    """How the model's Python programs are kept apart from this machine."""
+
+    bubblewrap = "bubblewrap"  # no network, none of its files, another user
+    limits = "limits"  # memory, time and processes alone: a program can read and write what you can
+
+
+@dataclass
+class ToolsSettings:
+    """Tools for environments of several turns: `tools.use=[python] env.max_turns=2`.
+
+    Names are `python`, `mcp`, `browser` and those that a plugin registers.
+    """
+
+    use: list[str] = field(default_factory=list)  # python, mcp, browser, or what a plugin registers
+    role: ToolRole = ToolRole.user  # of the messages that answer calls
+    max_calls: int | None = None  # in a conversation; null: as many as its turns hold
+    max_calls_per_turn: int | None = 8  # further ones in a reply are refused; null: no limit
+    max_output_chars: int = 2000  # shown of an answer; the middle of a longer one is left out
+    timeout_seconds: float = 10.0  # of each call
+    python_sandbox: PythonSandbox = PythonSandbox.bubblewrap  # limits: weaker, for machines without bubblewrap
+    python_persistent: bool = False  # true: variables last from turn to turn
+    python_memory_mb: int = 512  # of one program
+    mcp_file: str | None = None  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
+    allowed_domains: list[str] = field(default_factory=list)  # that the browser may visit, with all below them
+
+    def __post_init__(self) -> None:
+        at_least("tools.max_calls", self.max_calls, 1)
+        at_least("tools.max_calls_per_turn", self.max_calls_per_turn, 1)
+        at_least("tools.max_output_chars", self.max_output_chars, 100)
+        above("tools.timeout_seconds", self.timeout_seconds, 0)
+        at_least("tools.python_memory_mb", self.python_memory_mb, 64)
+        known = [*BUILT_IN_TOOLS, *TOOLS]
+        for name in self.use:
+            if name not in known:
+                hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}")
+                raise ConfigError(f"tools.use names {name}, which is no tool{hint}")
+        if len(set(self.use)) < len(self.use):
+            raise ConfigError(f"tools.use={self.use} names a tool twice: name each once")
+        if "mcp" in self.use and self.mcp_file is None:
+            raise ConfigError("tools.use=[mcp] needs tools.mcp_file, the JSON file that names the servers")
+        if "browser" in self.use and not self.allowed_domains:
+            raise ConfigError("tools.use=[browser] may visit nothing: name tools.allowed_domains=[example.org]")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError for a setting of a tool that is not used."""
+        belongs = {"mcp_file": "mcp", "allowed_domains": "browser"}
+        for each in fields(self):
+            if each.name == "use":
+                continue
+            tool = belongs.get(each.name, "python" if each.name.startswith("python_") else None)
+            changed = getattr(self, each.name) != (each.default_factory() if each.name in LISTS else each.default)  # type: ignore[misc]
+            if changed and (tool not in self.use if tool else not self.use):
+                needed = f"[{tool}]" if tool else "[python], for example"
+                raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
+
+
+LISTS = ("allowed_domains",)
+
+
+def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
+    """Raise ConfigError for tools in an environment of one turn: their answers would never be read."""
+    if isinstance(env, EnvSettings) and tools.use and env.max_turns < 2:
+        raise ConfigError(
+            f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
+            "is read: add env.max_turns=2 or more"
+        )
