@@ -8,6 +8,7 @@ RlpostError                     the base the command line catches
 ├── RewardError                 exit 3  a reward raised, hung or returned what is no number
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
 ├── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
+├── ToolError(RuntimeError)     exit 5  a tool's server or browser cannot be started, or does not come back
 └── RankError(RuntimeError)     exit 5  another process of the same training did not come or was lost
 
 Anything else that reaches the terminal is a bug and keeps its traceback.
@@ -66,6 +67,12 @@ class DivergedError(RlpostError):
 
 class PolicyError(RlpostError, RuntimeError):
     """The sampling engine failed, or a weight push did not wholly succeed."""
+
+    exit_code = 5
+
+
+class ToolError(RlpostError, RuntimeError):
+    """What a tool runs on, a server or a browser, cannot be started or does not come back."""
 
     exit_code = 5
 
