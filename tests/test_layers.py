@@ -63,12 +63,15 @@ DOORS = {
     "wandb": ["tracking/wandb.py"],
     "trackio": ["tracking/trackio.py"],
     "mlflow": ["tracking/mlflow.py"],
+    "if_verifiable": ["rewards/checkers.py"],
+    "nltk": ["rewards/checkers.py"],
+    "langdetect": ["rewards/checkers.py"],
     "gguf": [],
     "torchrl": [],
     "trl": [],
 }
 
-OPENED_LATE = ("vllm", "ray", "datasets", "peft", "bitsandbytes")
+OPENED_LATE = ("vllm", "ray", "datasets", "peft", "bitsandbytes", "if_verifiable", "nltk", "langdetect")
 
 # room -> what its files never import; a dotted name means that module and all below it
 NEVER = {

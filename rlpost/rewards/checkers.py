@@ -1,0 +1,109 @@
+"""The door to the libraries that check instructions: `if_verifiable`, and nltk and langdetect, which its classes use.
+
+Nothing here downloads, and nothing depends on chance: the language of a text is the same in every process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import DataError
+from rlpost.extras import require
+
+LANGUAGE_SEED = 0  # of langdetect's sampling, which would otherwise differ from call to call
+
+# what nltk.data.find is given for each of NLTK's packages
+_NLTK_PLACES = {
+    "punkt_tab": "tokenizers/punkt_tab/english",
+    "stopwords": "corpora/stopwords/english",
+    "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng",
+}
+_OPENING = threading.RLock()  # the libraries fill their tables when first used, which two threads must not do at once
+
+
+@cache
+def ifeval_checkers() -> Mapping[str, Any]:
+    """IFEval's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFEval")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+@cache
+def ifbench_checkers() -> Mapping[str, Any]:
+    """IFBench's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFBench")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+def require_checkers(needed_for: str) -> None:
+    """Raise MissingExtraError unless the checkers are installed; imports nothing."""
+    require("if_verifiable", "ifeval", needed_for)
+
+
+def language_of(text: str) -> str | None:
+    """The ISO 639-1 code of the language `text` is in, or None where there is nothing to tell it by."""
+    from langdetect import LangDetectException
+
+    detector = _languages().create()
+    detector.append(text)
+    try:
+        return detector.detect()
+    except LangDetectException:  # raised for a text without letters
+        return None
+
+
+def known_languages() -> list[str]:
+    """The codes `language_of` can give, in order."""
+    return _languages().get_lang_list()
+
+
+@cache
+def require_nltk_data(package: str, needed_for: str) -> None:
+    """Raise DataError, with the ways to get it, unless NLTK finds `package` in one of its folders."""
+    import nltk
+
+    with _OPENING:
+        try:
+            nltk.data.find(_NLTK_PLACES[package])
+            if package == "stopwords":
+                nltk.corpus.stopwords.ensure_loaded()
+        except LookupError as error:
+            raise DataError(
+                f"{needed_for} needs NLTK's {package}, which is in none of its folders: "
+                f"python -m nltk.downloader {package}, or set NLTK_DATA to a folder with {_NLTK_PLACES[package]}"
+            ) from error
+
+
+@cache
+def _languages() -> Any:
+    """langdetect's profiles, in an object of our own: the seed of the library's is its other users' to choose."""
+    from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
+
+    with _OPENING:
+        factory = DetectorFactory()
+        factory.set_seed(LANGUAGE_SEED)
+        profiles = sorted(file for file in Path(PROFILES_DIRECTORY).iterdir() if not file.name.startswith("."))
+        factory.load_json_profile([file.read_text(encoding="utf-8") for file in profiles])
+    return factory
+
+
+@contextmanager
+def _no_downloads() -> Iterator[None]:
+    """Keep modules from fetching NLTK's data as they are imported, as IFBench's do: that is the user's decision."""
+    import nltk
+
+    before = nltk.download
+    nltk.download = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        nltk.download = before
