@@ -16,6 +16,7 @@ from rlpost.settings import (
     ArithmeticSettings,
     AutoPolicySettings,
     CISPOLossSettings,
+    CountdownSettings,
     DAPOLossSettings,
     DatasetSettings,
     DrGRPOLossSettings,
@@ -79,6 +80,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"model_schema": ModelSettings},
     "env": {
         "arithmetic_schema": ArithmeticSettings,
+        "countdown_schema": CountdownSettings,
         "dataset_schema": DatasetSettings,
         "gsm8k_schema": GSM8KSettings,
     },

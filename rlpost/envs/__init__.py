@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlpost.envs.base import EnvBase as EnvBase
     from rlpost.envs.chat import ChatEnv as ChatEnv
     from rlpost.envs.chat import DatasetChatEnv as DatasetChatEnv
+    from rlpost.envs.countdown import CountdownEnv as CountdownEnv
     from rlpost.envs.gsm8k import GSM8KEnv as GSM8KEnv
     from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
@@ -21,6 +22,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "ArithmeticEnv": "arithmetic",
         "ChatEnv": "chat",
+        "CountdownEnv": "countdown",
         "DatasetChatEnv": "chat",
         "EnvBase": "base",
         "GSM8KEnv": "gsm8k",
