@@ -155,10 +155,11 @@ class Tools:
                 done.result()
 
     def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
-        for number, call in enumerate(calls, start=1):
+        run = calls[: self.limits.max_calls_per_turn]
+        for number, call in enumerate(run, start=1):
             tool = next((each for each in self.transforms if call.name in each.names()), None)
             try:
-                result = self._refusal(conversation, number, call, tool) or self._run(conversation, call, tool)
+                result = self._refusal(conversation, call, tool) or self._run(conversation, call, tool)
                 text = f"Tool call {number} failed:\n{result.text}" if tool is None else ""
                 text = text or tool.message(number, call, self._shortened(result))  # type: ignore[union-attr]
             except RlpostError:
@@ -169,17 +170,24 @@ class Tools:
                 conversation.truncated = True
                 return
             conversation.tool_errors += not result.ok
-            message = {"role": self.role, "content": text}
-            conversation.messages.append(message | ({"name": call.name} if self.role == "tool" and call.name else {}))
+            self._say(conversation, text, call.name)
+        if len(run) < len(calls):
+            conversation.tool_errors += len(calls) - len(run)
+            self._say(
+                conversation,
+                f"Tool call failed:\nonly {len(run)} tool calls are run in one turn, and this has {len(calls)}",
+            )
+
+    def _say(self, conversation: Conversation, text: str, name: str = "") -> None:
+        message = {"role": self.role, "content": text}
+        conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
 
     def _run(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult:
         assert tool is not None
         conversation.tool_calls += 1
         return tool.call(conversation, call)
 
-    def _refusal(
-        self, conversation: Conversation, number: int, call: ToolCall, tool: ToolTransform | None
-    ) -> ToolResult | None:
+    def _refusal(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult | None:
         """Why a call is not run, for the model to read; None where it is."""
         limits = self.limits
         if call.fault is not None:
@@ -190,8 +198,6 @@ class Tools:
             return ToolResult(f"there is no tool {call.name[:80]!r}{hint}", ok=False)
         if limits.max_calls is not None and conversation.tool_calls >= limits.max_calls:
             return ToolResult(f"all {limits.max_calls} tool calls are used: answer without tools", ok=False)
-        if limits.max_calls_per_turn is not None and number > limits.max_calls_per_turn:
-            return ToolResult(f"only {limits.max_calls_per_turn} tool calls are run in one turn", ok=False)
         return None
 
     def _shortened(self, result: ToolResult) -> ToolResult:

@@ -1,0 +1,193 @@
+"""Sampled ids are carried forward as they are, and only what the environment said is tokenised."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import pytest
+
+from rlpost.data.continuation import Continuation
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.errors import DataError
+from tests.chat_templates import CHATML_TOKENS, FAMILIES, SYSTEM_LAST, Family, bytes_tokenizer, merging_tokenizer
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+# as the template of Qwen3 does: thinking is shown only in turns after the last question
+FORGETFUL = """\
+{%- set ns = namespace(last=0) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- set said = m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < ns.last else m.content -%}
+{{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+WITH_TOOLS = """\
+{%- if tools -%}{{- '<|im_start|>system\nTools: ' + (tools | map(attribute='function') | list | tojson) -}}
+{{- '<|im_end|>\n' -}}{%- endif -%}
+"""
+
+
+def sampled(tokenizer: Any, text: str, stop: int | None = None) -> Completion:
+    """A reply sampled a letter at a time, which no tokenizer with merges would write so."""
+    ids = [token for letter in text for token in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    ids.append(Continuation(tokenizer).end_of_turn if stop is None else stop)
+    return Completion(ids, [-0.5] * len(ids), text, "stop", 0)
+
+
+def begun(tokenizer: Any, *messages: tuple[str, str], tools: list[dict[str, Any]] | None = None) -> Conversation:
+    said = [{"role": role, "content": content} for role, content in messages]
+    conversation = Conversation(task={}, messages=said, tools=tools or [])
+    Continuation(tokenizer).begin(conversation)
+    return conversation
+
+
+def gone_on(tokenizer: Any, conversation: Conversation, role: str, content: str) -> None:
+    conversation.messages.append({"role": role, "content": content})
+    conversation.add_observation(Continuation(tokenizer).observation_ids(conversation))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("made", [bytes_tokenizer, merging_tokenizer], ids=["bytes", "merges"])
+def test_the_ids_say_what_the_template_writes_and_keep_what_was_sampled(family: str, made: Any) -> None:
+    tokenizer = made(FAMILIES[family])
+    conversation = begun(tokenizer, ("user", "What is Four?"))
+    space = " " if family == "mistral" else ""  # which its template writes before each answer, and its models sample
+    replies = [sampled(tokenizer, space + text) for text in ("I think: Six.", "Four. Four.", "Six")]
+    for reply, answer in zip(replies, ("Be brief.", "What?", None), strict=True):
+        conversation.add_completion(reply)
+        if answer:
+            gone_on(tokenizer, conversation, "user", answer)
+
+    whole = tokenizer.apply_chat_template(conversation.messages, tokenize=False)
+    text = tokenizer.decode(conversation.prompt_ids + conversation.response_ids)
+    assert whole.startswith(text)
+    assert not whole[len(text) :].strip()  # the template may put a line break behind the last turn
+    trained = [token for token, own in zip(conversation.response_ids, conversation.mask, strict=True) if own]
+    assert trained == [token for reply in replies for token in reply.token_ids]
+    assert [lp for lp, own in zip(conversation.log_probs, conversation.mask, strict=True) if not own] == [0.0] * (
+        conversation.mask.count(0)
+    )
+
+
+def test_what_a_template_strips_stays_in_the_ids() -> None:
+    tokenizer = merging_tokenizer(FAMILIES["llama3"])
+    conversation = begun(tokenizer, ("user", "What is Four?"))
+    conversation.add_completion(sampled(tokenizer, "  Six. \n"))
+    gone_on(tokenizer, conversation, "user", "Be brief.")
+    assert "\n\n  Six. \n<|eot_id|><|start_header_id|>user" in tokenizer.decode(
+        conversation.prompt_ids + conversation.response_ids
+    )
+
+
+def test_a_turn_that_ended_with_another_token_is_closed_by_the_environment() -> None:
+    tokenizer = bytes_tokenizer(FAMILIES["gemma"])
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert Continuation(tokenizer).end_of_turn == end != tokenizer.eos_token_id
+    conversation = begun(tokenizer, ("user", "What?"))
+    conversation.add_completion(sampled(tokenizer, "Six", stop=tokenizer.eos_token_id))
+    gone_on(tokenizer, conversation, "user", "Why?")
+    place = conversation.response_ids.index(tokenizer.eos_token_id)
+    assert (conversation.mask[place], conversation.response_ids[place + 1], conversation.mask[place + 1]) == (1, end, 0)
+    assert tokenizer.decode(conversation.response_ids[place + 2 :]) == (
+        "\n<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+def test_several_tool_messages_stand_where_the_template_puts_them() -> None:
+    tokenizer = bytes_tokenizer(FAMILIES["qwen"])
+    conversation = begun(tokenizer, ("user", "What?"))
+    conversation.add_completion(sampled(tokenizer, "<tool_call>"))
+    conversation.messages.append({"role": "tool", "content": "one"})
+    gone_on(tokenizer, conversation, "tool", "two")
+    observed = conversation.response_ids[conversation.mask.index(0) :]
+    assert tokenizer.decode(observed) == (
+        "\n<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
+    family = Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>")
+    tokenizer = copy(bytes_tokenizer(family))
+    tokenizer.name_or_path = "models/forgetful-1b"
+    conversation = begun(tokenizer, ("user", "What?"))
+    conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
+    with pytest.raises(DataError, match="the chat template of forgetful-1b does not render a conversation as a cont"):
+        gone_on(tokenizer, conversation, "user", "Why?")
+    gone_on(tokenizer, begun_again(tokenizer), "tool", "an answer")  # which it takes for part of the same turn
+
+
+def begun_again(tokenizer: Any) -> Conversation:
+    conversation = begun(tokenizer, ("user", "What?"))
+    conversation.add_completion(sampled(tokenizer, "<think>Hm.</think>Six"))
+    return conversation
+
+
+def test_earlier_turns_that_are_rewritten_later_are_refused_too() -> None:
+    """The rewriting of turn one shows in both renderings of turn two, and only against what the model read."""
+    tokenizer = bytes_tokenizer(Family(FORGETFUL, CHATML_TOKENS, "<|im_end|>"))
+    conversation = begun_again(tokenizer)
+    gone_on(tokenizer, conversation, "tool", "an answer")
+    conversation.add_completion(sampled(tokenizer, "<think>Well.</think>Seven"))
+    with pytest.raises(DataError, match="does not render a conversation as a continuation"):
+        gone_on(tokenizer, conversation, "user", "Why?")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma", "mistral")])
+def test_a_template_that_nests_passes_the_check_for_users_and_tools(family: str) -> None:
+    continuation = Continuation(bytes_tokenizer(FAMILIES[family]))
+    continuation.check("user")
+    continuation.check("tool", [TOOL])
+
+
+def test_the_check_names_the_template_and_what_it_refuses() -> None:
+    tokenizer = copy(bytes_tokenizer(FAMILIES["gemma"]))
+    tokenizer.name_or_path = "gemma"
+    Continuation(tokenizer).check("user")
+    with pytest.raises(DataError, match="the chat template of gemma refuses this conversation: .*must alternate"):
+        Continuation(tokenizer).check("tool")
+    silent = copy(bytes_tokenizer(FAMILIES["chatml"]))
+    silent.chat_template = silent.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+    with pytest.raises(DataError, match="leaves out messages of the role tool: choose another tool_role"):
+        Continuation(silent).check("tool")
+
+
+def test_a_system_message_that_wanders_is_refused() -> None:
+    tokenizer = bytes_tokenizer(SYSTEM_LAST)
+    conversation = begun(tokenizer, ("system", "Be brief."), ("user", "What?"))
+    conversation.add_completion(sampled(tokenizer, "Six"))
+    with pytest.raises(DataError, match="does not render a conversation as a continuation"):
+        gone_on(tokenizer, conversation, "user", "Why?")
+
+
+def test_tools_are_described_by_the_template_or_in_the_system_message() -> None:
+    knowing = copy(bytes_tokenizer(FAMILIES["chatml"]))
+    knowing.chat_template = WITH_TOOLS + knowing.chat_template
+    assert begun(knowing, ("user", "Hi"), tools=[TOOL]).prompt_text.startswith('<|im_start|>system\nTools: [{"name": ')
+
+    ignorant = bytes_tokenizer(FAMILIES["chatml"])
+    prompt = begun(ignorant, ("system", "Be brief."), ("user", "Hi"), tools=[TOOL]).prompt_text
+    system = prompt.partition("<|im_end|>")[0]
+    assert system.startswith("<|im_start|>system\nBe brief.\n\nYou may call these functions:")
+    assert '"name": "lookup"' in system
+    assert begun(ignorant, ("user", "Hi"), tools=[TOOL]).prompt_text.count("<|im_start|>system") == 1
+    assert "lookup" not in begun(ignorant, ("user", "Hi")).prompt_text
+
+
+def test_plain_text_is_tokenised_as_the_tokenizer_does_and_goes_on_without_a_template() -> None:
+    tokenizer = bytes_tokenizer(FAMILIES["llama3"])
+    conversation = Conversation(task={}, messages=[{"role": "user", "content": "Once"}], chat=False)
+    Continuation(tokenizer).begin(conversation)
+    assert tokenizer.decode(conversation.prompt_ids) == "<|begin_of_text|>Once"
+    conversation.add_completion(sampled(tokenizer, " upon", stop=tokenizer.eos_token_id))
+    gone_on(tokenizer, conversation, "user", " a time")
+    assert tokenizer.decode(conversation.response_ids) == " upon<|eot_id|> a time"
