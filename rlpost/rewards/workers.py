@@ -1,0 +1,462 @@
+"""Functions called where they can be killed: in processes of their own, kept warm, each call with a deadline.
+
+    with Workers("my_package.rewards:score", count=2, seconds=5.0) as workers:
+        outcomes = workers.map(["a reply", "another"])  # score("a reply"), score("another")
+
+The function takes one plain (picklable) argument and returns plain (JSON) data. What it prints is kept
+from the terminal, the first of it for the outcome. A process that is late is killed with all it has
+started, and one that has died is replaced; the time a process needs to start is in no deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import rlpost.errors
+from rlpost.errors import RewardError, RlpostError
+from rlpost.rewards.worker import LENGTH, Order
+
+START_SECONDS = 600.0  # longest wait for a process to import what it calls
+LOOK_SECONDS = 0.25  # between two looks if a process is still there: one it forked may hold its pipes open
+STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
+OUTPUT_KEPT = 2000  # bytes of what a call prints
+LONGEST_ANSWER = 1 << 28  # bytes
+LONGEST_STACK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to: its value, or an error that says why it has none.
+
+    `lost` is whether it cost the process, which was late or died; `printed` the first of what it
+    printed; `stack` where the Python code of a late one was.
+    """
+
+    value: Any = None
+    error: str | None = None
+    lost: bool = False
+    printed: str = ""
+    stack: str = ""
+
+    def line_in(self, file: str) -> int | None:
+        """The line of `file` at which a late call was, if it was in there."""
+        found = re.search(rf'File "{re.escape(file)}", line (\d+)', self.stack)
+        return int(found.group(1)) if found else None
+
+
+class Worker:
+    """One process that calls one function; it is started when it is first needed, or by `start`.
+
+    `function` is `module:name`. With `arguments` it is called with them once, in the process, and
+    returns the function to call and what is to be known `about` it. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        arguments: Sequence[Any] = (),
+        *,
+        start_seconds: float = START_SECONDS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.function = function
+        self.about: Any = None
+        self.outcome: Outcome | None = None  # of the call begun last, once it is over
+        self.lock = threading.Lock()
+        self._order = Order(function, tuple(arguments))
+        self._start_seconds = start_seconds
+        self._environment = dict(environment or {})
+        self._process: _Process | None = None
+        self._request: bytes | None = None  # waits for the process to be ready
+        self._seconds = 0.0
+        self._deadline = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.popen.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the process unless it is there; returns at once, before it is ready."""
+        if self._process is not None and (self._process.owner != os.getpid() or self._process.popen.poll() is not None):
+            self.close()  # another process's, of which this one is a fork, or gone
+        if self._process is None:
+            self._process = _Process.started(self._environment)
+            weakref.finalize(self, self._process.end)
+            self._process.outgoing += _frame(self._order)
+            self._deadline = time.monotonic() + self._start_seconds
+
+    def ready(self) -> Any:
+        """Wait until the process is ready; returns what is to be known `about` the function.
+
+        Raises the error of rlpost's that importing it raised, RewardError for any other failure.
+        """
+        self.start()
+        assert self._process is not None
+        with _KilledIfInterrupted([self]):
+            while not self._process.is_ready:
+                _look([self])
+        return self.about
+
+    def begin(self, item: Any, seconds: float) -> None:
+        """Ask for `function(item)`; `wait` gives its outcome, at the latest `seconds` after the process is ready."""
+        self.outcome = None
+        self._seconds = seconds
+        self._request = _frame((item,))
+        self.start()
+        self._send()
+
+    def call(self, item: Any, seconds: float) -> Outcome:
+        """`function(item)`, with a deadline. Raises an error of rlpost's own that it raised."""
+        return call_each([(self, item)], seconds)[0]
+
+    def close(self) -> None:
+        """Kill the process and what it has started."""
+        if self._process is not None:
+            self._process.end()
+        self._process = self._request = None
+
+    # What `wait` needs
+
+    def watched(self) -> Iterator[tuple[int, int]]:
+        """The file descriptors to poll, and for what."""
+        if self._process is not None:
+            yield self._process.answers, select.POLLIN
+            if self._process.output_is_open:
+                yield self._process.output, select.POLLIN
+            if self._process.outgoing:
+                yield self._process.requests, select.POLLOUT
+
+    def seconds_left(self) -> float:
+        """Until the deadline of what is under way."""
+        return self._deadline - time.monotonic()
+
+    def attend(self, descriptor: int) -> None:
+        """Do what can be done on one of the descriptors `watched`."""
+        process = self._process
+        if process is None:
+            return
+        if descriptor == process.requests:
+            process.send()
+        elif descriptor == process.output:
+            process.keep_output()
+        elif descriptor == process.answers:
+            answer = process.receive()
+            if answer is not None:
+                self._take(answer)
+            elif process.has_hung_up:
+                self._lose(_ending(process.popen))
+
+    def check(self) -> None:
+        """See whether the deadline has passed, or the process has died without a word."""
+        process = self._process
+        if process is None or self.outcome is not None:
+            return
+        if process.popen.poll() is not None and not select.select([process.answers], [], [], 0)[0]:
+            self._lose(_ending(process.popen))
+        elif self.seconds_left() <= 0:
+            waited = self._seconds if process.is_ready else self._start_seconds
+            stack = process.stack()
+            self._lose(f"did not return within {waited:g} s", stack)
+
+    def _send(self) -> None:
+        """Send the request that waits, if the process is ready for it."""
+        assert self._process is not None
+        if self._process.is_ready and self._request is not None:
+            self._process.printed.clear()
+            self._process.outgoing += self._request
+            self._process.send()
+            self._request = None
+            self._deadline = time.monotonic() + self._seconds
+
+    def _take(self, answer: Any) -> None:
+        """What an answer says. Raises the error of rlpost's that it carries."""
+        assert self._process is not None
+        process = self._process
+        match answer:
+            case {"value": value} if not process.is_ready:
+                self.about = value
+                process.is_ready = True
+                self._send()
+            case {"value": value}:
+                self.outcome = Outcome(value, printed=process.what_was_printed())
+            case {"raise": [str(kind), str(text)]}:
+                if not process.is_ready:
+                    self.close()
+                raise _known_error(kind, text)
+            case {"error": str(text)} if process.is_ready:
+                self.outcome = Outcome(error=text, printed=process.what_was_printed())
+            case {"error": str(text)}:
+                self._lose(text)
+            case _:
+                self._lose("wrote what is no answer")
+
+    def _lose(self, error: str, stack: str = "") -> None:
+        """Give the process up. Raises RewardError if it never was ready."""
+        assert self._process is not None
+        was_ready, printed = self._process.is_ready, self._process.what_was_printed()
+        self.close()
+        if not was_ready:
+            said = f"; it printed: {printed.strip()[-300:]}" if printed.strip() else ""
+            raise RewardError(f"the process of {self.function} could not begin: {error}{said}")
+        self.outcome = Outcome(error=error, lost=True, printed=printed, stack=stack)
+
+
+class Workers:
+    """`count` processes that call one function of one argument, each call at most `seconds` long.
+
+    See `Worker` for `function` and `arguments`. As a context manager it closes at the end.
+    """
+
+    def __init__(self, function: str, count: int = 1, seconds: float = 60.0, arguments: Sequence[Any] = ()) -> None:
+        self.seconds = seconds
+        self._workers = [Worker(function, arguments) for _ in range(count)]
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the processes; returns at once, before they are ready."""
+        for worker in self._workers:
+            worker.start()
+
+    def map(self, items: Sequence[Any]) -> list[Outcome]:
+        """What the function says of each item, in their order, as many at a time as there are processes.
+
+        Raises an error of rlpost's own that the function raised, and RewardError where it cannot be imported.
+        """
+        outcomes: dict[int, Outcome] = {}
+        waiting = deque(enumerate(items))
+        idle = list(self._workers)
+        busy: dict[Worker, int] = {}
+        with self._lock, _KilledIfInterrupted(self._workers):
+            while waiting or busy:
+                while waiting and idle:
+                    worker = idle.pop(0)
+                    busy[worker], item = waiting.popleft()
+                    worker.begin(item, self.seconds)
+                for worker in wait(list(busy)):
+                    assert worker.outcome is not None
+                    outcomes[busy.pop(worker)] = worker.outcome
+                    idle.append(worker)
+        return [outcomes[place] for place in range(len(items))]
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def call_each(calls: Sequence[tuple[Worker, Any]], seconds: float) -> list[Outcome]:
+    """The outcome of each call of a worker with an item, all at the same time; a worker occurs once.
+
+    Raises an error of rlpost's own that a function raised, and RewardError where one cannot be imported.
+    """
+    workers = [worker for worker, _ in calls]
+    locks = [worker.lock for worker in sorted(workers, key=id)]  # in one order, so that no two threads wait for another
+    for lock in locks:
+        lock.acquire()
+    try:
+        with _KilledIfInterrupted(workers):
+            for worker, item in calls:
+                worker.begin(item, seconds)
+            while pending := [worker for worker in workers if worker.outcome is None]:
+                wait(pending)
+            return [worker.outcome for worker in workers if worker.outcome is not None]
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def wait(workers: Sequence[Worker]) -> list[Worker]:
+    """Wait until the call of at least one of them is over; those for which it is."""
+    while not (done := [worker for worker in workers if worker.outcome is not None]):
+        _look(workers)
+    return done
+
+
+def _look(workers: Sequence[Worker]) -> None:
+    """Wait a little for something to do, and do it."""
+    poll = select.poll()
+    owners: dict[int, Worker] = {}
+    for worker in workers:
+        for descriptor, events in worker.watched():
+            poll.register(descriptor, events)
+            owners[descriptor] = worker
+    seconds = min(LOOK_SECONDS, *(worker.seconds_left() for worker in workers))
+    for descriptor, _ in poll.poll(max(0.0, seconds) * 1000):
+        if any(descriptor == watched for watched, _ in owners[descriptor].watched()):  # not closed since
+            owners[descriptor].attend(descriptor)
+    for worker in workers:
+        worker.check()
+
+
+@dataclass
+class _Process:
+    """A process and its pipes: requests to it, answers and output from it, and one whose closing ends it."""
+
+    popen: subprocess.Popen[bytes]
+    requests: int
+    answers: int
+    output: int
+    life: int
+    owner: int  # the process that started it
+    is_ready: bool = False
+    has_hung_up: bool = False
+    output_is_open: bool = True
+    outgoing: bytearray = field(default_factory=bytearray)
+    incoming: bytearray = field(default_factory=bytearray)
+    printed: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def started(cls, environment: Mapping[str, str]) -> _Process:
+        pipes = [os.pipe() for _ in range(4)]
+        (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
+        passed = (its_requests, its_answers, its_life)
+        # -P and this path: it imports what this process would, whatever lies in the current folder
+        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rlpost.rewards.worker", *map(str, passed)],
+            stdin=subprocess.DEVNULL,
+            stdout=its_output,
+            stderr=its_output,
+            pass_fds=passed,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            start_new_session=True,  # Ctrl-C is for this process; and what it starts ends with it
+        )
+        for end in (*passed, its_output):
+            os.close(end)
+        for end in (requests, output):
+            os.set_blocking(end, False)
+        return cls(popen, requests, answers, output, life, os.getpid())
+
+    def send(self) -> None:
+        """As much of what is to be sent as fits into the pipe."""
+        try:
+            sent = os.write(self.requests, self.outgoing)
+            del self.outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it is gone, which the pipe of its answers tells
+            self.outgoing.clear()
+
+    def receive(self) -> Any:
+        """The next answer, None while it is not whole; `has_hung_up` once there will be none."""
+        received = os.read(self.answers, 1 << 20)
+        self.has_hung_up = not received
+        self.incoming += received
+        if len(self.incoming) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack(self.incoming[: LENGTH.size])[0]
+        if end > LONGEST_ANSWER:
+            return ()  # no answer of a worker's
+        if len(self.incoming) < end:
+            return None
+        content = bytes(self.incoming[LENGTH.size : end])
+        del self.incoming[:end]
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            return ()
+
+    def keep_output(self) -> bool:
+        """Take printed text out of the pipe and keep the first of it; whether there was any."""
+        taken = self._take_output()
+        self.printed += taken[: max(0, OUTPUT_KEPT - len(self.printed))]
+        return bool(taken)
+
+    def what_was_printed(self) -> str:
+        """The first of what was printed since the last request, all that is in the pipe read."""
+        for _ in range(64):  # more is not of a call that is over, but of something that goes on
+            if not self.keep_output():
+                break
+        return self.printed.decode(errors="replace")
+
+    def stack(self) -> str:
+        """Where its Python code is now, if it still says so."""
+        self.what_was_printed()
+        with suppress(ProcessLookupError):
+            os.kill(self.popen.pid, signal.SIGUSR1)
+        said = b""
+        while self.output_is_open and len(said) < LONGEST_STACK:
+            patience = STACK_SECONDS if not said else 0.02  # it is written in one go
+            if not select.select([self.output], [], [], patience)[0]:
+                break
+            said += self._take_output()
+        return said.decode(errors="replace")
+
+    def _take_output(self) -> bytes:
+        try:
+            taken = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return b""
+        self.output_is_open = bool(taken)
+        return taken
+
+    def end(self) -> None:
+        """Kill it and what it has started, and close the pipes; a second call does nothing."""
+        if self.requests < 0:
+            return
+        if self.owner == os.getpid():  # a fork of that process has copies of the pipes alone
+            with suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+        for end in (self.requests, self.answers, self.output, self.life):
+            os.close(end)
+        self.requests = -1
+
+
+class _KilledIfInterrupted:
+    """Kill the processes of `workers` where an error or Ctrl-C ends the block: their answers would come too late."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            for worker in self.workers:
+                worker.close()
+
+
+def _frame(content: Any) -> bytes:
+    pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(pickled)) + pickled
+
+
+def _ending(popen: subprocess.Popen[bytes]) -> str:
+    """How a process ended that has closed its pipes."""
+    try:
+        code = popen.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "closed the pipe of its answers"
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"
+
+
+def _known_error(kind: str, text: str) -> RlpostError:
+    """The error of rlpost's that was raised in a process."""
+    found = getattr(rlpost.errors, kind, None)
+    return found(text) if isinstance(found, type) and issubclass(found, RlpostError) else RewardError(text)
