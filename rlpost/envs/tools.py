@@ -80,6 +80,10 @@ class ToolTransform(Transform):
         """The names of the functions."""
         return [schema["function"]["name"] for schema in self.schemas()]
 
+    def takes(self, name: str) -> bool:
+        """Whether a call of `name` is for this tool, which may go by shorter names than those it shows."""
+        return name in self.names()
+
     def on_begin(self, conversations: Sequence[Conversation]) -> None:
         """Show the functions to the model."""
         for conversation in conversations:
@@ -157,7 +161,7 @@ class Tools:
     def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
         run = calls[: self.limits.max_calls_per_turn]
         for number, call in enumerate(run, start=1):
-            tool = next((each for each in self.transforms if call.name in each.names()), None)
+            tool = self._tool_of(call.name)
             try:
                 result = self._refusal(conversation, call, tool) or self._run(conversation, call, tool)
                 text = f"Tool call {number} failed:\n{result.text}" if tool is None else ""
@@ -181,6 +185,11 @@ class Tools:
     def _say(self, conversation: Conversation, text: str, name: str = "") -> None:
         message = {"role": self.role, "content": text}
         conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
+
+    def _tool_of(self, name: str) -> ToolTransform | None:
+        """The tool that shows `name`, else the first one that takes it."""
+        shown = next((each for each in self.transforms if name in each.names()), None)
+        return shown or next((each for each in self.transforms if each.takes(name)), None)
 
     def _run(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult:
         assert tool is not None
@@ -221,7 +230,7 @@ def _json_call(body: str, place: int, end: int, *, closed: bool) -> ToolCall:
     """A call of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     if not closed:
         return ToolCall("", {}, place, "the call is never closed with </tool_call>", end)
-    content, fault = _decoded(body)
+    content, fault = json_object(body)
     if fault is not None:
         return ToolCall("", {}, place, fault, end)
     name = content.get("name")
@@ -229,7 +238,7 @@ def _json_call(body: str, place: int, end: int, *, closed: bool) -> ToolCall:
         return ToolCall("", {}, place, 'a call has to give the function\'s "name"', end)
     arguments = content.get("arguments", content.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as JSON inside the JSON
-        arguments, fault = _decoded(arguments)
+        arguments, fault = json_object(arguments)
     elif not isinstance(arguments, Mapping):
         fault = f'"arguments" must be a JSON object, and is {type(arguments).__name__}'
     return ToolCall(name, {} if fault else arguments, place, fault, end)
@@ -242,11 +251,11 @@ def _named_call(match: re.Match[str]) -> ToolCall:
         return ToolCall(name, {}, match.start(), "the call is never closed with </tool>", match.end())
     if not name:
         return ToolCall("", {}, match.start(), "a call has to give the function's name", match.end())
-    arguments, fault = _decoded(body) if body.strip() else ({}, None)
+    arguments, fault = json_object(body) if body.strip() else ({}, None)
     return ToolCall(name, arguments, match.start(), fault, match.end())
 
 
-def _decoded(text: str) -> tuple[dict[str, Any], str | None]:
+def json_object(text: str) -> tuple[dict[str, Any], str | None]:
     """A JSON object, or what is wrong with it."""
     try:
         content = json.loads(text)
