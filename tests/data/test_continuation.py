@@ -153,7 +153,7 @@ def test_the_check_names_the_template_and_what_it_refuses() -> None:
     tokenizer = copy(bytes_tokenizer(FAMILIES["gemma"]))
     tokenizer.name_or_path = "gemma"
     Continuation(tokenizer).check("user")
-    with pytest.raises(DataError, match="the chat template of gemma refuses this conversation: .*must alternate"):
+    with pytest.raises(DataError, match=r"the chat template of gemma refuses this conversation: .*must alternate"):
         Continuation(tokenizer).check("tool")
     silent = copy(bytes_tokenizer(FAMILIES["chatml"]))
     silent.chat_template = silent.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")

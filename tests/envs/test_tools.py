@@ -222,7 +222,9 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_closing_and_resetting_reach_the_tools() -> None:
     class Holding(Adder):
-        held = ["start"]
+        def __init__(self) -> None:
+            super().__init__()
+            self.held: list[str] = []
 
         def start(self) -> None:
             self.held.append("started")
@@ -233,10 +235,11 @@ def test_closing_and_resetting_reach_the_tools() -> None:
         def close(self) -> None:
             self.held.append("closed")
 
-    env = ArithmeticEnv(num_envs=1, max_steps=2).append_transform(Holding())
+    tool = Holding()
+    env = ArithmeticEnv(num_envs=1, max_steps=2).append_transform(tool)
     env.reset()
     env.close()
-    assert Holding.held == ["start", "reset", "started", "closed"]
+    assert tool.held == ["reset", "started", "closed"]
 
 
 def test_answering_hundreds_of_conversations_costs_little() -> None:

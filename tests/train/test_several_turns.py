@@ -1,0 +1,164 @@
+"""GRPO over conversations of several turns: what is trained on is exactly what was sampled, turn after turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost import register_tool
+from rlpost.config.compose import compose
+from rlpost.config.registry import EVAL, TRAIN_GRPO
+from rlpost.data.conversation import Conversation
+from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
+from rlpost.errors import ConfigError
+from rlpost.settings.registered import TOOLS
+from rlpost.settings.run import RunRequest
+from rlpost.train.grpo import train
+
+OPEN: list[Any] = []  # tools that were started and not closed
+
+
+class Echo(ToolTransform):
+    """Answers every reply with how long it is: a model of random weights calls no tool."""
+
+    def start(self) -> None:
+        if self not in OPEN:
+            OPEN.append(self)
+
+    def close(self) -> None:
+        if self in OPEN:
+            OPEN.remove(self)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        parameters = {"type": "object", "properties": {}}
+        return [{"type": "function", "function": {"name": "echo", "description": "Echo.", "parameters": parameters}}]
+
+    def calls_in(self, reply: str) -> list[ToolCall]:
+        return [ToolCall("echo", {}, 0)]
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        return ToolResult(f"{len(conversation.response_text)} characters")
+
+
+@pytest.fixture(autouse=True)
+def echo() -> Iterator[None]:
+    register_tool("echo", Echo)
+    yield
+    del TOOLS["echo"]
+
+
+WORDS = [
+    "model=tiny",
+    "policy=transformers",
+    "model.autocast=none",
+    "prompts_per_step=2",
+    "group_size=3",
+    "env.max_turns=3",
+    "env.max_prompt_tokens=400",
+    "env.max_completion_tokens=120",
+    "tools.use=[echo]",
+    "eval.enabled=false",
+    "steps=2",
+]
+
+
+def run(folder: Path, *words: str) -> int:
+    composed = compose(TRAIN_GRPO, [*WORDS, *words])
+    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    return train(composed.settings, request)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    register_tool("echo", Echo)
+    folder = tmp_path_factory.mktemp("several") / "run"
+    try:
+        assert run(folder) == 0
+    finally:
+        del TOOLS["echo"]
+    return folder
+
+
+def test_sampler_and_trainer_agree_on_every_sampled_token_of_every_turn(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["turns/mean"] > 1
+        assert line["tools/calls_mean"] == pytest.approx(line["turns/mean"] - 1)  # a last turn's calls are not run
+        assert line["tools/errors_mean"] == 0
+        assert line["sampler/logprob_gap"] < 1e-5
+
+
+def test_the_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokenizer: Any) -> None:
+    from rlpost.rollouts import read_rollouts
+
+    longest = 0
+    for row in read_rollouts(trained, 2):
+        said = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"]
+        runs: list[list[int]] = []
+        for place, (token, own) in enumerate(zip(row["token_ids"], row["mask"], strict=True)):
+            if own and (place == 0 or not row["mask"][place - 1]):
+                runs.append([])
+            if own:
+                runs[-1].append(token)
+        assert [tiny_tokenizer.decode(ids, skip_special_tokens=True) for ids in runs] == said
+        assert said[-1] == row["completion"]
+        assert all(ids[-1] == tiny_tokenizer.eos_token_id for ids in runs[:-1])
+        observed = [turn["content"] for turn in row["turns"] if turn["role"] == "user"]
+        assert observed == [f"Tool echo executed successfully:\n{len(text)} characters" for text in said[:-1]]
+        assert len(row["log_probs"]) == len(row["token_ids"])
+        longest = max(longest, len(said))
+    assert longest > 1
+
+
+def test_the_model_is_shown_its_tools(trained: Path) -> None:
+    from rlpost.rollouts import read_rollouts
+
+    assert '"name": "echo"' in read_rollouts(trained, 1)[0]["prompt"]
+
+
+def test_what_tools_hold_is_given_back(trained: Path) -> None:
+    assert OPEN == []
+
+
+def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> None:
+    """A turn has at most 120 tokens, and so many more that only one or two fit."""
+    assert run(tmp_path / "r", "env.max_turns=9", "steps=1", "group_size=4") == 0
+    from rlpost.rollouts import read_rollouts
+
+    rows = read_rollouts(tmp_path / "r", 1)
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length", "context"}
+    assert all(row["mask"][-1] for row in rows)  # nothing is read that no turn follows
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.max_turns=1"], r"leaves no turn in which an answer is read: add env\.max_turns=2"),
+        (["tools.use=[echoe]"], "tools.use names echoe, which is no tool; did you mean echo"),
+        (["tools.use=[]"], "gives turns that nothing answers"),
+        (["tools.use=[echo,echo]"], "names a tool twice"),
+        (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=\[python\]"),
+        (["tools.use=[mcp]"], r"needs tools\.mcp_file"),
+        (["tools.use=[browser]"], r"name tools\.allowed_domains"),
+        (["overlong.penalty_tokens=3"], "leave one out"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path / "r", *words)
+
+
+def test_an_evaluation_uses_tools_too() -> None:
+    from rlpost.assemble import evaluate_command
+
+    words = [word for word in WORDS if word.startswith(("model=", "policy=", "env.", "tools."))]
+    settings = compose(EVAL, [*words, "env.limit=16", "sampling.temperature=1"]).settings
+    evaluation = evaluate_command(settings)
+    assert evaluation.result.num_prompts == 16
+    assert sum(conversation.tool_calls for conversation in evaluation.played) > 0
+    assert OPEN == []
