@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.data.batch import ragged_rows
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.selection import Selection
@@ -86,7 +87,11 @@ class Drawn:
 
 
 def _valid_rewards(group: Selection) -> list[float]:
-    rewards, valid = group.column(("next", "reward")).flatten().tolist(), group.column("valid").tolist()
+    """The reward of each valid row: the mean over its tokens where they have one each."""
+    given, valid = group.column(("next", "reward")), group.column("valid").tolist()
+    rewards = (
+        [row.mean().item() for row in ragged_rows(given)] if given.is_nested else given.flatten(1).mean(-1).tolist()
+    )
     return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
 
 

@@ -9,6 +9,8 @@ from rlpost.lazy import lazy_names
 if TYPE_CHECKING:
     from rlpost.envs.transforms.base import Transform as Transform
     from rlpost.envs.transforms.dataloading import DataLoadingPrimer as DataLoadingPrimer
+    from rlpost.envs.transforms.log_prob import KLRewardTransform as KLRewardTransform
+    from rlpost.envs.transforms.log_prob import RetrieveLogProb as RetrieveLogProb
     from rlpost.envs.transforms.policy_version import PolicyVersion as PolicyVersion
     from rlpost.envs.transforms.tensors import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
@@ -17,7 +19,9 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "DataLoadingPrimer": "dataloading",
+        "KLRewardTransform": "log_prob",
         "PolicyVersion": "policy_version",
+        "RetrieveLogProb": "log_prob",
         "Transform": "base",
         "as_nested_tensor": "tensors",
         "as_padded_tensor": "tensors",

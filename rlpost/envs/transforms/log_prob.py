@@ -1,0 +1,213 @@
+"""A frozen model's log-probs in the data: for a loss that reads them, or as a penalty in the reward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rlpost.envs.transforms.base import Transform
+from rlpost.envs.transforms.sequences import (
+    ASSISTANT,
+    TOKENS,
+    Key,
+    LogProbModel,
+    Sequences,
+    check_model,
+    log_probs_of,
+    rendered,
+)
+from rlpost.errors import ConfigError, DataError
+
+LOG_PROBS: Key = ("log_probs", "full")
+REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
+REWARD: Key = ("next", "reward")
+DONE: Key = ("next", "done")
+
+
+class _OfPlayed(Transform):
+    """Acts on turns that were played: appended to an environment, or called on a batch of a collector or buffer."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See `on_played`; what a policy is shown, of which nothing is sampled yet, is left as it is."""
+        return tensordict if _is_shown(tensordict) else self.on_played(tensordict)
+
+    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write into `tensordict` (B,), or (B, T) stacked lazily, and return it."""
+        if isinstance(tensordict, LazyStackedTensorDict):
+            for part in tensordict.tensordicts:
+                self._write(part)
+        else:
+            self._write(tensordict)
+        return tensordict
+
+    @abstractmethod
+    def _write(self, batch: TensorDictBase) -> None: ...
+
+
+class RetrieveLogProb(_OfPlayed):
+    """Writes a frozen model's log-probs of the sequences, one an id, where `GRPOLoss` and `SFTLoss` read a reference's.
+
+    `model` is a causal LM of transformers, whose log-probs are taken at `temperature`, or a function
+    of a TensorDict that writes `log_prob_key`, such as a policy made with `generate=False`;
+    `model_factory` makes one when it is first needed. With `assistant_only` every other token has 0;
+    a sequence's first id, which nothing predicts, always has.
+
+    The sequences are `("tokens", "full")`, with the mask `("masks", "all_assistant_mask")`, or, where a
+    batch has none, the conversations `("history", "full")` as the template of `tokenizer` writes them.
+    What is written under `log_probs_full_key` is ragged (B, *), or (B, T) where the tokens are padded.
+
+    Raises ValueError for both or neither model, ConfigError where the sampler's log-probs would be
+    overwritten or the policy samples; DataError for a batch that lacks what is read.
+    """
+
+    def __init__(
+        self,
+        model: LogProbModel | None = None,
+        *,
+        model_factory: Callable[[], LogProbModel] | None = None,
+        log_probs_full_key: Key = REF_LOG_PROBS,
+        log_prob_key: Key = LOG_PROBS,
+        assistant_only: bool = True,
+        tokenizer: object = None,
+        temperature: float = 1.0,
+    ) -> None:
+        if log_probs_full_key == LOG_PROBS:
+            raise ConfigError(
+                f"log_probs_full_key={LOG_PROBS} is where the sampler's log-probs are: choose another key"
+            )
+        self._model = _Frozen(model, model_factory, log_prob_key, temperature)
+        self.log_probs_full_key = log_probs_full_key
+        self.assistant_only = assistant_only
+        self.tokenizer = tokenizer
+
+    def _write(self, batch: TensorDictBase) -> None:
+        if batch.get(TOKENS, None) is None:
+            sequences, masks = rendered(batch, self.tokenizer)
+            if not self.assistant_only:
+                masks = sequences.masks(batch, assistant_only=False)
+        else:
+            sequences = Sequences.of(batch)
+            masks = sequences.masks(batch, assistant_only=self.assistant_only)
+        batch.set(self.log_probs_full_key, sequences.laid_out(self._model(batch, sequences, masks)))
+
+
+class KLRewardTransform(_OfPlayed):
+    """Takes the distance to a frozen reference off the reward, token by token.
+
+    Of each token t that the model sampled, k1 = log π(t) − log π_ref(t), whose mean is KL(π‖π_ref)
+    (Schulman, "Approximating KL Divergence"): `coef` * k1 is the penalty there. A reward, which is
+    given once a row, stands at every token after this, less the penalty of that token; rewards per
+    token are taken as they are. A conversation is penalised once, when it is done, for all its turns.
+
+    `ref_model` or `ref_model_factory` is as the model of `RetrieveLogProb`. `log_prob_key` is where the
+    sampler's log-probs are, and where a function writes its own. They are those of the sampled tokens
+    alone in what a collector delivers: `assistant_only=False` is for batches with those of every
+    token, as a policy made with `generate=False` writes them.
+
+    Writes `("next", "reward")`, unless `add_to_reward` is False, `("next", "kl_penalty")` and
+    `("next", "ref_log_probs", "full")`: ragged (B, *) over the ids, or where the tokens are padded
+    (B, T, 1), (B, T) and (B, T), 0 at the pads. Raises as `RetrieveLogProb` does.
+    """
+
+    def __init__(
+        self,
+        ref_model: LogProbModel | None = None,
+        *,
+        ref_model_factory: Callable[[], LogProbModel] | None = None,
+        coef: float = 1.0,
+        log_prob_key: Key = LOG_PROBS,
+        add_to_reward: bool = True,
+        assistant_only: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
+        if log_prob_key == REF_LOG_PROBS:
+            raise ConfigError(f"log_prob_key={REF_LOG_PROBS} is where the reference's log-probs go: choose another key")
+        self._model = _Frozen(ref_model, ref_model_factory, log_prob_key, temperature)
+        self.coef = coef
+        self.log_prob_key = log_prob_key
+        self.add_to_reward = add_to_reward
+        self.assistant_only = assistant_only
+
+    def _write(self, batch: TensorDictBase) -> None:
+        sequences = Sequences.of(batch)
+        masks = [mask.cpu() for mask in sequences.masks(batch, assistant_only=self.assistant_only)]
+        log_probs = self._log_probs(batch, sequences, masks)
+        references = self._model(batch, sequences, masks)
+        done = batch.get(DONE, None)
+        ended = [True] * len(masks) if done is None else done.reshape(len(masks), -1).any(-1).tolist()
+        penalties = [
+            torch.where(mask & over, self.coef * (own - ref), torch.zeros(()))
+            for mask, over, own, ref in zip(masks, ended, log_probs, references, strict=True)
+        ]
+        if self.add_to_reward:
+            rewards = self._rewards(batch, sequences)
+            less = [reward.cpu() - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            written = sequences.laid_out(less)
+            batch.set(REWARD, written if written.is_nested else written.unsqueeze(-1))
+        batch.set(("next", "kl_penalty"), sequences.laid_out(penalties))
+        batch.set(REF_LOG_PROBS, sequences.laid_out(references))
+
+    def _log_probs(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sampler's log-probs, one an id."""
+        given = batch.get(self.log_prob_key, None)
+        if given is None:
+            raise DataError(f"the batch has no {self.log_prob_key}: the penalty compares them with the reference's")
+        rows = [row.float().cpu() for row in sequences.rows(given, self.log_prob_key)]
+        if not self.assistant_only and ASSISTANT in batch.keys(include_nested=True):
+            sampled = sequences.masks(batch, assistant_only=True)
+            for row, mask, own in zip(rows, masks, sampled, strict=True):
+                others = row[mask & ~own.cpu()]
+                if others.numel() and not others.any():
+                    raise DataError(
+                        f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
+                        "compares all tokens: read them with a policy made with generate=False first, or leave it out"
+                    )
+        return rows
+
+    def _rewards(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
+        """The reward of each id: its own, or that of its row."""
+        reward = batch.get(REWARD, None)
+        if reward is None:
+            raise DataError(f"the batch has no {REWARD} to take a penalty off: score it first, or add_to_reward=False")
+        size = len(sequences.ids)
+        if not reward.is_nested and tuple(reward.shape) in ((size,), (size, 1), (size, 1, 1)):
+            pairs = zip(reward.reshape(size, 1), sequences.ids, strict=True)
+            return [row.expand(ids.numel()) for row, ids in pairs]
+        return sequences.rows(reward, REWARD)
+
+
+class _Frozen:
+    """The model that log-probs are asked of, made when it is first needed."""
+
+    def __init__(
+        self,
+        model: LogProbModel | None,
+        factory: Callable[[], LogProbModel] | None,
+        key: Key,
+        temperature: float,
+    ) -> None:
+        if (model is None) == (factory is None):
+            raise ValueError("give exactly one of a model and a factory that makes one")
+        if not temperature > 0:
+            raise ConfigError(f"temperature={temperature:g} gives no probabilities: it must be above 0")
+        if model is not None:
+            check_model(model)
+        self._made = model
+        self._factory = factory
+        self._key = key
+        self._temperature = temperature
+
+    def __call__(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._made is None:
+            assert self._factory is not None
+            self._made = self._factory()
+            check_model(self._made)
+        return log_probs_of(self._made, batch, sequences, masks, key=self._key, temperature=self._temperature)
+
+
+def _is_shown(tensordict: TensorDictBase) -> bool:
+    """Whether this is what a reset or step gives a policy to act on."""
+    return "conversation" in tensordict and "next" not in tensordict

@@ -1,0 +1,345 @@
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import nn
+
+from rlpost.data.batch import batch_from_conversations, ragged, strings
+from rlpost.data.chat_mask import ChatMask
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.history import History
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs import DatasetChatEnv
+from rlpost.envs.transforms import KLRewardTransform, RetrieveLogProb
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import load_model
+from rlpost.objectives import GRPOLoss, MCAdvantage, SFTLoss
+from rlpost.rewards.score import Score
+from rlpost.settings import ModelSettings
+
+PROMPTS = [[5, 6], [5, 6, 9]]
+REPLIES = [[7, 8, 3], [4]]
+SAMPLED_LOG_PROBS = [[-0.5, -0.25, -1.0], [-2.0]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> nn.Module:
+    loaded: Any = load_model(tiny_folder, ModelSettings())
+    with torch.no_grad():  # further from uniform than a fresh one, so that a misplaced token shows
+        loaded.get_output_embeddings().weight.mul_(30)
+    return loaded.eval()
+
+
+def one_by_one(model: nn.Module, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of each id given those before it, a forward pass a token; 0 for the first."""
+    found = [0.0]
+    with torch.no_grad():
+        for place in range(1, len(ids)):
+            logits = model(input_ids=torch.tensor([ids[:place]])).logits[0, -1]
+            found.append(torch.log_softmax(logits / temperature, -1)[ids[place]].item())
+    return found
+
+
+def batch(done: tuple[bool, bool] = (True, True)) -> TensorDict:
+    conversations = [
+        Conversation(
+            task={},
+            messages=[{"role": "user", "content": "q"}],
+            prompt_ids=list(prompt),
+            response_ids=list(reply),
+            mask=[1] * len(reply),
+            log_probs=list(log_probs),
+            policy_versions=[0],
+            reward=reward,
+            terminated=over,
+        )
+        for prompt, reply, log_probs, reward, over in zip(
+            PROMPTS, REPLIES, SAMPLED_LOG_PROBS, (1.0, 0.25), done, strict=True
+        )
+    ]
+    return batch_from_conversations(conversations)
+
+
+def padded(ragged_batch: TensorDict) -> TensorDict:
+    """The same batch, prompts padded on the left and responses on the right."""
+    longest = [max(map(len, PROMPTS)), max(map(len, REPLIES))]
+
+    def pad(values: torch.Tensor, fill: float) -> torch.Tensor:
+        rows = []
+        for row, prompt, reply in zip(values.unbind(), PROMPTS, REPLIES, strict=True):
+            before, behind = longest[0] - len(prompt), longest[1] - len(reply)
+            rows.append(torch.nn.functional.pad(row, (before, behind), value=fill))
+        return torch.stack(rows)
+
+    return TensorDict(
+        {
+            "tokens": {"full": pad(ragged_batch["tokens", "full"], 99)},
+            "masks": {
+                name: pad(ragged_batch["masks", name], False) for name in ("all_attention_mask", "all_assistant_mask")
+            },
+            "log_probs": {"full": pad(ragged_batch["log_probs", "full"], -7.0)},
+            "next": {"reward": ragged_batch["next", "reward"], "done": ragged_batch["next", "done"]},
+        },
+        batch_size=[2],
+    )
+
+
+def rows(values: torch.Tensor) -> list[list[float]]:
+    return [row.tolist() for row in values.unbind()]
+
+
+def log_prob_policy(model: nn.Module, **attributes: Any) -> Callable[[TensorDictBase], TensorDictBase]:
+    """A policy that writes the log-probs of the full ids, computed a token at a time."""
+
+    class Policy:
+        def __call__(self, seen: TensorDictBase) -> TensorDictBase:
+            assert "log_probs" not in seen
+            found = [torch.tensor(one_by_one(model, row.tolist())) for row in seen["tokens", "full"].unbind()]
+            return seen.set(("log_probs", "full"), ragged(found))
+
+    policy = Policy()
+    policy.__dict__.update(attributes)
+    return policy
+
+
+def expected(model: nn.Module, coef: float, *, everywhere: bool = False) -> tuple[list[list[float]], ...]:
+    """(rewards, penalties, reference log-probs), worked out with plain loops."""
+    rewards, penalties, references = [], [], []
+    for prompt, reply, own, reward in zip(PROMPTS, REPLIES, SAMPLED_LOG_PROBS, (1.0, 0.25), strict=True):
+        reference = one_by_one(model, prompt + reply)
+        sampler = [-0.125] * len(prompt) + own if everywhere else [0.0] * len(prompt) + own
+        counts = [i >= 1 if everywhere else i >= len(prompt) for i in range(len(prompt + reply))]
+        kl = [coef * (o - r) if c else 0.0 for o, r, c in zip(sampler, reference, counts, strict=True)]
+        rewards.append([reward - k for k in kl])
+        penalties.append(kl)
+        references.append([r if c else 0.0 for r, c in zip(reference, counts, strict=True)])
+    return rewards, penalties, references
+
+
+def close(values: torch.Tensor, wanted: list[list[float]]) -> None:
+    for row, want in zip(rows(values), wanted, strict=True):
+        assert row == pytest.approx(want, abs=2e-5)
+
+
+@pytest.mark.parametrize("as_policy", [False, True])
+def test_the_penalty_of_each_sampled_token_is_taken_off_the_reward(model: nn.Module, as_policy: bool) -> None:
+    reference = log_prob_policy(model) if as_policy else model
+    scored = KLRewardTransform(reference, coef=0.5)(batch())
+    rewards, penalties, references = expected(model, 0.5)
+    close(scored["next", "reward"], rewards)
+    close(scored["next", "kl_penalty"], penalties)
+    close(scored["next", "ref_log_probs", "full"], references)
+    close(scored["log_probs", "full"], [[0.0] * len(p) + lp for p, lp in zip(PROMPTS, SAMPLED_LOG_PROBS, strict=True)])
+
+
+def test_a_padded_batch_is_scored_as_a_ragged_one(model: nn.Module) -> None:
+    scored = KLRewardTransform(model, coef=0.5)(padded(batch()))
+    rewards, penalties, _ = expected(model, 0.5)
+    assert scored["next", "reward"].shape == (2, 6, 1)
+    assert scored["next", "kl_penalty"].shape == scored["next", "ref_log_probs", "full"].shape == (2, 6)
+    attention = scored["masks", "all_attention_mask"]
+    for row in range(2):
+        kept = attention[row]
+        assert scored["next", "reward"][row, kept, 0].tolist() == pytest.approx(rewards[row], abs=2e-5)
+        assert scored["next", "kl_penalty"][row, kept].tolist() == pytest.approx(penalties[row], abs=2e-5)
+        assert not scored["next", "reward"][row, ~kept].any()
+    assert (~attention).sum() == 3
+
+
+def test_every_token_can_be_compared(model: nn.Module) -> None:
+    known = batch()
+    everywhere = [[-0.125] * len(p) + lp for p, lp in zip(PROMPTS, SAMPLED_LOG_PROBS, strict=True)]
+    known.set(("log_probs", "full"), ragged([torch.tensor(row) for row in everywhere]))
+    scored = KLRewardTransform(model, coef=2.0, assistant_only=False)(known)
+    rewards, penalties, references = expected(model, 2.0, everywhere=True)
+    close(scored["next", "reward"], rewards)
+    close(scored["next", "kl_penalty"], penalties)
+    close(scored["next", "ref_log_probs", "full"], references)
+
+
+def test_comparing_every_token_needs_the_log_probs_of_every_token(model: nn.Module) -> None:
+    with pytest.raises(DataError, match="0 at every token that was not sampled"):
+        KLRewardTransform(model, assistant_only=False)(batch())
+
+
+def test_the_reward_can_be_left_alone(model: nn.Module) -> None:
+    scored = KLRewardTransform(ref_model_factory=lambda: model, add_to_reward=False)(batch())
+    assert scored["next", "reward"].tolist() == [[1.0], [0.25]]
+    close(scored["next", "kl_penalty"], expected(model, 1.0)[1])
+
+
+def test_a_reward_per_token_keeps_its_shape(model: nn.Module) -> None:
+    twice = batch()
+    KLRewardTransform(model, coef=0.5)(twice)
+    KLRewardTransform(model, coef=0.25)(twice)
+    close(twice["next", "reward"], expected(model, 0.75)[0])
+
+
+def test_a_conversation_is_penalised_once_when_it_is_over(model: nn.Module) -> None:
+    scored = KLRewardTransform(model, coef=0.5)(batch(done=(False, True)))
+    rewards, penalties, references = expected(model, 0.5)
+    close(scored["next", "reward"], [[1.0] * 5, rewards[1]])
+    close(scored["next", "kl_penalty"], [[0.0] * 5, penalties[1]])
+    close(scored["next", "ref_log_probs", "full"], references)
+
+
+def test_a_failed_reward_stays_none(model: nn.Module) -> None:
+    failed = batch()
+    failed["next", "reward"][0] = float("nan")
+    scored = KLRewardTransform(model)(failed)
+    nans = [row.isnan() for row in scored["next", "reward"].unbind()]
+    assert nans[0].all()
+    assert not nans[1].any()
+
+
+def test_log_probs_are_taken_at_the_temperature(model: nn.Module) -> None:
+    written = RetrieveLogProb(model, temperature=0.5, assistant_only=False)(batch())
+    close(
+        written["next", "ref_log_probs", "full"],
+        [one_by_one(model, p + r, 0.5) for p, r in zip(PROMPTS, REPLIES, strict=True)],
+    )
+
+
+@pytest.mark.parametrize("key", [("next", "ref_log_probs", "full"), ("teacher", "full")])
+def test_a_models_log_probs_are_written_under_the_chosen_key(model: nn.Module, key: tuple[str, ...]) -> None:
+    written = RetrieveLogProb(model_factory=lambda: model, log_probs_full_key=key)(batch())
+    close(written[key], expected(model, 1.0)[2])
+    with_pads = RetrieveLogProb(model, log_probs_full_key=key)(padded(batch()))
+    kept = with_pads["masks", "all_attention_mask"]
+    assert with_pads[key][0, kept[0]].tolist() == pytest.approx(expected(model, 1.0)[2][0], abs=2e-5)
+    assert not with_pads[key][~kept].any()
+
+
+def test_a_batch_without_sampled_tokens_has_no_log_probs(model: nn.Module) -> None:
+    nothing = batch()
+    nothing["masks", "all_assistant_mask"].values().zero_()
+    assert not RetrieveLogProb(model)(nothing)["next", "ref_log_probs", "full"].values().any()
+
+
+def test_dropout_of_the_model_is_off_and_comes_back(model: nn.Module) -> None:
+    model.train()
+    try:
+        RetrieveLogProb(model)(batch())
+        assert model.training
+    finally:
+        model.eval()
+
+
+def test_turns_stacked_over_time_are_each_written(model: nn.Module) -> None:
+    stacked = lazy_stack([batch(), batch()], dim=1)
+    KLRewardTransform(model, coef=0.5)(stacked)
+    for part in stacked.unbind(1):
+        close(part["next", "reward"], expected(model, 0.5)[0])
+
+
+def test_conversations_are_rendered_for_a_loss_that_reads_messages(model: nn.Module, tiny_tokenizer: Any) -> None:
+    chats = [
+        [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+        [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "yes, gladly"}],
+    ]
+    conversations = TensorDict({"history": {"full": History.from_chats(chats)}}, batch_size=[2])
+    RetrieveLogProb(model, tokenizer=tiny_tokenizer)(conversations)
+    encoded = [ChatMask(tiny_tokenizer).encode(chat) for chat in chats]
+    wanted = [
+        [value if trained else 0.0 for value, trained in zip(one_by_one(model, ids), mask, strict=True)]
+        for ids, mask in encoded
+    ]
+    close(conversations["next", "ref_log_probs", "full"], wanted)
+    output = SFTLoss(model, tiny_tokenizer, kl_to_ref_coeff=0.1, reduction="none")(conversations)
+    assert output.loss_sft.shape == (2,)
+    assert output.sum().shape == ()
+    assert output.kl_to_ref.item() == pytest.approx(0.0, abs=1e-6)  # of a model to itself
+
+
+def test_the_reference_of_grpo_can_be_retrieved(model: nn.Module) -> None:
+    ready = RetrieveLogProb(model)(batch()).set("advantage", torch.ones(2))
+    output = GRPOLoss(model, kl_to_ref_coeff=0.1, masking_strategy="rlhf")(ready)
+    assert output.kl_to_ref.item() == pytest.approx(0.0, abs=1e-6)
+
+
+class Scored(DatasetChatEnv):
+    def score(self, conversation: Conversation) -> Score:
+        return Score(1.0, {})
+
+
+def test_an_environment_penalises_what_it_played(model: nn.Module) -> None:
+    env = Scored([{"question": "q"}], num_envs=2, repeats=2)
+    assert env.append_transform(KLRewardTransform(model, coef=0.5)) is env
+    shown = env.reset()
+    assert "kl_penalty" not in shown
+    sequences = {"tokens": [[5, 6, 7], [5, 6, 8, 9]], "log_probs": [[0.0, 0.0, -0.5], [0.0, 0.0, -1.0, -2.0]]}
+    full = [torch.tensor(row) for row in sequences["tokens"]]
+    acted = shown.update(
+        {
+            "text": {"response": strings(["a", "b"])},
+            "tokens": {"response": ragged([row[2:] for row in full]), "full": ragged(full)},
+            "masks": {"all_assistant_mask": ragged([torch.arange(row.numel()) >= 2 for row in full])},
+            "log_probs": {"full": ragged([torch.tensor(row) for row in sequences["log_probs"]])},
+        }
+    )
+    stepped = env.step(acted)
+    wanted = []
+    for ids, own in zip(sequences["tokens"], sequences["log_probs"], strict=True):
+        reference = one_by_one(model, ids)
+        kl = [o - r if i >= 2 else 0.0 for i, (o, r) in enumerate(zip(own, reference, strict=True))]
+        wanted.append([1.0 - 0.5 * k for k in kl])
+    close(stepped["next", "reward"], wanted)
+    drawn = env.draw()
+    for conversation in drawn:
+        conversation.prompt_ids = [5, 6]
+        conversation.add_completion(Completion([7], [-0.5], "a", "stop", 0))
+    env.advance(drawn)
+    close(env.build_batch(drawn)["next", "reward"], [wanted[0], wanted[0]])
+
+
+def test_a_buffer_penalises_before_it_compares(model: nn.Module) -> None:
+    group = batch()
+    group["group_id"].zero_()
+    buffer = ReplayBuffer(transforms=[KLRewardTransform(model, coef=0.5), MCAdvantage(2)])
+    buffer.extend(group)
+    rewards, _, _ = expected(model, 0.5)
+    together = torch.tensor(rewards[0] + rewards[1], dtype=torch.float64)
+    wanted = (together - together.mean()) / together.std()
+    assert buffer.drawn.reward_mean == pytest.approx(sum(sum(row) / len(row) for row in rewards) / 2, abs=1e-5)
+    taken = buffer.take(1)
+    assert torch.cat(list(taken["advantage"].unbind())).tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("transform", [KLRewardTransform, RetrieveLogProb])
+def test_what_lacks_something_is_refused(model: nn.Module, transform: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"no \('masks', 'all_assistant_mask'\)"):
+        transform(model)(batch().exclude(("masks", "all_assistant_mask")))
+    with pytest.raises(DataError, match=r"no \('tokens', 'full'\)|neither \('tokens', 'full'\)"):
+        transform(model)(batch().exclude(("tokens", "full")))
+    with pytest.raises(ValueError, match="exactly one of"):
+        transform()
+    with pytest.raises(ValueError, match="exactly one of"):
+        transform(model, **{"ref_model_factory" if transform is KLRewardTransform else "model_factory": lambda: model})
+    with pytest.raises(TypeError, match="str gives no log-probs"):
+        transform("gpt2")
+    with pytest.raises(ConfigError, match="temperature=0"):
+        transform(model, temperature=0.0)
+    with pytest.raises(ConfigError, match="generate=False"):
+        transform(log_prob_policy(model, face=SimpleNamespace(generate=True)))
+
+
+def test_a_penalty_needs_both_log_probs_and_a_reward(model: nn.Module) -> None:
+    with pytest.raises(DataError, match=r"no \('log_probs', 'full'\)"):
+        KLRewardTransform(model)(batch().exclude(("log_probs", "full")))
+    with pytest.raises(DataError, match=r"no \('next', 'reward'\)"):
+        KLRewardTransform(model)(batch().exclude(("next", "reward")))
+    with pytest.raises(DataError, match=r"wrote no \('log_probs', 'full'\)"):
+        KLRewardTransform(lambda seen: seen)(batch())
+
+
+def test_pads_on_one_side_alone_and_equal_keys_are_refused(model: nn.Module) -> None:
+    with pytest.raises(DataError, match=r"is ragged and the batch's tokens are padded: give both the same pad_output"):
+        KLRewardTransform(log_prob_policy(model))(padded(batch()))
+    with pytest.raises(ConfigError, match="sampler's log-probs"):
+        RetrieveLogProb(model, log_probs_full_key=("log_probs", "full"))
+    with pytest.raises(ConfigError, match="reference's log-probs go"):
+        KLRewardTransform(model, log_prob_key=("next", "ref_log_probs", "full"))
