@@ -10,33 +10,24 @@ started, and one that has died is replaced; the time a process needs to start is
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import re
 import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import rlpost.errors
 from rlpost.errors import RewardError, RlpostError
-from rlpost.rewards.worker import LENGTH, Order
+from rlpost.rewards.process import Process, frame
+from rlpost.rewards.worker import Order
 
 START_SECONDS = 600.0  # longest wait for a process to import what it calls
 LOOK_SECONDS = 0.25  # between two looks if a process is still there: one it forked may hold its pipes open
-STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
-OUTPUT_KEPT = 2000  # bytes of what a call prints
-LONGEST_ANSWER = 1 << 28  # bytes
-LONGEST_STACK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Worker:
         self._order = Order(function, tuple(arguments))
         self._start_seconds = start_seconds
         self._environment = dict(environment or {})
-        self._process: _Process | None = None
+        self._process: Process | None = None
         self._request: bytes | None = None  # waits for the process to be ready
         self._seconds = 0.0
         self._deadline = 0.0
@@ -96,9 +87,9 @@ class Worker:
         if self._process is not None and (self._process.owner != os.getpid() or self._process.popen.poll() is not None):
             self.close()  # another process's, of which this one is a fork, or gone
         if self._process is None:
-            self._process = _Process.started(self._environment)
+            self._process = Process.started(self._environment)
             weakref.finalize(self, self._process.end)
-            self._process.outgoing += _frame(self._order)
+            self._process.outgoing += frame(self._order)
             self._deadline = time.monotonic() + self._start_seconds
 
     def ready(self) -> Any:
@@ -117,13 +108,13 @@ class Worker:
         """Ask for `function(item)`; `wait` gives its outcome, at the latest `seconds` after the process is ready."""
         self.outcome = None
         self._seconds = seconds
-        self._request = _frame((item,))
+        self._request = frame((item,))
         self.start()
         self._send()
 
     def call(self, item: Any, seconds: float) -> Outcome:
         """`function(item)`, with a deadline. Raises an error of rlpost's own that it raised."""
-        return call_each([(self, item)], seconds)[0]
+        return call_each([(self, item, seconds)])[0]
 
     def close(self) -> None:
         """Kill the process and what it has started."""
@@ -160,7 +151,7 @@ class Worker:
             if answer is not None:
                 self._take(answer)
             elif process.has_hung_up:
-                self._lose(_ending(process.popen))
+                self._lose(process.ending())
 
     def check(self) -> None:
         """See whether the deadline has passed, or the process has died without a word."""
@@ -168,7 +159,7 @@ class Worker:
         if process is None or self.outcome is not None:
             return
         if process.popen.poll() is not None and not select.select([process.answers], [], [], 0)[0]:
-            self._lose(_ending(process.popen))
+            self._lose(process.ending())
         elif self.seconds_left() <= 0:
             waited = self._seconds if process.is_ready else self._start_seconds
             stack = process.stack()
@@ -266,18 +257,18 @@ class Workers:
         self.close()
 
 
-def call_each(calls: Sequence[tuple[Worker, Any]], seconds: float) -> list[Outcome]:
-    """The outcome of each call of a worker with an item, all at the same time; a worker occurs once.
+def call_each(calls: Sequence[tuple[Worker, Any, float]]) -> list[Outcome]:
+    """The outcome of each (worker, item, seconds) call, all at the same time; a worker occurs once.
 
     Raises an error of rlpost's own that a function raised, and RewardError where one cannot be imported.
     """
-    workers = [worker for worker, _ in calls]
+    workers = [worker for worker, _, _ in calls]
     locks = [worker.lock for worker in sorted(workers, key=id)]  # in one order, so that no two threads wait for another
     for lock in locks:
         lock.acquire()
     try:
         with _KilledIfInterrupted(workers):
-            for worker, item in calls:
+            for worker, item, seconds in calls:
                 worker.begin(item, seconds)
             while pending := [worker for worker in workers if worker.outcome is None]:
                 wait(pending)
@@ -310,121 +301,6 @@ def _look(workers: Sequence[Worker]) -> None:
         worker.check()
 
 
-@dataclass
-class _Process:
-    """A process and its pipes: requests to it, answers and output from it, and one whose closing ends it."""
-
-    popen: subprocess.Popen[bytes]
-    requests: int
-    answers: int
-    output: int
-    life: int
-    owner: int  # the process that started it
-    is_ready: bool = False
-    has_hung_up: bool = False
-    output_is_open: bool = True
-    outgoing: bytearray = field(default_factory=bytearray)
-    incoming: bytearray = field(default_factory=bytearray)
-    printed: bytearray = field(default_factory=bytearray)
-
-    @classmethod
-    def started(cls, environment: Mapping[str, str]) -> _Process:
-        pipes = [os.pipe() for _ in range(4)]
-        (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
-        passed = (its_requests, its_answers, its_life)
-        # -P and this path: it imports what this process would, whatever lies in the current folder
-        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlpost.rewards.worker", *map(str, passed)],
-            stdin=subprocess.DEVNULL,
-            stdout=its_output,
-            stderr=its_output,
-            pass_fds=passed,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            start_new_session=True,  # Ctrl-C is for this process; and what it starts ends with it
-        )
-        for end in (*passed, its_output):
-            os.close(end)
-        for end in (requests, output):
-            os.set_blocking(end, False)
-        return cls(popen, requests, answers, output, life, os.getpid())
-
-    def send(self) -> None:
-        """As much of what is to be sent as fits into the pipe."""
-        try:
-            sent = os.write(self.requests, self.outgoing)
-            del self.outgoing[:sent]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # it is gone, which the pipe of its answers tells
-            self.outgoing.clear()
-
-    def receive(self) -> Any:
-        """The next answer, None while it is not whole; `has_hung_up` once there will be none."""
-        received = os.read(self.answers, 1 << 20)
-        self.has_hung_up = not received
-        self.incoming += received
-        if len(self.incoming) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack(self.incoming[: LENGTH.size])[0]
-        if end > LONGEST_ANSWER:
-            return ()  # no answer of a worker's
-        if len(self.incoming) < end:
-            return None
-        content = bytes(self.incoming[LENGTH.size : end])
-        del self.incoming[:end]
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            return ()
-
-    def keep_output(self) -> bool:
-        """Take printed text out of the pipe and keep the first of it; whether there was any."""
-        taken = self._take_output()
-        self.printed += taken[: max(0, OUTPUT_KEPT - len(self.printed))]
-        return bool(taken)
-
-    def what_was_printed(self) -> str:
-        """The first of what was printed since the last request, all that is in the pipe read."""
-        for _ in range(64):  # more is not of a call that is over, but of something that goes on
-            if not self.keep_output():
-                break
-        return self.printed.decode(errors="replace")
-
-    def stack(self) -> str:
-        """Where its Python code is now, if it still says so."""
-        self.what_was_printed()
-        with suppress(ProcessLookupError):
-            os.kill(self.popen.pid, signal.SIGUSR1)
-        said = b""
-        while self.output_is_open and len(said) < LONGEST_STACK:
-            patience = STACK_SECONDS if not said else 0.02  # it is written in one go
-            if not select.select([self.output], [], [], patience)[0]:
-                break
-            said += self._take_output()
-        return said.decode(errors="replace")
-
-    def _take_output(self) -> bytes:
-        try:
-            taken = os.read(self.output, 1 << 16)
-        except BlockingIOError:
-            return b""
-        self.output_is_open = bool(taken)
-        return taken
-
-    def end(self) -> None:
-        """Kill it and what it has started, and close the pipes; a second call does nothing."""
-        if self.requests < 0:
-            return
-        if self.owner == os.getpid():  # a fork of that process has copies of the pipes alone
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
-        for end in (self.requests, self.answers, self.output, self.life):
-            os.close(end)
-        self.requests = -1
-
-
 class _KilledIfInterrupted:
     """Kill the processes of `workers` where an error or Ctrl-C ends the block: their answers would come too late."""
 
@@ -438,22 +314,6 @@ class _KilledIfInterrupted:
         if kind is not None:
             for worker in self.workers:
                 worker.close()
-
-
-def _frame(content: Any) -> bytes:
-    pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(pickled)) + pickled
-
-
-def _ending(popen: subprocess.Popen[bytes]) -> str:
-    """How a process ended that has closed its pipes."""
-    try:
-        code = popen.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return "closed the pipe of its answers"
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    return f"its process was ended by {signal.Signals(-code).name}"
 
 
 def _known_error(kind: str, text: str) -> RlpostError:

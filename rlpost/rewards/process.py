@@ -1,0 +1,154 @@
+"""One process that answers requests, and the pipes to it; `rlpost.rewards.workers` drives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.rewards.worker import LENGTH
+
+STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
+OUTPUT_KEPT = 2000  # bytes of what a call prints
+LONGEST_ANSWER = 1 << 28  # bytes
+LONGEST_STACK = 1 << 20  # bytes
+
+
+@dataclass
+class Process:
+    """A process and its pipes: requests to it, answers and output from it, and one whose closing ends it."""
+
+    popen: subprocess.Popen[bytes]
+    requests: int
+    answers: int
+    output: int
+    life: int
+    owner: int  # the process that started it
+    is_ready: bool = False
+    has_hung_up: bool = False
+    output_is_open: bool = True
+    outgoing: bytearray = field(default_factory=bytearray)
+    incoming: bytearray = field(default_factory=bytearray)
+    printed: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def started(cls, environment: Mapping[str, str]) -> Process:
+        """A new one, with `environment` on top of this one's."""
+        pipes = [os.pipe() for _ in range(4)]
+        (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
+        passed = (its_requests, its_answers, its_life)
+        # -P and this path: it imports what this process would, whatever lies in the current folder
+        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rlpost.rewards.worker", *map(str, passed)],
+            stdin=subprocess.DEVNULL,
+            stdout=its_output,
+            stderr=its_output,
+            pass_fds=passed,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            start_new_session=True,  # Ctrl-C is for this process; and what it starts ends with it
+        )
+        for end in (*passed, its_output):
+            os.close(end)
+        for end in (requests, output):
+            os.set_blocking(end, False)
+        return cls(popen, requests, answers, output, life, os.getpid())
+
+    def send(self) -> None:
+        """As much of what is to be sent as fits into the pipe."""
+        try:
+            sent = os.write(self.requests, self.outgoing)
+            del self.outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it is gone, which the pipe of its answers tells
+            self.outgoing.clear()
+
+    def receive(self) -> Any:
+        """The next answer, None while it is not whole; `has_hung_up` once there will be none."""
+        received = os.read(self.answers, 1 << 20)
+        self.has_hung_up = not received
+        self.incoming += received
+        if len(self.incoming) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack(self.incoming[: LENGTH.size])[0]
+        if end > LONGEST_ANSWER:
+            return ()  # no answer of a worker's
+        if len(self.incoming) < end:
+            return None
+        content = bytes(self.incoming[LENGTH.size : end])
+        del self.incoming[:end]
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            return ()
+
+    def keep_output(self) -> bool:
+        """Take printed text out of the pipe and keep the first of it; whether there was any."""
+        taken = self._take_output()
+        self.printed += taken[: max(0, OUTPUT_KEPT - len(self.printed))]
+        return bool(taken)
+
+    def what_was_printed(self) -> str:
+        """The first of what was printed since the last request, all that is in the pipe read."""
+        for _ in range(64):  # more is not of a call that is over, but of something that goes on
+            if not self.keep_output():
+                break
+        return self.printed.decode(errors="replace")
+
+    def stack(self) -> str:
+        """Where its Python code is now, if it still says so."""
+        self.what_was_printed()
+        with suppress(ProcessLookupError):
+            os.kill(self.popen.pid, signal.SIGUSR1)
+        said = b""
+        while self.output_is_open and len(said) < LONGEST_STACK:
+            patience = STACK_SECONDS if not said else 0.02  # it is written in one go
+            if not select.select([self.output], [], [], patience)[0]:
+                break
+            said += self._take_output()
+        return said.decode(errors="replace")
+
+    def _take_output(self) -> bytes:
+        try:
+            taken = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return b""
+        self.output_is_open = bool(taken)
+        return taken
+
+    def ending(self) -> str:
+        """How it ended, now that it has closed its pipes."""
+        try:
+            code = self.popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "closed the pipe of its answers"
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+    def end(self) -> None:
+        """Kill it and what it has started, and close the pipes; a second call does nothing."""
+        if self.requests < 0:
+            return
+        if self.owner == os.getpid():  # a fork of that process has copies of the pipes alone
+            with suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+        for end in (self.requests, self.answers, self.output, self.life):
+            os.close(end)
+        self.requests = -1
+
+
+def frame(content: Any) -> bytes:
+    """A request as it goes through the pipe."""
+    pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(pickled)) + pickled
