@@ -6,6 +6,7 @@ RlpostError                     the base the command line catches
 ├── MissingExtraError(ImportError)  exit 3  an optional dependency is not installed
 ├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
 ├── RewardError                 exit 3  a reward raised, hung or returned what is no number
+├── SandboxError(RuntimeError)  exit 3  programs cannot be run apart from this machine
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
 ├── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
 ├── ToolError(RuntimeError)     exit 5  a tool's server or browser cannot be started, or does not come back
@@ -55,6 +56,12 @@ class CheckpointError(RlpostError, RuntimeError):
 
 class RewardError(RlpostError):
     """A reward function that raised, hung or returned something that is no finite number."""
+
+    exit_code = 3
+
+
+class SandboxError(RlpostError, RuntimeError):
+    """Programs that a model wrote cannot be run apart from this machine; they are not run."""
 
     exit_code = 3
 
