@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
+
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
-from rlpost.errors import DataError
+from rlpost.errors import DataError, PolicyError
+from rlpost.policies.calling import call
+from rlpost.policies.face import Face
 from rlpost.settings import SamplingSettings
 
 
@@ -34,15 +39,18 @@ class Policy(ABC):
     """Samples completions with one engine, and knows the version of the weights it samples with.
 
     `version` has one writer: the weight updater, after a push has wholly succeeded. Building a
-    policy does no I/O; `start` does.
+    policy does no I/O; `start` does. Called on a TensorDict, a policy answers its prompts or scores
+    its sequences, as `face` says.
     """
 
     tokenizer: Any  # a transformers tokenizer with a chat template
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 
-    def __init__(self, *, sampling: SamplingSettings, seed: int = 0) -> None:
+    def __init__(self, *, sampling: SamplingSettings, seed: int = 0, face: Face | None = None) -> None:
         self.sampling = sampling
         self.seed = seed
+        self.face = face or Face()
+        self.rows_asked = 0  # of TensorDicts without conversations of an environment, which number each row
         self.version: PolicyVersionLabel = 0
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
 
@@ -65,7 +73,7 @@ class Policy(ABC):
         A later turn for which the model's context has no room left is not taken: `finish_reason` says
         "context" then. Raises DataError for a first prompt longer than its environment or the context allows.
         """
-        requests = [self._request(conversation) for conversation in conversations]
+        requests = self.requests(conversations)
         asked = [request for request in requests if request is not None]
         completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
         for conversation, request in zip(conversations, requests, strict=True):
@@ -73,6 +81,29 @@ class Policy(ABC):
                 conversation.finish_reason = "context"
             else:
                 conversation.add_completion(next(completions))
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
+
+        Raises DataError for entries that are missing or of another kind, PolicyError when the engine fails.
+        """
+        return call(self, tensordict)
+
+    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
+        """log π of every id of each sequence, given those before it, at the sampling temperature (0: at 1).
+
+        1-D float32 a sequence; 0 for its first id, which nothing predicts. Raises PolicyError where
+        this policy cannot tell.
+        """
+        raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
+
+    def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
+        """What to sample next in each conversation, which gains the ids of what the environment said.
+
+        None where a later turn has no room left. Raises DataError for a first prompt longer than its
+        environment or the context allows.
+        """
+        return [self._request(conversation) for conversation in conversations]
 
     @cached_property
     def continuation(self) -> Continuation:
@@ -89,7 +120,7 @@ class Policy(ABC):
         elif conversation.messages[-1]["role"] != "assistant":
             new = self.continuation.observation_ids(conversation)
         length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
-        room = conversation.max_completion_tokens
+        room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
         if conversation.turns and self.max_model_len is not None:
             room = min(room, self.max_model_len - length)
         if room < 1:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rlpost.data.conversation import Completion
 from rlpost.policies.base import Policy, Request
+from rlpost.policies.face import Face
 from rlpost.settings import SamplingSettings
 
 
@@ -14,17 +17,31 @@ class ScriptedPolicy(Policy):
     """Gives `replies` in turn: the i-th request of a call gets reply i modulo their number.
 
     Its ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows
-    is cut, as a model's would be. Every id is certain, so each log-prob is 0.
+    is cut, as a model's would be. Every id is certain, so each log-prob is 0. Other keyword
+    arguments say how it is called on a TensorDict: see `Face`.
     """
 
-    def __init__(self, replies: Sequence[str], tokenizer: Any, *, sampling: SamplingSettings, seed: int = 0) -> None:
-        super().__init__(sampling=sampling, seed=seed)
+    def __init__(
+        self,
+        replies: Sequence[str],
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings | None = None,
+        seed: int = 0,
+        **face: Any,
+    ) -> None:
+        chosen = Face(**face)
+        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
         self.replies = list(replies)
-        self.tokenizer = tokenizer
+        self.tokenizer = chosen.with_template(tokenizer)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
         return [self._complete(self.replies[i % len(self.replies)], r.max_tokens) for i, r in enumerate(requests)]
+
+    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
+        """See `Policy.token_log_probs`."""
+        return [torch.zeros(len(ids)) for ids in sequences]
 
     def _complete(self, reply: str, max_tokens: int) -> Completion:
         ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]

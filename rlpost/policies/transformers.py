@@ -13,10 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from rlpost.batching import Row, pack
 from rlpost.data.conversation import Completion
+from rlpost.errors import ConfigError
+from rlpost.logprobs import token_log_probs
 from rlpost.policies.base import Policy, Request
+from rlpost.policies.categorical import CategoricalSequential
+from rlpost.policies.face import Face
 from rlpost.precision import autocast
 from rlpost.settings import Autocast, SamplingSettings
+
+TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
 
 
 class Draw(NamedTuple):
@@ -28,30 +35,34 @@ class Draw(NamedTuple):
     stop: bool
 
 
-class TransformersWrapper(Policy):
+class TransformersWrapper(Policy, CategoricalSequential):
     """A policy sampled with transformers.
 
     `model` is shared with the trainer, so there is no second copy and a weight push only raises the
-    version. At most `max_num_seqs` completions are under way at once.
+    version. At most `max_num_seqs` completions are under way at once. Without a `tokenizer` it is
+    that of the folder or hub id the model was loaded from. Other keyword arguments say how the
+    policy is called on a TensorDict: see `Face`.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *,
-        sampling: SamplingSettings,
+        sampling: SamplingSettings | None = None,
         max_num_seqs: int = 128,
         autocast: Autocast = Autocast.none,
         seed: int = 0,
+        **face: Any,
     ) -> None:
-        super().__init__(sampling=sampling, seed=seed)
+        chosen = Face(**face)
+        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = chosen.with_template(_tokenizer_of(model) if tokenizer is None else tokenizer)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         self.autocast = autocast
-        self._stop_ids = torch.tensor(sorted(stop_ids(model, tokenizer)), device=model.device)
+        self._stop_ids = torch.tensor(sorted(stop_ids(model, self.tokenizer)), device=model.device)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
@@ -61,6 +72,44 @@ class TransformersWrapper(Policy):
                 together = requests[start : start + self.max_num_seqs]
                 completions += self._generate_together(together, sampling, before=start)
         return completions
+
+    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
+        """See `Policy.token_log_probs`; with a gradient unless torch's are off. Sequences are packed, not padded.
+
+        Raises ConfigError under a top-p below 1, which leaves some ids without any probability.
+        """
+        if sampling.top_p < 1 and sampling.temperature > 0:
+            raise ConfigError(
+                f"log-probs of whole sequences are those of the whole distribution: top_p={sampling.top_p:g} is for "
+                "sampling alone"
+            )
+        rows = [torch.tensor(ids) for ids in sequences]
+        # the first id is read as the prompt of the others, which are all looked at
+        packed = [
+            Row(ids[:1], ids[1:], torch.ones(len(ids) - 1, dtype=torch.bool), torch.zeros(len(ids) - 1), 0.0)
+            for ids in rows
+            if len(ids) > 1
+        ]
+        read: list[torch.Tensor] = []
+        with autocast(self.autocast, self.model.device):
+            for microbatch in pack(packed, TOKENS_TOGETHER, self.model.device):
+                log_probs, _ = token_log_probs(self.model, microbatch, sampling.temperature or 1.0)
+                read += log_probs.split([row.num_trained for row in microbatch.rows])
+        following = iter(read)
+        first = torch.zeros(1, device=self.model.device)
+        return [torch.cat([first, next(following)]) if len(ids) > 1 else first for ids in rows]
+
+    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """See `CategoricalSequential.token_logits`."""
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
+        with autocast(self.autocast, self.model.device):
+            logits = self.model(
+                input_ids=tokens.to(self.model.device),
+                attention_mask=attention_mask.long().to(self.model.device),
+                position_ids=positions.to(self.model.device),
+                use_cache=False,
+            ).logits
+        return logits.float()
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -167,6 +216,15 @@ def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    """The tokenizer beside the weights of `model`. Raises ConfigError for a model that was not loaded from any."""
+    from transformers import AutoTokenizer
+
+    if not model.name_or_path:
+        raise ConfigError("the model was not loaded from a folder, so no tokenizer lies beside it: pass tokenizer=")
+    return AutoTokenizer.from_pretrained(model.name_or_path)
 
 
 def _uniforms(requests: Sequence[Request]) -> torch.Tensor:

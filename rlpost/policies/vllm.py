@@ -1,102 +1,131 @@
-"""Sampling with vLLM: in this process, or as AsyncLLM with its engine in a process of its own.
+"""Sampling with vLLM: in this process, as AsyncLLM with its engine in a process of its own, or in a given `vllm.LLM`.
 
-The synchronous `LLM` over a separate engine process is not offered: it waits for ever when that
-process dies. vLLM is imported when an engine starts, never before.
+vLLM is imported when an engine starts, never before.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import os
-import shutil
-import tempfile
-import threading
-import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from rlpost.data.conversation import Completion
-from rlpost.errors import PolicyError
+from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import require_vllm
 from rlpost.policies.base import Policy, Request
+from rlpost.policies.face import Face
+from rlpost.policies.vllm_engines import (
+    InProcessEngine,
+    OwnProcessEngine,
+    VLLMEngine,
+    engine_around,
+    longest_context,
+)
 from rlpost.settings import Engine, SamplingSettings, VLLMSettings
 
-NamedWeights = Iterable[tuple[str, torch.Tensor]]
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
-
-
-class _Engine(Protocol):
-    """What the wrapper asks of either way of running vLLM."""
-
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]: ...
-
-    def load_weights(self, weights: NamedWeights) -> None: ...
-
-    def load_adapter(self, adapter: Any) -> None: ...
-
-    def close(self) -> None: ...
+SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and top-p
 
 
 class vLLMWrapper(Policy):
     """A policy sampled by vLLM.
 
-    `folder` is a local HF folder; `max_model_len` the longest prompt plus completion. Log-probs are
-    those of the distribution that was sampled from (`logprobs_mode="processed_logprobs"`), so they
-    include the temperature and top-p. After a weight push that failed half-way the engine is closed,
-    and sampling raises PolicyError: there is never a mixture of old and new weights.
+    `model` is a local HF folder, whose engine `start` starts; a `vllm.LLM` that runs already, which
+    its caller closes; or another engine that does what `VLLMEngine` says (`LLMOnDevice` does). The
+    tokenizer may be left out: it is the engine's, or the folder's. `max_model_len` is the longest
+    prompt plus completion; None: what the model was made for.
 
-    With an `adapter_rank` the engine keeps the weights of `folder` and applies a LoRA adapter of that
+    Log-probs are those of the distribution that was sampled from
+    (`logprobs_mode="processed_logprobs"`), so they include the temperature and top-p; a given
+    `vllm.LLM` that was built otherwise is refused where that makes a difference. After a weight push
+    that failed half-way the engine is closed, and sampling raises PolicyError: there is never a
+    mixture of old and new weights.
+
+    With an `adapter_rank` the engine keeps the weights of `model` and applies a LoRA adapter of that
     rank: the one of the folder `adapter` once it has started, then what `load_adapter` brings.
+
+    Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        tokenizer: Any,
+        model: Any,
+        tokenizer: Any = None,
         *,
-        settings: VLLMSettings,
-        sampling: SamplingSettings,
-        max_model_len: int,
+        settings: VLLMSettings | None = None,
+        sampling: SamplingSettings | None = None,
+        max_model_len: int | None = None,
         seed: int = 0,
         adapter_rank: int | None = None,
         adapter: Path | None = None,
+        **face: Any,
     ) -> None:
-        super().__init__(sampling=sampling, seed=seed)
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.settings = settings
+        chosen = Face(**face)
+        super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
+        self.settings = settings or VLLMSettings()
         self.max_model_len = max_model_len
         self.adapter_rank = adapter_rank
         self.adapter = adapter
         self._applied: Any | None = None  # vLLM's request for the adapter that completions are sampled with
-        self._engine: _Engine | None = None
+        self._engine: VLLMEngine | None = None
+        self._is_ours = True  # whether closing this policy closes its engine
         self._closed_because: str | None = None
         self._needed: set[str] = set()  # names that a complete weight push brings
+        self._log_probs_mode = SAMPLER_LOG_PROBS
+        if isinstance(model, str | Path):
+            self.folder = Path(model)
+        else:
+            self._take_over(model)
+        self.tokenizer = chosen.with_template(self._tokenizer_of(model) if tokenizer is None else tokenizer)
+
+    def _take_over(self, model: Any) -> None:
+        """Sample with an engine that somebody else built. Raises TypeError for what is none."""
+        if hasattr(model, "llm_engine"):
+            self._engine = engine_around(model, self.settings.timeout_seconds)
+            config = model.llm_engine.model_config
+        elif hasattr(model, "call_workers"):
+            self._engine, config = model, model.model_config
+        else:
+            raise TypeError(
+                f"vLLMWrapper was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
+                "make_vllm_worker returns"
+            )
+        self._is_ours = False
+        self._log_probs_mode = config.logprobs_mode
+        self.folder = _folder_of(config.model)
+        self.max_model_len = min(self.max_model_len or config.max_model_len, config.max_model_len)
+        self._needed = self._checkpoint_names()
+
+    def _tokenizer_of(self, model: Any) -> Any:
+        if hasattr(model, "get_tokenizer"):
+            return model.get_tokenizer()
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
 
     def start(self) -> None:
-        """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError or PolicyError."""
+        """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError, ConfigError or PolicyError."""
         if self._engine is not None:
             return
+        if not self._is_ours:
+            raise PolicyError(f"the engine this policy was given is closed ({self._closed_because}): build another")
         require_vllm()
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(self.settings.kv_cache_gb)))
-        in_process = self.settings.engine is Engine.in_process
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+        arguments = engine_arguments(
+            self.folder,
+            self.settings,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            adapter_rank=self.adapter_rank,
+        )
+        self.max_model_len = arguments["max_model_len"]
         threads = torch.get_num_threads()
         try:
-            if in_process:
-                self._engine = _InProcessEngine(self._engine_arguments())
-            else:
-                self._engine = _OwnProcessEngine(self._engine_arguments(), self.settings.timeout_seconds)
+            self._engine = start_engine(arguments, self.settings)
         except Exception as error:
             adapting = "; if it cannot apply an adapter to this model, leave lora.push=adapter out"
             raise PolicyError(
@@ -113,9 +142,9 @@ class vLLMWrapper(Policy):
             self.load_adapter(self.adapter)
 
     def close(self) -> None:
-        """Stop the engine; a second call does nothing."""
+        """Stop the engine, or let go of one that was given; a second call does nothing."""
         engine, self._engine = self._engine, None
-        if engine is not None:
+        if engine is not None and self._is_ours:
             engine.close()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
@@ -123,7 +152,8 @@ class vLLMWrapper(Policy):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self._running_engine()
+        self._running_engine()
+        self._check_log_probs_mode(sampling)
         version = self.version
         params = [
             SamplingParams(
@@ -136,13 +166,7 @@ class vLLMWrapper(Policy):
             )
             for request in requests
         ]
-        try:
-            outputs = engine.generate([request.prompt_ids for request in requests], params, self._applied)
-        except Exception as error:
-            self._discard(f"sampling failed: {_first_line(error)}")
-            raise PolicyError(
-                f"vLLM failed while sampling {len(requests)} completions: {_first_line(error)}"
-            ) from error
+        outputs = self._ask([request.prompt_ids for request in requests], params, "sampling")
         completions = []
         for output in outputs:
             sample = output.outputs[0]
@@ -155,6 +179,53 @@ class vLLMWrapper(Policy):
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
             completions.append(Completion(ids, log_probs, text, sample.finish_reason, version))
         return completions
+
+    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
+        """See `Policy.token_log_probs`; vLLM reads a sequence at temperature 1 alone."""
+        from vllm import SamplingParams
+
+        if sampling.temperature not in (0, 1):
+            raise ConfigError(
+                f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
+                "read them with a TransformersWrapper, or set temperature to 1"
+            )
+        longest = max(map(len, sequences))
+        if self.max_model_len is not None and longest >= self.max_model_len:
+            raise DataError(
+                f"a sequence has {longest} tokens and vLLM reads at most {self.max_model_len - 1} of them: cut it"
+            )
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._ask([list(ids) for ids in sequences], [params] * len(sequences), "reading")
+        read = []
+        for output, ids in zip(outputs, sequences, strict=True):
+            known = zip(output.prompt_logprobs[1:], list(ids)[1:], strict=True)  # nothing predicts the first
+            read.append(torch.tensor([0.0, *(step[token].logprob for step, token in known)]))
+        return read
+
+    def _ask(self, prompts: list[list[int]], params: list[Any], doing: str) -> list[Any]:
+        """What vLLM makes of `prompts`; an engine that fails is closed. Raises PolicyError."""
+        try:
+            return self._running_engine().generate(prompts, params, self._applied)
+        except Exception as error:
+            self._discard(f"{doing} failed: {_first_line(error)}")
+            raise PolicyError(
+                f"vLLM failed while {doing} {len(prompts)} {'completions' if doing == 'sampling' else 'sequences'}: "
+                f"{_first_line(error)}"
+            ) from error
+
+    def _check_log_probs_mode(self, sampling: SamplingSettings) -> None:
+        """Raise ConfigError where the engine's log-probs are not those of what `sampling` draws from."""
+        as_the_model_says = sampling.temperature in (0, 1) and (sampling.top_p == 1 or sampling.temperature == 0)
+        if self._log_probs_mode != SAMPLER_LOG_PROBS and not as_the_model_says:
+            raise ConfigError(
+                f"this vllm.LLM gives {self._log_probs_mode}, which are not those of temperature "
+                f"{sampling.temperature:g} and top_p {sampling.top_p:g}: build it with "
+                f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
+            )
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's workers, such as those of `vLLMWorker`; what each returned."""
+        return self._running_engine().call_workers(method, *args)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.
@@ -197,7 +268,7 @@ class vLLMWrapper(Policy):
         # the adapter is loaded and its folder may go; a request that said load_inplace would read it again
         self._applied = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder))
 
-    def _running_engine(self) -> _Engine:
+    def _running_engine(self) -> VLLMEngine:
         if self._engine is None:
             raise PolicyError(f"vLLM is not running ({self._closed_because or 'it was not started'}): call start()")
         return self._engine
@@ -214,148 +285,64 @@ class vLLMWrapper(Policy):
                 names.update(weights.keys())
         return names
 
-    def _engine_arguments(self) -> dict[str, Any]:
-        on_gpu = torch.cuda.is_available()
-        eager = self.settings.enforce_eager
-        arguments: dict[str, Any] = {
-            "model": str(self.folder),
-            "tokenizer": str(self.folder),
-            "dtype": self.settings.dtype.value,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.settings.max_num_seqs,
-            "enforce_eager": (not on_gpu) if eager is None else eager,
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-            "seed": self.seed % 2**31,
-            "disable_log_stats": True,
-        }
-        if self.adapter_rank is not None:
-            room = next(rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank)
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-        if on_gpu:
-            arguments["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
-        else:
-            # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(4096, self.max_model_len or 0)
-        return arguments
+
+def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
+    """Start vLLM as `settings.engine` says."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gb)))
+    in_process = settings.engine is Engine.in_process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    if not in_process:
+        return OwnProcessEngine(arguments, settings.timeout_seconds)
+    from vllm import LLM
+
+    return InProcessEngine(LLM(**arguments))
 
 
-class _InProcessEngine:
-    """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        from vllm import LLM
-
-        self._llm = LLM(**arguments)
-
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
-        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
-
-    def load_weights(self, weights: NamedWeights) -> None:
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
-        )
-        self._reset_prefix_cache()
-
-    def load_adapter(self, adapter: Any) -> None:
-        if not self._llm.llm_engine.add_lora(adapter):
-            raise RuntimeError("it was not loaded")
-        self._reset_prefix_cache()
-
-    def _reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
-
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-
-
-class _OwnProcessEngine:
-    """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline."""
-
-    def __init__(self, arguments: dict[str, Any], timeout_seconds: float) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._timeout = timeout_seconds
-        self._requests_sent = 0
-        self._llm: Any = None  # the AsyncLLM, once it runs
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
-
-        async def start() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-
-        self._llm = self._wait(start(), "the engine to start")
-
-    def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        deadline = time.monotonic() + self._timeout
-        while not concurrent.futures.wait([future], timeout=1.0).done:
-            if self._llm is not None and self._llm.errored:
-                # a request sent to a process that has just died can be forgotten by vLLM, and never ends
-                future.cancel()
-                raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
-            if time.monotonic() > deadline:
-                future.cancel()
-                raise TimeoutError(
-                    f"waited {self._timeout:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
-                )
-        return future.result()
-
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
-        async def one(ids: list[int], how: Any, name: str) -> Any:
-            final = None
-            async for output in self._llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
-                final = output
-            return final
-
-        async def all_of_them() -> list[Any]:
-            names = [str(self._requests_sent + i) for i in range(len(prompts))]
-            self._requests_sent += len(prompts)
-            return await asyncio.gather(*map(one, prompts, params, names))
-
-        return self._wait(all_of_them(), f"{len(prompts)} completions")
-
-    def load_weights(self, weights: NamedWeights) -> None:
-        # tensors cannot cross to the engine's process, a folder can; a file each, so that no two need be held at once
-        with exchange_folder() as folder:
-            for number, (name, weight) in enumerate(weights):
-                save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
-            self._wait(self._push_from(folder), "the weight push")
-
-    async def _push_from(self, folder: Path) -> None:
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        await self._reset_prefix_cache()
-
-    def load_adapter(self, adapter: Any) -> None:
-        self._wait(self._add_lora(adapter), "the adapter to be loaded")
-
-    async def _add_lora(self, adapter: Any) -> None:
-        if not await self._llm.add_lora(adapter):
-            raise RuntimeError("it was not loaded")
-        await self._reset_prefix_cache()
-
-    async def _reset_prefix_cache(self) -> None:
-        if not await self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
-
-    def close(self) -> None:
-        self._llm.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+def engine_arguments(
+    folder: Path,
+    settings: VLLMSettings,
+    *,
+    max_model_len: int | None,
+    seed: int,
+    adapter_rank: int | None = None,
+) -> dict[str, Any]:
+    """What vLLM is started with. Raises ConfigError for a folder that holds no model."""
+    on_gpu = torch.cuda.is_available()
+    eager = settings.enforce_eager
+    longest = max_model_len if max_model_len is not None else longest_context(folder)
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "tokenizer": str(folder),
+        "dtype": settings.dtype.value,
+        "max_model_len": longest,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": (not on_gpu) if eager is None else eager,
+        "logprobs_mode": SAMPLER_LOG_PROBS,
+        "enable_prefix_caching": True,
+        "seed": seed % 2**31,
+        "disable_log_stats": True,
+    }
+    if adapter_rank is not None:
+        room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    else:
+        # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(4096, longest or 0)
+    return arguments
 
 
-@contextlib.contextmanager
-def exchange_folder() -> Iterator[Path]:
-    """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _folder_of(model: str) -> Path:
+    """The local folder of what vLLM was given: a folder, or a hub id that it has downloaded."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rlpost.errors import PolicyError
 from rlpost.lora import is_adapted, save_adapter
 from rlpost.policies.base import Policy
-from rlpost.policies.vllm import exchange_folder, vLLMWrapper
+from rlpost.policies.vllm import vLLMWrapper
+from rlpost.policies.vllm_engines import exchange_folder
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 

@@ -1,0 +1,286 @@
+"""The ways of running vLLM, each with the same few methods.
+
+vLLM is imported when an engine starts, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from rlpost.errors import ConfigError
+
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+
+class VLLMEngine(Protocol):
+    """What `vLLMWrapper` asks of every way of running vLLM."""
+
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+        """vLLM's output for each prompt, in their order."""
+        ...
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """Replace every weight and clear the prefix cache; ends when both are done."""
+        ...
+
+    def load_adapter(self, adapter: Any) -> None:
+        """Load an adapter and clear the prefix cache; ends when both are done."""
+        ...
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` of each of the engine's workers; what each of them returned."""
+        ...
+
+    def close(self) -> None:
+        """Stop what was started."""
+        ...
+
+
+class InProcessEngine:
+    """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+        """See `VLLMEngine`."""
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        return self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """See `VLLMEngine`."""
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
+        )
+        self._reset_prefix_cache()
+
+    def load_adapter(self, adapter: Any) -> None:
+        """See `VLLMEngine`."""
+        if not self._llm.llm_engine.add_lora(adapter):
+            raise RuntimeError("it was not loaded")
+        self._reset_prefix_cache()
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._llm.collective_rpc(method, args=args)
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def close(self) -> None:
+        """See `VLLMEngine`."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+class SeparateEngine:
+    """A caller's `vllm.LLM` whose engine runs in a process of its own, as it does by default.
+
+    Its methods wait for ever when that process dies, so they are called from a thread that is not
+    waited for longer than the process lives, nor than `timeout_seconds`.
+    """
+
+    def __init__(self, llm: Any, timeout_seconds: float) -> None:
+        self._llm = llm
+        self._timeout = timeout_seconds
+
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+        """See `VLLMEngine`."""
+        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        work = f"{len(prompts)} completions"
+        return self._wait(
+            lambda: self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter), waited_for=work
+        )
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """See `VLLMEngine`."""
+        with exchange_folder() as folder:
+            save_one_by_one(weights, folder)
+            self._wait(lambda: self._push_from(folder), waited_for="the weight push")
+
+    def _push_from(self, folder: Path) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self._reset_prefix_cache()
+
+    def load_adapter(self, adapter: Any) -> None:
+        """See `VLLMEngine`."""
+
+        def load() -> None:
+            if not self._llm.llm_engine.add_lora(adapter):
+                raise RuntimeError("it was not loaded")
+            self._reset_prefix_cache()
+
+        self._wait(load, waited_for="the adapter to be loaded")
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._wait(lambda: self._llm.collective_rpc(method, args=args), waited_for=f"the workers' {method}")
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def _wait(self, work: Callable[[], Any], *, waited_for: str) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()  # may never end
+        return wait_for(future, self._timeout, waited_for, self._died)
+
+    def _died(self) -> bool:
+        core = self._llm.llm_engine.engine_core
+        return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
+
+    def close(self) -> None:
+        """See `VLLMEngine`."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+class OwnProcessEngine:
+    """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline."""
+
+    def __init__(self, arguments: dict[str, Any], timeout_seconds: float) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._timeout = timeout_seconds
+        self._requests_sent = 0
+        self._llm: Any = None  # the AsyncLLM, once it runs
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+        self._llm = self._wait(start(), "the engine to start")
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's configuration of the model that runs."""
+        return self._llm.model_config
+
+    def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return wait_for(future, self._timeout, waited_for, lambda: self._llm is not None and self._llm.errored)
+
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+        """See `VLLMEngine`."""
+
+        async def one(ids: list[int], how: Any, name: str) -> Any:
+            final = None
+            async for output in self._llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
+                final = output
+            return final
+
+        async def all_of_them() -> list[Any]:
+            names = [str(self._requests_sent + i) for i in range(len(prompts))]
+            self._requests_sent += len(prompts)
+            return await asyncio.gather(*map(one, prompts, params, names))
+
+        return self._wait(all_of_them(), f"{len(prompts)} completions")
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """See `VLLMEngine`."""
+        with exchange_folder() as folder:
+            save_one_by_one(weights, folder)
+            self._wait(self._push_from(folder), "the weight push")
+
+    async def _push_from(self, folder: Path) -> None:
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self._reset_prefix_cache()
+
+    def load_adapter(self, adapter: Any) -> None:
+        """See `VLLMEngine`."""
+        self._wait(self._add_lora(adapter), "the adapter to be loaded")
+
+    async def _add_lora(self, adapter: Any) -> None:
+        if not await self._llm.add_lora(adapter):
+            raise RuntimeError("it was not loaded")
+        await self._reset_prefix_cache()
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._wait(self._llm.collective_rpc(method, args=args), f"the workers' {method}")
+
+    async def _reset_prefix_cache(self) -> None:
+        if not await self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset")
+
+    def close(self) -> None:
+        """See `VLLMEngine`."""
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def wait_for(
+    future: concurrent.futures.Future[Any], timeout_seconds: float, waited_for: str, died: Callable[[], bool]
+) -> Any:
+    """The future's result. Raises TimeoutError past the limit, RuntimeError once the engine's process has `died`."""
+    deadline = time.monotonic() + timeout_seconds
+    while not concurrent.futures.wait([future], timeout=1.0).done:
+        if died():
+            # a request sent to a process that has just died can be forgotten by vLLM, and never ends
+            future.cancel()
+            raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
+        if time.monotonic() > deadline:
+            future.cancel()
+            raise TimeoutError(
+                f"waited {timeout_seconds:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
+            )
+    return future.result()
+
+
+def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:
+    """The engine of a `vllm.LLM` that somebody else built and closes."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
+    return InProcessEngine(llm) if in_process else SeparateEngine(llm, timeout_seconds)
+
+
+def save_one_by_one(weights: NamedWeights, folder: Path) -> None:
+    """Write a file a weight: tensors cannot cross to another process, a folder can, and no two are held at once."""
+    for number, (name, weight) in enumerate(weights):
+        save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
+
+
+@contextlib.contextmanager
+def exchange_folder() -> Iterator[Path]:
+    """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def longest_context(folder: Path) -> int | None:
+    """Tokens that the model of an HF folder was made for, None where its config does not say.
+
+    Raises ConfigError where there is no readable config.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no model folder: it has no readable config.json") from error
+    text = config.get("text_config") or config
+    return text.get("max_position_embeddings") or text.get("n_positions")
