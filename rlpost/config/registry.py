@@ -28,6 +28,8 @@ from rlpost.settings import (
     GSM8KSettings,
     GSPOLossSettings,
     GSPOTokenLossSettings,
+    IFBenchSettings,
+    IFEvalSettings,
     MinorSFTLossSettings,
     MLflowSettings,
     ModelSettings,
@@ -83,6 +85,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "countdown_schema": CountdownSettings,
         "dataset_schema": DatasetSettings,
         "gsm8k_schema": GSM8KSettings,
+        "ifbench_schema": IFBenchSettings,
+        "ifeval_schema": IFEvalSettings,
     },
     "policy": {
         "auto_schema": AutoPolicySettings,

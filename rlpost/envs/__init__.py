@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
+    from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
+    from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
+    from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
+    from rlpost.envs.tools import ToolCall as ToolCall
+    from rlpost.envs.tools import ToolLimits as ToolLimits
+    from rlpost.envs.tools import ToolResult as ToolResult
+    from rlpost.envs.tools import ToolTransform as ToolTransform
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -28,6 +36,14 @@ __getattr__, __dir__ = lazy_names(
         "GSM8KEnv": "gsm8k",
         "GSM8KPrepareQuestion": "gsm8k",
         "GSM8KRewardParser": "gsm8k",
+        "IFBenchEnv": "ifeval",
+        "IFEvalEnv": "ifeval",
+        "IFEvalScoreData": "ifeval",
+        "IfEvalScorer": "ifeval",
+        "ToolCall": "tools",
+        "ToolLimits": "tools",
+        "ToolResult": "tools",
+        "ToolTransform": "tools",
         "make_gsm8k_env": "gsm8k",
     },
 )

@@ -32,6 +32,7 @@ class EnvBase(ABC):
 
     max_reward: float | None = 1.0  # what a perfect reply earns; None: not known
     has_accuracy: bool = True  # whether the task has a 0/1 measure that a perfect reply meets
+    gold_name = "gold answers"  # what the replies of `gold_reply` are, where a proof counts them
     takes_tools: bool = False  # whether the model's calls are looked for in its replies
 
     def __init__(
@@ -130,12 +131,12 @@ class EnvBase(ABC):
         raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """A reply to `task` that earns `max_reward` and both accuracies."""
-        raise NotImplementedError
+        """A reply to `task` that earns `max_reward` and both accuracies. Raises DataError where none is known."""
+        raise DataError(f"{type(self).__name__} has no gold answers: give it gold_reply")
 
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
-        raise NotImplementedError
+        return [""]
 
     # What supervised fine-tuning learns from
 

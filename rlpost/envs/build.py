@@ -10,6 +10,7 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
+from rlpost.envs.ifeval import IFBenchEnv, IFEvalEnv
 from rlpost.envs.tool_choice import add_tools
 from rlpost.errors import ConfigError
 from rlpost.settings import (
@@ -18,6 +19,8 @@ from rlpost.settings import (
     DatasetSettings,
     EnvSettings,
     GSM8KSettings,
+    IFBenchSettings,
+    IFEvalSettings,
     ToolsSettings,
 )
 from rlpost.settings.registered import ENVS
@@ -101,6 +104,19 @@ def _gsm8k(settings: GSM8KSettings, *, seed: int, system_prompt: str | None, **c
     )
 
 
+def _ifeval(settings: IFEvalSettings, *, seed: int, **common: Any) -> IFEvalEnv:
+    env = IFBenchEnv if isinstance(settings, IFBenchSettings) else IFEvalEnv
+    return env(
+        settings.path,
+        answer_only=settings.answer_only,
+        leave_out=settings.leave_out,
+        shuffle=settings.shuffle,
+        held_out=settings.held_out,
+        seed=order_seed(seed, settings.seed),
+        **common,
+    )
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
     """One number for the two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed
@@ -111,4 +127,6 @@ BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     CountdownSettings: _countdown,
     DatasetSettings: _dataset,
     GSM8KSettings: _gsm8k,
+    IFBenchSettings: _ifeval,
+    IFEvalSettings: _ifeval,
 }

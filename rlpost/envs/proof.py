@@ -25,6 +25,7 @@ class Proof:
     failures: list[str] = field(default_factory=list)
     gold: list[float] = field(default_factory=list)
     corrupted: list[float] = field(default_factory=list)
+    gold_name: str = "gold answers"
 
     @property
     def holds(self) -> bool:
@@ -51,7 +52,7 @@ class Proof:
             told.append(
                 f"  on average the gold answers earn {fmean(self.gold):g}, the others {fmean(self.corrupted):g}"
             )
-        return [f"{self.checked} gold answers and {self.replies - self.checked} corrupted ones: {verdict}", *told]
+        return [f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}", *told]
 
 
 def prove(env: EnvBase) -> Proof:
@@ -62,7 +63,7 @@ def prove(env: EnvBase) -> Proof:
     more than the others on average. Raises DataError where the environment's data cannot be read.
     """
     env.start()
-    proof = Proof()
+    proof = Proof(gold_name=env.gold_name)
     for where, task in env.all_tasks():
         proof.checked += 1
         gold = env.gold_reply(task)

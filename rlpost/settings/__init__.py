@@ -16,6 +16,8 @@ from rlpost.settings.evaluation import EvalDuringTrainingSettings as EvalDuringT
 from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSettings
 from rlpost.settings.evaluation import EvalSettings as EvalSettings
 from rlpost.settings.expert_iteration import ExpertIterationSettings as ExpertIterationSettings
+from rlpost.settings.instructions import IFBenchSettings as IFBenchSettings
+from rlpost.settings.instructions import IFEvalSettings as IFEvalSettings
 from rlpost.settings.learning import AdamW8bitSettings as AdamW8bitSettings
 from rlpost.settings.learning import OptimSettings as OptimSettings
 from rlpost.settings.learning import Schedule as Schedule

@@ -1,0 +1,348 @@
+"""IFEval and IFBench: prompts with instructions that a program can check, one turn each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+
+from rlpost.data.batch import ragged
+from rlpost.data.conversation import Conversation
+from rlpost.data.datasets import Complaint, Row, load_rows
+from rlpost.data.demonstrations import Demonstration
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.scoring import record_score
+from rlpost.envs.transforms.base import Transform
+from rlpost.envs.turns import column, strip_end_of_turn
+from rlpost.errors import ConfigError, DataError
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.rewards.checkers import require_checkers
+from rlpost.rewards.ifbench import IFBENCH
+from rlpost.rewards.ifeval import IFEVAL
+from rlpost.rewards.ifeval_replies import replies_to
+from rlpost.rewards.instructions import (
+    WEIGHTS,
+    InstructionSet,
+    Judged,
+    best_reward,
+    checked_weights,
+    score,
+)
+from rlpost.rewards.score import Score
+
+IFEVAL_HUB_ID = "google/IFEval"
+IFBENCH_HUB_ID = "allenai/IFBench_test"
+ANSWER_PROMPT = (
+    "Think first, between <think> and </think>. Then write your whole reply to the user, and nothing else, between "
+    "<answer> and </answer>: only what stands there is read."
+)
+
+Aggregate = Callable[..., torch.Tensor | float]
+
+
+class IFEvalScoreData(TensorClass):
+    """Verdicts of a batch of replies, 1 or 0; NaN where a reply has none: not finished, or its check failed.
+
+    `prompt_level_*`, (*B, 1), is whether all instructions are followed, `inst_level_*`, (*B, N),
+    whether each is: ragged where rows have different numbers of them.
+    """
+
+    prompt_level_strict_acc: torch.Tensor
+    inst_level_strict_acc: torch.Tensor
+    prompt_level_loose_acc: torch.Tensor
+    inst_level_loose_acc: torch.Tensor
+
+    @classmethod
+    def of_reply(cls, judged: Judged) -> IFEvalScoreData:
+        """The verdicts on one reply, without batch dimension."""
+        return cls(
+            prompt_level_strict_acc=torch.tensor([float(all(judged.strict))]),  # (1,)
+            inst_level_strict_acc=torch.tensor(judged.strict, dtype=torch.float32),  # (N,)
+            prompt_level_loose_acc=torch.tensor([float(all(judged.loose))]),
+            inst_level_loose_acc=torch.tensor(judged.loose, dtype=torch.float32),
+        )
+
+    @classmethod
+    def of_batch(cls, rows: Sequence[Judged | None], counts: Sequence[int]) -> IFEvalScoreData:
+        """The verdicts on B replies with `counts` instructions each; None: a reply without verdict."""
+
+        def whole(verdicts: Sequence[Sequence[bool] | None]) -> torch.Tensor:
+            return torch.tensor([[float("nan") if row is None else float(all(row))] for row in verdicts])  # (B, 1)
+
+        def each(verdicts: Sequence[Sequence[bool] | None]) -> torch.Tensor:
+            unknown = [[float("nan")] * count for count in counts]
+            return ragged(
+                [torch.tensor(row or u, dtype=torch.float32) for row, u in zip(verdicts, unknown, strict=True)]
+            )
+
+        strict = [None if row is None else row.strict for row in rows]
+        loose = [None if row is None else row.loose for row in rows]
+        return cls(
+            prompt_level_strict_acc=whole(strict),
+            inst_level_strict_acc=each(strict),
+            prompt_level_loose_acc=whole(loose),
+            inst_level_loose_acc=each(loose),
+            batch_size=[len(rows)],
+        )
+
+
+class IfEvalScorer(Transform):
+    """Scores replies by the instructions of their task.
+
+    With `answer_only`, as in the reference, the first `<answer>` block alone is judged (a reply
+    without one follows nothing) and the form earns up to 0.15 more; otherwise the whole reply is.
+    `format_weights` weigh the four measures of `IFEvalScoreData`, in its order. `aggregate_reward`
+    is whether to give a reward, or a function that does: of an IFEvalScoreData without batch
+    dimension, and by keyword `think_blocks`, `answer_blocks` and `complete` (False for a reply that
+    was cut), to a number. `instructions` is the set of kinds: IFEVAL, IFBENCH.
+
+    Appended to an environment it scores and ends each conversation, on top of a reward that is
+    there already; its task holds the instructions' names under `instruction_ids_key` and their
+    arguments under `keyword_args_key`, as many. Raises MissingExtraError.
+    """
+
+    def __init__(
+        self,
+        *,
+        instruction_ids_key: str = "instruction_id_list",
+        prompt_key: str = "text",
+        keyword_args_key: str = "kwargs",
+        response_column: str = "text_response",
+        score_key: str = "ifeval_score",
+        aggregate_reward: bool | Aggregate = True,
+        format_weights: Sequence[float] | None = None,
+        answer_only: bool = True,
+        instructions: InstructionSet = IFEVAL,
+    ) -> None:
+        require_checkers(instructions.name)
+        self.instruction_ids_key = instruction_ids_key
+        self.prompt_key = prompt_key
+        self.keyword_args_key = keyword_args_key
+        self.response_column = response_column
+        self.score_key = score_key
+        self.aggregate_reward = aggregate_reward
+        self.format_weights = WEIGHTS if format_weights is None else checked_weights(format_weights)
+        self.answer_only = answer_only
+        self.instructions = instructions
+
+    def judge(self, task: Mapping[str, Any], reply: str, prompt: str = "") -> Judged:
+        """The verdicts on `reply`; `prompt` says in an error which it was. Raises DataError, RewardError."""
+        for key in (self.instruction_ids_key, self.keyword_args_key):
+            if key not in task:
+                raise DataError(f"a task has no {key!r} to score by: it has {', '.join(map(str, task))}")
+        ids, arguments = task[self.instruction_ids_key], task[self.keyword_args_key]
+        return self.instructions.judge(ids, arguments, prompt, strip_end_of_turn(reply), answer_only=self.answer_only)
+
+    def score(self, judged: Judged, *, complete: bool = True) -> Score | None:
+        """The reward of verdicts, or None with `aggregate_reward=False`."""
+        if self.aggregate_reward is False:
+            return None
+        scored = score(judged, answer_only=self.answer_only, weights=self.format_weights)
+        if callable(self.aggregate_reward):
+            scored.reward = float(
+                self.aggregate_reward(
+                    IFEvalScoreData.of_reply(judged),
+                    think_blocks=judged.think_blocks,
+                    answer_blocks=judged.answer_blocks,
+                    complete=complete,
+                )
+            )
+            scored.parts = {}
+        return scored
+
+    def score_conversation(self, conversation: Conversation) -> Score | None:
+        """The score of the last reply of a conversation; see `score`."""
+        judged = self.judge(conversation.task, conversation.response_text, conversation.query)
+        return self.score(judged, complete=conversation.finish_reason == "stop")
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
+        for conversation in conversations:
+            record_score(conversation, self.score_conversation)
+            conversation.truncated = conversation.finish_reason != "stop"
+            conversation.terminated = not conversation.truncated
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write `score_key`, an IFEvalScoreData, where there are replies: what `step` returns is such.
+
+        A TensorDict of one's own, (B,), with `instruction_ids_key`, `keyword_args_key` and
+        `response_column` (or `("text", "response")`) is scored too: `reward` (B, 1) on top of a
+        reward there is, and `done`.
+        """
+        if "conversation" in tensordict:
+            return self.show(tensordict)
+        if self.instruction_ids_key not in tensordict:
+            return tensordict
+        replies = self.response_column if self.response_column in tensordict else ("text", "response")
+        names = (self.instruction_ids_key, self.keyword_args_key)
+        tasks = [
+            dict(zip(names, row, strict=True)) for row in zip(*(_lists(tensordict, n) for n in names), strict=True)
+        ]
+        prompts = column(tensordict, self.prompt_key) if self.prompt_key in tensordict else [""] * len(tasks)
+        rows = [
+            self.judge(task, reply, str(prompt))
+            for task, reply, prompt in zip(tasks, column(tensordict, replies), prompts, strict=True)
+        ]
+        tensordict.set(self.score_key, IFEvalScoreData.of_batch(rows, [len(row.strict) for row in rows]))
+        scores = [scored for row in rows if (scored := self.score(row)) is not None]
+        if scores:
+            reward = torch.tensor([[scored.reward] for scored in scores])  # (B, 1)
+            tensordict.set("reward", reward + tensordict["reward"] if "reward" in tensordict else reward)
+        return tensordict.set("done", torch.ones(len(rows), 1, dtype=torch.bool))
+
+    def show(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the verdicts on conversations that are over beside what `step` returns of them."""
+        conversations: list[Conversation] = column(tensordict, "conversation")
+        if not any(conversation.done for conversation in conversations):
+            return tensordict
+        rows = [self.judge(c.task, c.response_text, c.query) if c.done and c.valid else None for c in conversations]
+        counts = [len(c.task[self.instruction_ids_key]) for c in conversations]
+        return tensordict.set(self.score_key, IFEvalScoreData.of_batch(rows, counts))
+
+
+class _ShownVerdicts(Transform):
+    """Writes the verdicts into what `step` returns, where the environment itself does the scoring."""
+
+    def __init__(self, scorer: IfEvalScorer) -> None:
+        self.show = scorer.show
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.show(tensordict)
+
+
+class IFEvalEnv(DatasetChatEnv):
+    """One turn on each IFEval prompt.
+
+    `dataset` is the hub's id, a folder with train.jsonl (and test.jsonl), one file, or a sequence of
+    rows with `prompt`, `instruction_id_list` and `kwargs`; of a path without a file for test a
+    share `held_out` of the prompts is the split test, and `held_out=1` makes all of them test, as
+    the benchmark counts. The whole reply is judged, as the benchmark does; with `answer_only` its
+    first `<answer>` block, which the system prompt then asks for: see `IfEvalScorer`. Rows with an
+    instruction of a kind in `leave_out` are left out. With `compute_reward=False` replies are not
+    scored. Accuracy is whether all instructions are followed: strictly, and loosely. Other
+    arguments are `DatasetChatEnv`'s. Raises MissingExtraError.
+    """
+
+    instructions = IFEVAL
+    gold_name = "replies made to follow an instruction"
+
+    def __init__(
+        self,
+        dataset: str | Sequence[Mapping[str, Any]] = IFEVAL_HUB_ID,
+        *,
+        system_prompt: str | None = None,
+        answer_only: bool = False,
+        leave_out: Sequence[str] = (),
+        format_weights: Sequence[float] | None = None,
+        compute_reward: bool = True,
+        data_key: str = "prompt",
+        **chat: Any,
+    ) -> None:
+        if system_prompt is None and answer_only:
+            system_prompt = ANSWER_PROMPT
+        super().__init__(dataset, system_prompt=system_prompt, data_key=data_key, **chat)
+        self.scorer = IfEvalScorer(
+            answer_only=answer_only, format_weights=format_weights, instructions=self.instructions
+        )
+        self.leave_out = list(leave_out)
+        self.compute_reward = compute_reward
+        self.max_reward = best_reward(answer_only=answer_only, weights=self.scorer.format_weights)
+        if compute_reward:
+            self.append_transform(_ShownVerdicts(self.scorer))
+
+    def load(self, split: str) -> list[Row]:
+        """See `DatasetChatEnv.load`: each instruction is set up once, so that none fails in training.
+
+        Raises DataError naming file, row and field, ConfigError for an unknown kind in `leave_out`.
+        """
+        for kind in self.leave_out:
+            if kind not in (known := self.instructions.checkers()):
+                near = did_you_mean(nearest(kind, known), "name kinds that the rows use")
+                raise ConfigError(
+                    f"env.leave_out names {kind!r}, which is no instruction of {self.instructions.name}{near}"
+                )
+        if isinstance(self.dataset, str):
+            rows = load_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
+        else:
+            rows = [dict(row) for row in self.dataset]
+            for number, row in enumerate(rows, start=1):
+                if complaint := self._complaint(row):
+                    raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
+        kept = [row for row in rows if not self._is_left_out(row)]
+        if not kept:
+            raise DataError(f"env.leave_out={self.leave_out} leaves none of {len(rows)} rows: name fewer kinds")
+        return kept[: self.limit]
+
+    def score(self, conversation: Conversation) -> Score | None:
+        """See `ChatEnv.score`."""
+        return self.scorer.score_conversation(conversation) if self.compute_reward else None
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`; IFEval has no gold answers, so each different instruction of the rows is a task."""
+        seen = set()
+        for number, row in enumerate(self.load(self.split), start=1):
+            for kind, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
+                given = {name: value for name, value in arguments.items() if value is not None}
+                if (key := repr((kind, given))) not in seen and replies_to(kind, given) is not None:
+                    seen.add(key)
+                    yield (
+                        f"{self.split} row {number}, {kind}",
+                        {self.data_key: row[self.data_key], "instruction_id_list": [kind], "kwargs": [given]},
+                    )
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`: a reply made to follow the one instruction of a task of `all_tasks`."""
+        return self._tagged(_replies(task).following)
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """See `EnvBase.corrupted_replies`: nothing, and a reply made to break the instruction, where there is one."""
+        replies = _replies(task)
+        wrong = ["", "  \n", *([] if replies.breaking is None else [self._tagged(replies.breaking)])]
+        return [*wrong, replies.following] if self.scorer.answer_only else wrong
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: there are none. Raises DataError."""
+        raise DataError(
+            f"{self.instructions.name} has no answers to learn from: fine-tune on rows with completions (env=dataset)"
+        )
+
+    def _complaint(self, row: Row) -> Complaint | None:
+        return None if self._is_left_out(row) else self.instructions.complaint(row)
+
+    def _is_left_out(self, row: Row) -> bool:
+        kinds = row.get("instruction_id_list")
+        return isinstance(kinds, list | tuple) and any(kind in kinds for kind in self.leave_out)
+
+    def _tagged(self, reply: str) -> str:
+        return f"<think></think><answer>{reply}</answer>" if self.scorer.answer_only else reply
+
+
+class IFBenchEnv(IFEvalEnv):
+    """One turn on each IFBench prompt: `IFEvalEnv` with that benchmark's kinds of instructions."""
+
+    instructions = IFBENCH
+
+    def __init__(self, dataset: str | Sequence[Mapping[str, Any]] = IFBENCH_HUB_ID, **others: Any) -> None:
+        super().__init__(dataset, **others)
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`: there are none. Raises DataError."""
+        self.start()
+        raise DataError(
+            f"all {self.num_tasks} rows of the split {self.split} can be checked, but IFBench has no gold answers to "
+            "prove its rewards with: compare verdicts on replies of your own (rlpost.rewards.ifbench.verdicts)"
+        )
+
+
+def _replies(task: Mapping[str, Any]) -> Any:
+    replies = replies_to(task["instruction_id_list"][0], task["kwargs"][0])
+    if replies is None or len(task["instruction_id_list"]) != 1:
+        raise DataError("no reply is known that follows this task: gold_reply takes the tasks of all_tasks")
+    return replies
+
+
+def _lists(tensordict: TensorDictBase, key: str) -> list[Any]:
+    """The entry `key`, a list a row."""
+    return [getattr(row, "tolist", lambda row=row: row)() for row in column(tensordict, key)]
