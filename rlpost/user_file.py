@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def functions_of(tree: ast.Module) -> list[str]:
 
 
 def import_file(path: str) -> ModuleType:
-    """The module of the file at `path`, run once a process; files beside it can be imported from it.
+    """The module of the file at `path`, run once a process; files beside it can be imported from it, and import it.
 
     Raises ConfigError, naming the line of the file, where running it fails.
     """
@@ -78,7 +79,15 @@ def import_file(path: str) -> ModuleType:
         if isinstance(error, SyntaxError) and error.filename == str(file):
             raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
         raise ConfigError(f"{where_in(file, error, path)}: importing it failed: {named(error)}") from error
+    if _is_imported_as(file.stem, file):
+        sys.modules.setdefault(file.stem, module)  # a file beside it that imports it gets this one, not a second
     return module
+
+
+def _is_imported_as(name: str, file: Path) -> bool:
+    """Whether `import name` would run `file`."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() and name not in sys.modules else None
+    return spec is not None and spec.origin == str(file)
 
 
 def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:

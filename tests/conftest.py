@@ -53,9 +53,9 @@ def tiny_tokenizer() -> Any:
 def nothing_stays_registered() -> Iterator[None]:
     """What plugins register in a test is forgotten after it."""
     from rlpost.config.registry import SCHEMAS
-    from rlpost.settings.registered import ENVS, REWARDS
+    from rlpost.settings.registered import ENVS, REWARDS, TOOLS
 
-    registries: list[dict[str, Any]] = [ENVS, REWARDS, SCHEMAS["env"]]
+    registries: list[dict[str, Any]] = [ENVS, REWARDS, TOOLS, SCHEMAS["env"]]
     before = [dict(registry) for registry in registries]
     yield
     for registry, content in zip(registries, before, strict=True):

@@ -33,18 +33,33 @@ def obey(command: str) -> None:
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.usefixtures("nothing_stays_registered")
-def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for language, name, text in blocks("own-data.md"):
+def follow(page: str) -> None:
+    """Write the page's files into the current folder and obey its commands, from top to bottom."""
+    for language, name, text in blocks(page):
         if name:
             Path(name).write_text(text)
         else:
             assert language == "sh"
             for line in text.splitlines():
                 obey(line)
+
+
+@pytest.mark.usefixtures("nothing_stays_registered")
+def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("own-data.md")
     assert len(Path("shopping.jsonl").read_text().splitlines()) == 200
     assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 3
+
+
+@pytest.mark.usefixtures("nothing_stays_registered")
+def test_own_environment_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    follow("own-environment.md")
+    assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 3
+    program = next(text for _, name, text in blocks("own-environment.md") if name == "capitals.py")
+    assert len(program.splitlines()) <= 40  # with its settings, blank lines and docstrings
 
 
 def test_the_reward_of_the_page_is_about_thirty_lines() -> None:

@@ -111,3 +111,12 @@ def test_what_a_file_prints_is_no_result(tmp_path: Path, capsys: pytest.CaptureF
     import_file(written(tmp_path, "print('hello')"))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "hello\n")
+
+
+def test_a_file_beside_it_imports_the_same_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "shelf_of_books.py").write_text("BOOKS = []\n")
+    (tmp_path / "reader_of_books.py").write_text("import shelf_of_books\nshelf_of_books.BOOKS.append(1)\n")
+    first = import_file(str(tmp_path / "shelf_of_books.py"))
+    import_file(str(tmp_path / "reader_of_books.py"))
+    assert first.BOOKS == [1]

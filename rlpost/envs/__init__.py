@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
@@ -44,6 +45,7 @@ __getattr__, __dir__ = lazy_names(
         "ToolLimits": "tools",
         "ToolResult": "tools",
         "ToolTransform": "tools",
+        "MathEnv": "math_problems",
         "make_gsm8k_env": "gsm8k",
     },
 )

@@ -301,6 +301,11 @@ class DatasetChatEnv(ChatEnv):
         self.start()
         return {repr(self.opening_messages(row)) for row in getattr(self._rows, "rows", ())}
 
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`: the rows."""
+        for number, row in enumerate(self.load(self.split), start=1):
+            yield f"{self.split} row {number}", row
+
     def demonstrations(self) -> Iterator[Demonstration]:
         """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
         for where, task in self.all_tasks():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpost.envs.chat import ChatEnv
+from rlpost.envs.function_tool import FunctionTool
 from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
@@ -18,10 +19,20 @@ def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
     limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
     env.tools = Tools(settings.role.value, limits)
     for name in settings.use:
-        tool = TOOLS[name]() if name in TOOLS else BUILDERS[name](settings)
-        if not isinstance(tool, ToolTransform):
-            raise ConfigError(f"what is registered as the tool {name} made a {type(tool).__name__}: no ToolTransform")
-        env.append_transform(tool)
+        env.append_transform(BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings))
+
+
+def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
+    """A plugin's tool. Raises ConfigError for a class that is no tool, and a function that does not say enough."""
+    tool = TOOLS[name]
+    if not isinstance(tool, type):
+        return FunctionTool(tool, name, timeout=settings.timeout_seconds)
+    if not issubclass(tool, ToolTransform):
+        raise ConfigError(
+            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: let "
+            "it be, or register a function"
+        )
+    return tool()
 
 
 def _python(settings: ToolsSettings) -> ToolTransform:

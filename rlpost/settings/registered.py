@@ -24,7 +24,8 @@ class RegisteredEnv:
 
 ENVS: dict[str, RegisteredEnv] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
-TOOLS: dict[str, Callable[[], Any]] = {}
+REWARD_FILES: dict[str, str] = {}  # reward -> the plugin that registered it, full path; none for one of other code
+TOOLS: dict[str, Callable[..., Any]] = {}
 
 
 def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:
@@ -60,15 +61,17 @@ def register_reward(name: str, function: Callable[..., Any]) -> None:
     REWARDS[name] = function
 
 
-def register_tool(name: str, build: Callable[[], Any]) -> None:
-    """Make `tools.use=[NAME]` offer a tool of your own: `build()` returns a `rlpost.envs.ToolTransform`.
+def register_tool(name: str, tool: Callable[..., Any]) -> None:
+    """Make `tools.use=[NAME]` offer a tool of your own.
 
-    Raises ConfigError for a name that is taken or cannot be one, and for what cannot be called.
+    `tool` is a function that the model may call, with type hints and a docstring that describes each
+    parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments. Raises
+    ConfigError for a name that is taken or cannot be one, and for what cannot be called.
     """
     _check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
-    if not callable(build):
-        raise ConfigError(f"register_tool({name!r}): {_shown(build)} builds nothing: give a class or a function")
-    TOOLS[name] = build
+    if not callable(tool):
+        raise ConfigError(f"register_tool({name!r}): {_shown(tool)} cannot be called: give a function or a class")
+    TOOLS[name] = tool
 
 
 def _check_name(said: str, name: Any, taken: Any) -> None:
