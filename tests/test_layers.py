@@ -63,6 +63,10 @@ DOORS = {
     "wandb": ["tracking/wandb.py"],
     "trackio": ["tracking/trackio.py"],
     "mlflow": ["tracking/mlflow.py"],
+    "math_verify": ["rewards/math_answers.py"],
+    "reasoning_gym": ["rewards/reasoning_tasks.py"],
+    "gymnasium": ["envs/text_game.py"],
+    "mlgym": ["envs/mlgym_env.py"],
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],
     "langdetect": ["rewards/checkers.py"],
@@ -71,7 +75,20 @@ DOORS = {
     "trl": [],
 }
 
-OPENED_LATE = ("vllm", "ray", "datasets", "peft", "bitsandbytes", "if_verifiable", "nltk", "langdetect")
+OPENED_LATE = (
+    "vllm",
+    "ray",
+    "datasets",
+    "peft",
+    "bitsandbytes",
+    "if_verifiable",
+    "nltk",
+    "langdetect",
+    "math_verify",
+    "reasoning_gym",
+    "gymnasium",
+    "mlgym",
+)
 
 # room -> what its files never import; a dotted name means that module and all below it
 NEVER = {

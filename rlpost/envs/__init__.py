@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
-    from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
-    from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
     from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
+    from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
+    from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.tools import ToolCall as ToolCall
     from rlpost.envs.tools import ToolLimits as ToolLimits
     from rlpost.envs.tools import ToolResult as ToolResult

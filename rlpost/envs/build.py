@@ -11,6 +11,8 @@ from rlpost.envs.countdown import CountdownEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
 from rlpost.envs.ifeval import IFBenchEnv, IFEvalEnv
+from rlpost.envs.math_problems import SYSTEM_PROMPT as MATH_SYSTEM_PROMPT
+from rlpost.envs.math_problems import MathEnv
 from rlpost.envs.tool_choice import add_tools
 from rlpost.errors import ConfigError
 from rlpost.settings import (
@@ -21,6 +23,7 @@ from rlpost.settings import (
     GSM8KSettings,
     IFBenchSettings,
     IFEvalSettings,
+    MathSettings,
     ToolsSettings,
 )
 from rlpost.settings.registered import ENVS
@@ -117,6 +120,19 @@ def _ifeval(settings: IFEvalSettings, *, seed: int, **common: Any) -> IFEvalEnv:
     )
 
 
+def _math(settings: MathSettings, *, seed: int, system_prompt: str | None, **common: Any) -> MathEnv:
+    return MathEnv(
+        settings.path,
+        config=settings.config,
+        shuffle=settings.shuffle,
+        held_out=settings.held_out,
+        verify_seconds=settings.verify_seconds,
+        system_prompt=MATH_SYSTEM_PROMPT if system_prompt is None else system_prompt,
+        seed=order_seed(seed, settings.seed),
+        **common,
+    )
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
     """One number for the two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed
@@ -127,6 +143,7 @@ BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     CountdownSettings: _countdown,
     DatasetSettings: _dataset,
     GSM8KSettings: _gsm8k,
+    MathSettings: _math,
     IFBenchSettings: _ifeval,
     IFEvalSettings: _ifeval,
 }

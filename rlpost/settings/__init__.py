@@ -42,6 +42,7 @@ from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings
 from rlpost.settings.more_envs import CountdownOperation as CountdownOperation
 from rlpost.settings.more_envs import CountdownSettings as CountdownSettings
+from rlpost.settings.more_envs import MathSettings as MathSettings
 from rlpost.settings.policy import AutoPolicySettings as AutoPolicySettings
 from rlpost.settings.policy import Engine as Engine
 from rlpost.settings.policy import PolicySettings as PolicySettings

@@ -1,4 +1,4 @@
-"""Settings of the environments whose problems are made on the spot."""
+"""Settings of environments: mathematics, and problems and games made on the spot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from enum import Enum
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import at_least, between
 from rlpost.settings.env import EnvSettings
+
+
+@dataclass
+class MathSettings(EnvSettings):
+    """Mathematics problems answered in boxes, from the hub or from a folder or file of your own."""
+
+    path: str = "DigitalLearningGmbH/MATH-lighteval"  # folder, file or hub id
+    config: str | None = None  # configuration of a hub dataset
+    held_out: float = 0.1  # share of the problems kept for test where no file of its own holds that split
+    shuffle: bool = True  # false: rows in the order of the file
+    seed: int = 0  # of the order in which problems are drawn
+    verify_seconds: float = 5.0  # longest comparison of an answer; a later one earns 0 and counts as unverified
+    max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 1024  # a longer completion is cut
+    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("env.held_out", self.held_out, 0.0, 1.0)
+        between("env.verify_seconds", self.verify_seconds, 0.01, 3600.0)
 
 
 class CountdownOperation(Enum):

@@ -1,0 +1,128 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import MathEnv
+from rlpost.envs.build import build_env
+from rlpost.envs.proof import prove
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import MathSettings
+
+pytest.importorskip("math_verify")
+
+ROWS = [
+    {"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1"},
+    {"problem": "Three and four?", "solution": "They are seven.", "answer": "7"},
+    {
+        "problem": "The pair?",
+        "solution": r"So $\boxed{\left( 3, \frac{\pi}{2} \right)}$",
+        "answer": r"(3,\frac{\pi}{2})",
+    },
+    {"question": "Natalia?", "answer": "48/2 = <<48/2=24>>24\n#### 1,024"},
+    {"question": "Its roots?", "answer": r"They are \boxed{\{1,2\}}."},
+]
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[MathEnv]:
+    env = MathEnv(ROWS, shuffle=False, num_envs=5)
+    yield env
+    env.close()
+
+
+def replied(env: MathEnv, *replies: str) -> list[Conversation]:
+    env.reset_dataloader()
+    conversations = env.draw(len(replies))
+    for conversation, reply in zip(conversations, replies, strict=True):
+        conversation.add_completion(Completion([], [], reply, "stop", 0))
+    env.advance(conversations)
+    return conversations
+
+
+def test_the_right_answer_is_found_wherever_rows_have_it(env: MathEnv) -> None:
+    tasks = [conversation.task for conversation in env.draw(5)]
+    assert [task["answer"] for task in tasks] == [r"\frac{1}{2}", "7", r"(3,\frac{\pi}{2})", "1,024", r"\{1,2\}"]
+    assert [task["question"] for task in tasks] == [
+        "Half of one?",
+        "Three and four?",
+        "The pair?",
+        "Natalia?",
+        "Its roots?",
+    ]
+    assert tasks[0]["level"] == "Level 1"
+
+
+def test_the_model_is_told_to_box_and_sees_no_answer(env: MathEnv) -> None:
+    conversation = MathEnv(ROWS, shuffle=False).draw()[0]
+    assert [message["role"] for message in conversation.messages] == ["system", "user"]
+    assert r"\boxed{}" in conversation.messages[0]["content"]
+    assert conversation.query == "Half of one?"
+
+
+def test_replies_are_scored_together_by_their_own_words_alone(env: MathEnv) -> None:
+    replies = (r"\boxed{0.5}", r"\boxed{8}", r"it is $(3, \pi/2)$", r"\boxed{1024}", "")
+    scored = replied(env, *replies)
+    assert [c.reward for c in scored] == [1.0, 0.1, 0.0, 1.0, 0.0]
+    assert [c.accuracy_strict for c in scored] == [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert [c.accuracy_lenient for c in scored] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [c.reward_parts["unverified"] for c in scored] == [0.0] * 5
+
+
+def test_gold_answers_score_full_marks_and_corrupted_ones_do_not(env: MathEnv) -> None:
+    proof = prove(env)
+    assert proof.holds, proof.lines()
+    assert proof.replies == 8 * len(ROWS)
+
+
+def test_a_right_answer_nothing_can_be_compared_with_makes_the_sample_invalid() -> None:
+    env = MathEnv([{"problem": "?", "answer": "$"}])
+    try:
+        conversation = replied(env, r"\boxed{3}")[0]
+    finally:
+        env.close()
+    assert (conversation.valid, conversation.reward) == (False, None)
+    assert conversation.error is not None
+    assert "the right answer '$' cannot be compared" in conversation.error
+
+
+def test_a_file_of_ones_own_is_divided_between_the_splits(tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    file.write_text("\n".join(json.dumps({"problem": f"{n}?", "answer": str(n)}) for n in range(40)))
+    sides = []
+    for split in ("train", "test"):
+        env = build_env(MathSettings(path=str(file), split=split, held_out=0.4), num_prompts=1, group_size=1, seed=0)
+        sides.append({conversation.query for conversation in env.draw(env.num_tasks)})
+        env.close()
+    assert sides[0] & sides[1] == set()
+    assert len(sides[0] | sides[1]) == 40
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"problem": "And?", "solution": "none"}, "field 'solution': has no right answer"),
+        ({"problem": "And?", "answer": "  "}, "field 'answer': has no right answer"),
+        ({"problem": "And?"}, "field 'solution': missing; the row has problem"),
+        ({"problme": "And?", "answer": "3"}, "field 'problem': missing; did you mean problme?"),
+        ({"problem": " ", "answer": "3"}, "field 'problem': must be text, and not empty"),
+        ({"problem": "And?", "answer": "3" * 501}, "field 'answer': has 501 characters: at most 500 are compared"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, str], complaint: str) -> None:
+    with pytest.raises(DataError) as raised:
+        MathEnv([ROWS[0], row]).start()
+    assert str(raised.value).startswith(f"the dataset, row 2, {complaint}")
+
+
+def test_settings_reach_the_environment(tmp_path: Path) -> None:
+    settings = MathSettings(path="nobody/none", config="main", verify_seconds=1.5)
+    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
+    assert isinstance(env, MathEnv)
+    assert (env.dataset, env.config, env.verifier._workers.seconds) == ("nobody/none", "main", 1.5)
+    with pytest.raises(ConfigError, match=r"env.verify_seconds=0 is out of range"):
+        MathSettings(verify_seconds=0)
+    with pytest.raises(ConfigError, match=r"tiers=\(0.1, 1.0, 0.0\)"):
+        MathEnv(ROWS, tiers=(0.1, 1.0, 0.0))

@@ -1,0 +1,157 @@
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rlpost.errors import MissingExtraError
+from rlpost.rewards.math_answers import MAX_CHARACTERS, Verifier, last_box, read, same_text
+
+pytest.importorskip("math_verify")
+
+HOSTILE = ["9^{9^{9^9}}", "10^{100000000}", "2^{2^{40}}"]
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    verifier = Verifier(seconds=5.0, count=1)
+    yield verifier
+    verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{\frac{1}{2}} and \boxed{ \sqrt{3} }.", r"\sqrt{3}"),
+        (r"\boxed 7", "7"),
+        (r"\fbox{8}", "8"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} but \boxed{2", "1"),
+        (r"\boxed{}", ""),
+        ("no box", None),
+        (r"\boxed{", None),
+    ],
+)
+def test_the_last_closed_box_counts(text: str, box: str | None) -> None:
+    assert last_box(text) == box
+
+
+def test_boxes_that_never_close_or_never_end_are_read_in_an_instant() -> None:
+    assert last_box(r"\boxed{" * 300_000) is None
+    assert last_box(r"\boxed{(" * 5) is None
+    assert len(last_box(r"\boxed{" + "1" * 10**6) or "") == MAX_CHARACTERS + 1
+
+
+def test_without_a_box_the_answer_block_or_the_end_is_looked_at() -> None:
+    assert read("<answer>3</answer> and so on").rest == "3"
+    assert read("It is 3.").rest == "It is 3."
+    assert read(r"<answer>3</answer> \boxed{4}").rest == "4"
+    assert len(read("x" * 10_000).rest) == MAX_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
+        (r"\left( 3, \pi \right)", r"(3,\pi)", True),
+        ("$5$", "5.", True),
+        (r"1,\!000", "1,000", True),
+        ("12", "1 2", False),
+        (r"\leftarrow", "arrow", False),
+        ("5", "6", False),
+    ],
+)
+def test_texts_are_the_same_but_for_what_says_nothing(one: str, other: str, same: bool) -> None:
+    assert same_text(one, other) is same
+
+
+@pytest.mark.parametrize(
+    ("gold", "box", "right"),
+    [
+        (r"\frac{1}{2}", "0.5", True),
+        (r"\frac{3}{4}", r"\frac{6}{8}", True),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("1", r"\sin^2 x + \cos^2 x", True),
+        ("2k+2", "2(k+1)", True),
+        (r"10\%", "10", True),
+        (r"\$32,\!348", "32348", True),
+        (r"90^\circ", "90", True),
+        ("5", "x = 5", True),
+        (r"\text{(B)}", "B", True),
+        (r"\text{Evelyn}", "evelyn", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ \frac{4}{2} \end{pmatrix}", True),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("(1,2)", "(2,1)", False),
+        ("[1,2)", "(1,2]", False),
+        ("6+9i", "6-9i", False),
+        ("7", "8", False),
+        (r"\text{yes}", r"\text{no}", False),
+    ],
+)
+def test_answers_are_compared_as_expressions(verifier: Verifier, gold: str, box: str, right: bool) -> None:
+    score = verifier.score([(rf"It is \boxed{{{box}}}.", gold)])[0]
+    assert (score.reward, score.accuracy_strict, score.accuracy_lenient) == ((1.0, 1.0, 1.0) if right else (0.1, 0, 0))
+    assert score.answer == (gold if right else " ".join(box.split()))
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward", "lenient"),
+    [
+        (r"\boxed{\frac{3}{4}}", 1.0, 1.0),
+        (r"\boxed{0.75} no, \boxed{1}", 0.1, 0.0),
+        ("<answer>3/4</answer>", 0.0, 1.0),
+        (r"so the answer is $\frac{6}{8}$", 0.0, 1.0),
+        ("so it is 0.75", 0.0, 1.0),
+        ("so it is 0.8", 0.0, 0.0),
+        (r"\boxed{}", 0.1, 0.0),
+        ("I do not know.", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_tiers_and_accuracies(verifier: Verifier, reply: str, reward: float, lenient: float) -> None:
+    score = verifier.score([(reply, r"\frac{3}{4}")])[0]
+    assert (score.reward, score.accuracy_strict, score.accuracy_lenient) == (reward, float(reward == 1.0), lenient)
+    assert score.parts["format"] + score.parts["right"] == pytest.approx(reward)
+    assert score.parts["unverified"] == 0.0
+
+
+def test_hundreds_of_replies_are_compared_by_one_process(verifier: Verifier) -> None:
+    replies = [(rf"\boxed{{{number}}}", "5") for number in range(200)] + [(f"It is {n}", "5") for n in range(200)]
+    pid = verifier._workers._workers[0].pid
+    scores = verifier.score(replies)
+    assert [score.accuracy_lenient for score in scores] == [float(n == 5) for n in range(200)] * 2
+    assert [score.accuracy_strict for score in scores] == [float(n == 5) for n in range(200)] + [0.0] * 200
+    assert verifier._workers._workers[0].pid == pid
+
+
+def test_hostile_answers_earn_nothing_are_counted_and_leave_the_others_alone() -> None:
+    verifier = Verifier(seconds=0.4, count=2)
+    try:
+        verifier.score([(r"\boxed{0.5}", r"\frac12")] * 2)  # both processes are there
+        replies = [(rf"\boxed{{{box}}}", "5") for box in [*HOSTILE, "5", r"\frac{10}{2}", "4"]]
+        began = time.monotonic()
+        scores = verifier.score([*replies, *replies])  # equal ones are compared once
+        assert time.monotonic() - began < 10
+    finally:
+        verifier.close()
+    assert [score.reward for score in scores] == [0.0, 0.0, 0.0, 1.0, 1.0, 0.1] * 2
+    assert [score.parts["unverified"] for score in scores] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0] * 2
+    assert all(score.valid for score in scores)
+
+
+def test_what_is_too_long_or_too_deep_is_not_even_tried(verifier: Verifier) -> None:
+    for box in ("1" * (MAX_CHARACTERS + 1), "(" * 60 + "1" + ")" * 60, r"\sqrt{" * 60 + "1" + "}" * 60):
+        score = verifier.score([(rf"\boxed{{{box}}}", "5")])[0]
+        assert (score.reward, score.parts["unverified"], score.valid) == (0.0, 1.0, True)
+
+
+def test_a_right_answer_that_cannot_be_compared_is_an_error_of_its_row(verifier: Verifier) -> None:
+    score = verifier.score([(r"\boxed{3}", "$")])[0]
+    assert not score.valid
+    assert score.error == "the right answer '$' cannot be compared: math-verify finds nothing to compare in it"
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    with pytest.raises(MissingExtraError, match=r"env=math needs math_verify, .*pip install 'rlpost\[math\]'"):
+        Verifier().start()
