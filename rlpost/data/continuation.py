@@ -49,10 +49,17 @@ class Continuation:
 
         Raises DataError for a template that renders what came before differently once more follows.
         """
+        ids = self._tokenised(self.observation_text(conversation))
+        if not conversation.chat or conversation.response_ids[-1:] == [self.end_of_turn]:
+            return ids
+        return [self.end_of_turn, *ids]  # a turn that ended with another stop token
+
+    def observation_text(self, conversation: Conversation) -> str:
+        """What the environment said since the model's last turn, and the next turn's opening; raises as above."""
         messages = conversation.messages
         reply = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         if not conversation.chat:
-            return self._tokenised("".join(message["content"] for message in messages[reply + 1 :]))
+            return "".join(message["content"] for message in messages[reply + 1 :])
         asked = self._render(conversation, reply, asking=True)
         answered = self._render(conversation, reply + 1, asking=False)
         whole = self._render(conversation, len(messages), asking=True)
@@ -64,9 +71,11 @@ class Continuation:
                 f"{self.template} does not render a conversation as a continuation of its beginning, so several turns "
                 "cannot be trained on: use single-turn tasks with this model, or another tool_role"
             )
-        ids = self._tokenised(whole[len(kept) :])
-        closed = conversation.response_ids[-1:] == [self.end_of_turn]
-        return ids if closed else [self.end_of_turn, *ids]  # a turn that ended with another stop token
+        return whole[len(kept) :]
+
+    def text(self, conversation: Conversation) -> str:
+        """All that was said, and the opening of the model's turn. Raises DataError where the template refuses it."""
+        return self._render(conversation, len(conversation.messages), asking=True)
 
     def check(self, role: str, tools: Sequence[dict[str, Any]] = ()) -> None:
         """Raise DataError, naming the template, unless it can go on after a message of `role`."""

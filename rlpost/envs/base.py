@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.batch import batch_from_conversations
+from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.input_mode import InputMode
 from rlpost.envs import turns
+from rlpost.envs.replies import add_replies
 from rlpost.envs.tools import ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
@@ -26,6 +30,11 @@ class EnvBase(ABC):
     `reset`, `step`, `step_and_maybe_reset` and `rollout` are the same as TensorDicts of
     `batch_size`; they keep no state of their own: the conversations travel in the TensorDict, under
     `conversation`, and a step leaves those it was given as they are.
+
+    `input_mode` is the form in which they ask and are answered, and changes nothing else: "history"
+    (messages), "text" (what the tokenizer's chat template makes of them) or "tokens" (the ids of that
+    text; those that were sampled are carried forward and never tokenised again). The latter two need
+    `tokenizer`; with one, the mode history shows the text as well, and the ids of first prompts.
 
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
@@ -42,6 +51,7 @@ class EnvBase(ABC):
         max_completion_tokens: int = 256,
         max_prompt_tokens: int | None = None,
         tokenizer: Any = None,
+        input_mode: InputMode | str = InputMode.history,
     ) -> None:
         shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
         if len(shape) != 1 or shape[0] < 1:
@@ -50,7 +60,18 @@ class EnvBase(ABC):
         self.max_completion_tokens = max_completion_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.tokenizer = tokenizer
+        self.input_mode = InputMode.of(input_mode)
+        self.check_tokenizer()
         self.transforms: list[Transform] = []
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigError where the input mode needs a tokenizer that is not there."""
+        if self.input_mode is not InputMode.history and self.tokenizer is None:
+            raise ConfigError(f"input_mode={self.input_mode.value!r} needs a tokenizer to write prompts with: give one")
+
+    @cached_property
+    def _continuation(self) -> Continuation | None:
+        return None if self.tokenizer is None else Continuation(self.tokenizer)
 
     # The plain face
 
@@ -152,10 +173,11 @@ class EnvBase(ABC):
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
 
-        Returns a TensorDict of `batch_size` with `query`, `history`, `group_id`, `sample`,
-        `conversation` and `done`, `terminated`, `truncated` (B, 1); with a tokenizer
-        `("text", "prompt")` and, for first turns, `("tokens", "prompt")` too. Raises DataError for a TensorDict with
-        neither entry or of another batch size.
+        Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
+        `done`, `terminated`, `truncated` (B, 1), and what is asked: in the mode history `history`, with a
+        tokenizer also `("text", "prompt")` and, for first turns, `("tokens", "prompt")`, ragged (B, *);
+        in the mode text the one and in the mode tokens the other, in every turn. Raises DataError for a
+        TensorDict with neither entry or of another batch size.
         """
         self.abandon()
         if tensordict is None or tensordict.is_empty():
@@ -174,7 +196,9 @@ class EnvBase(ABC):
 
         The turn is `text_response` (a str a row; an end-of-turn marker at its end is dropped), or
         the policy's `("text", "response")` with, where it wrote them, `("tokens", "response")`,
-        `("log_probs", "response")`, `finish_reason` and `policy_version`. Writes `next`: what reset
+        `("log_probs", "response")`, `finish_reason` and `policy_version`; in the mode text also
+        `("text", "full")`, prompt and response. In the mode tokens it is `("tokens", "response")`,
+        `tokens_response` or `("tokens", "full")`, and the text is decoded. Writes `next`: what reset
         returns, of the conversations one turn later, and `reward` (B, 1), 0 until a conversation is
         scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
         Raises DataError without a turn to take, or for a conversation that is over.
@@ -182,7 +206,7 @@ class EnvBase(ABC):
         conversations = [conversation.copy() for conversation in turns.conversations_of(tensordict)]
         if any(conversation.done for conversation in conversations):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
-        turns.add_replies(conversations, tensordict, self.tokenizer)
+        add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
         self.advance(conversations)
         following = self._observe(conversations)
         following.update(turns.scores(conversations))
@@ -230,7 +254,7 @@ class EnvBase(ABC):
     def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""
         observed: TensorDictBase = TensorDict(
-            turns.observation(conversations, self.tokenizer), batch_size=[len(conversations)]
+            turns.observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
         )
         for transform in self.transforms:
             observed = transform(observed)

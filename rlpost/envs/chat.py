@@ -8,6 +8,7 @@ from typing import Any, Self
 from rlpost.data.conversation import CUT, Conversation, Message
 from rlpost.data.datasets import HELD_OUT, load_rows
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows
 from rlpost.envs.scoring import record_score
@@ -50,12 +51,14 @@ class ChatEnv(EnvBase):
         tokenizer: Any = None,
         tool_role: str = "user",
         tool_limits: ToolLimits | None = None,
+        input_mode: InputMode | str = InputMode.history,
     ) -> None:
         super().__init__(
             batch_size,
             max_completion_tokens=max_completion_tokens,
             max_prompt_tokens=max_prompt_tokens,
             tokenizer=tokenizer,
+            input_mode=input_mode,
         )
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps={max_steps} leaves the policy no turn: it must be at least 1")

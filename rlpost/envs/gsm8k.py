@@ -13,9 +13,9 @@ from rlpost.data.batch import strings
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import HELD_OUT, Complaint, Row, load_rows
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.turns import column, strip_end_of_turn
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.numbers import last_number
