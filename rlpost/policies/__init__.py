@@ -9,6 +9,8 @@ from rlpost.lazy import lazy_names
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy as Policy
     from rlpost.policies.base import Request as Request
+    from rlpost.policies.categorical import CategoricalSequential as CategoricalSequential
+    from rlpost.policies.face import Face as Face
     from rlpost.policies.scripted import ScriptedPolicy as ScriptedPolicy
     from rlpost.policies.transformers import TransformersWrapper as TransformersWrapper
     from rlpost.policies.vllm import vLLMWrapper as vLLMWrapper
@@ -18,6 +20,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "Policy": "base",
         "Request": "base",
+        "CategoricalSequential": "categorical",
+        "Face": "face",
         "ScriptedPolicy": "scripted",
         "TransformersWrapper": "transformers",
         "vLLMWrapper": "vllm",

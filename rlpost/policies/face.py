@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Literal
 
 import torch
 
+from rlpost.data.input_mode import InputMode
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings import SamplingSettings
@@ -28,14 +28,6 @@ SPELLINGS = {
 }
 # what other samplers know and this one has not: the trained log-probs would be of another distribution
 NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_sequences")
-
-
-class InputMode(Enum):
-    """In which form a policy is given its prompts."""
-
-    history = "history"
-    text = "text"
-    tokens = "tokens"
 
 
 @dataclass(frozen=True)
@@ -80,11 +72,7 @@ class Face:
     log_probs_key: str | None = "log_probs"
 
     def __post_init__(self) -> None:
-        modes = [mode.value for mode in InputMode]
-        given = self.input_mode.value if isinstance(self.input_mode, InputMode) else self.input_mode
-        if given not in modes:
-            raise ConfigError(f"input_mode={given!r} is none of {', '.join(modes)}")
-        object.__setattr__(self, "input_mode", InputMode(given))
+        object.__setattr__(self, "input_mode", InputMode.of(self.input_mode))
         object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
         if not self.generate and not self.return_log_probs:
             raise ConfigError(
@@ -104,7 +92,7 @@ class Face:
     @property
     def mode(self) -> InputMode:
         """`input_mode`, as the enumeration it is."""
-        return InputMode(self.input_mode)
+        return InputMode.of(self.input_mode)
 
     @property
     def samples_per_prompt(self) -> int | None:

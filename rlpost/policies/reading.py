@@ -13,8 +13,9 @@ from rlpost.data.batch import ragged_rows
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
+from rlpost.data.input_mode import InputMode
 from rlpost.errors import DataError
-from rlpost.policies.face import InputMode, Key
+from rlpost.policies.face import Key
 
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy

@@ -30,7 +30,8 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from rlpost.data.batch import ragged, select_rows, strings
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.data.history import History
-from rlpost.policies.face import Face, InputMode
+from rlpost.data.input_mode import InputMode
+from rlpost.policies.face import Face
 
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy
