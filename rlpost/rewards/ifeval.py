@@ -3,7 +3,8 @@
 The classes of `if_verifiable` check 21 of them. Four are checked here, because the original draws
 lots or answers differently from call to call: the language of a reply is langdetect's, seeded,
 and a letter to count may be any sign, where the original counts a random letter in place of one
-that is not a-z. A reply in which no language can be made out counts as following, as there.
+that is not a-z. A reply in which no language can be made out counts as following, as there. Nor is
+a paragraph drawn in place of one beyond the last: such an instruction is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def _english_lowercase() -> Check:
     return lambda text: text.islower() and language_of(text) in ("en", None)
 
 
+def _nth_paragraph_first_word(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Check:
+    kind = "length_constraints:nth_paragraph_first_word"
+    if not 1 <= nth_paragraph <= num_paragraphs:
+        raise InstructionError(
+            "kwargs", f"{kind} has nth_paragraph={nth_paragraph}: it must be from 1 to num_paragraphs={num_paragraphs}"
+        )
+    checker = ifeval_checkers()[kind](kind)
+    checker.build_description(num_paragraphs=num_paragraphs, nth_paragraph=nth_paragraph, first_word=first_word)
+    return checker.check_following
+
+
 IFEVAL = InstructionSet(
     name="IFEval",
     checkers=ifeval_checkers,
@@ -51,6 +63,7 @@ IFEVAL = InstructionSet(
         "language:response_language": _response_language,
         "change_case:english_capital": _english_capital,
         "change_case:english_lowercase": _english_lowercase,
+        "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
     },
     nltk_data={
         "length_constraints:number_sentences": ("punkt_tab",),

@@ -100,8 +100,8 @@ class InstructionSet:
                 return name, "missing" if name not in row else "must be a list, one entry an instruction"
         try:
             checks = self.checks(row["instruction_id_list"], row["kwargs"])
-            for kind, check in zip(row["instruction_id_list"], checks, strict=True):
-                _try(kind, check)
+            for kind, arguments, check in zip(row["instruction_id_list"], row["kwargs"], checks, strict=True):
+                _try(kind, arguments or {}, check)
         except InstructionError as error:
             return error.field, str(error)
         return None
@@ -236,9 +236,13 @@ def _plain(value: Any) -> Any:
     return value.strip().lower() if isinstance(value, str) else value
 
 
-def _try(kind: str, check: Check) -> None:
-    """Run a check once, so that an argument it cannot work with is found before training."""
+def _try(kind: str, arguments: Mapping[str, Any], check: Check) -> None:
+    """Run a check once, so that an argument it cannot work with is found before training.
+
+    The text has the arguments in it: a check that looks for one after the other comes to the last.
+    """
+    given = [one for value in arguments.values() for one in (value if isinstance(value, list) else [value])]
     try:
-        check(_PROBE)
+        check(f"{_PROBE}\n{' '.join(map(str, given))}")
     except Exception as error:
         raise InstructionError("kwargs", f"{kind} cannot be checked with them: {error}") from error
