@@ -52,14 +52,15 @@ class CategoricalSequential(ABC):
         """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
 
     def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distributions of what the model said: of the response, else of the assistant's tokens, else of all.
+        """The distributions of what the model said, or of every token where nothing says what that is.
 
-        What the model said is known by `("masks", "all_assistant_mask")`, or behind `("tokens", "prompt")`.
+        It is what `("masks", "all_assistant_mask")` or the messages mark, else what stands behind
+        `("tokens", "prompt")`.
         """
-        keys = tensordict.keys(include_nested=True)
-        if ("masks", "all_assistant_mask") in keys:
+        sequences = Reader(self).sequences(tensordict)  # type: ignore[arg-type]
+        if all(sequence.sampled is not None for sequence in sequences):
             return self.get_dist_with_assistant_mask(tensordict)
-        if ("tokens", "prompt") in keys:
+        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
             return self.get_dist_with_prompt_mask(tensordict)
         return self.get_dist_with_attention_mask(tensordict)
 
