@@ -57,10 +57,10 @@ def functions_of(tree: ast.Module) -> list[str]:
     return [name for name in functions if not name.startswith("_")]
 
 
-def import_file(path: str) -> ModuleType:
+def import_file(path: str, shown: str | None = None) -> ModuleType:
     """The module of the file at `path`, run once a process; files beside it can be imported from it, and import it.
 
-    Raises ConfigError, naming the line of the file, where running it fails.
+    Raises ConfigError, naming the line of the file (as `shown`, where that is given), where running it fails.
     """
     file = expanded(path).resolve()
     name = f"rlpost_user_file:{file}"
@@ -77,8 +77,8 @@ def import_file(path: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError) and error.filename == str(file):
-            raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
-        raise ConfigError(f"{where_in(file, error, path)}: importing it failed: {named(error)}") from error
+            raise ConfigError(f"{shown or path}, line {error.lineno}: this is no Python: {error.msg}") from error
+        raise ConfigError(f"{where_in(file, error, shown or path)}: importing it failed: {named(error)}") from error
     if _is_imported_as(file.stem, file):
         sys.modules.setdefault(file.stem, module)  # a file beside it that imports it gets this one, not a second
     return module

@@ -13,6 +13,9 @@ from rlpost.extras import require_bitsandbytes, require_peft, require_vllm
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
     from rlpost.config.overrides import Override
+    from rlpost.rewards.functions import Rewards
+
+_checked: list[Rewards | None] = []  # their processes stay warm for the environments that this command makes
 
 
 def compose_and_check(
@@ -33,7 +36,7 @@ def compose_and_check(
         composed = compose(command, words, kept)
         env = composed.settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
-            load_rewards(env)
+            _checked[:] = [load_rewards(env)]
     settings = composed.settings
     samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
     if samples and isinstance(settings.policy, VLLMSettings):

@@ -10,7 +10,7 @@ from rlpost.config.keys import NUMBERS, Key, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.registry import SCHEMAS, built_in_folder
 from rlpost.errors import ConfigError
-from rlpost.settings.registered import ENVS, REWARDS, TOOLS, RegisteredEnv
+from rlpost.settings.registered import ENVS, REWARD_FILES, REWARDS, TOOLS, RegisteredEnv
 from rlpost.user_file import check_file, import_file
 
 PLUGIN = Key("plugin", list[str], False, [])
@@ -37,6 +37,7 @@ def load_plugins(paths: Sequence[str]) -> None:
             _restore(TOOLS, tools)
             raise
         _loaded.add(str(file))
+        REWARD_FILES.update({name: str(file) for name in REWARDS if name not in rewards})
     SCHEMAS["env"] |= {f"{name}_schema": env.settings for name, env in ENVS.items()}
 
 

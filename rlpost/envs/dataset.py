@@ -60,6 +60,12 @@ class DatasetEnv(DatasetChatEnv):
         self.max_reward = sum(rewards.weights) if known else None
         self.has_accuracy = known and rewards.accuracy is not None
 
+    def close(self) -> None:
+        """See `EnvBase.close`; the processes of the rewards end, unless another environment uses them."""
+        super().close()
+        if self.rewards is not None:
+            self.rewards.close()
+
     @property
     def tasks(self) -> Sequence[Row]:
         """The rows of this environment's split, once it is started."""

@@ -1,4 +1,7 @@
-"""Calling a user's reward functions: what each takes, plain or async, and what came of it."""
+"""Calling reward functions in the process one is in: what each takes, plain or async, and what came of it.
+
+Those of a file are called so in a worker, by way of `serve`; see `rlpost.rewards.apart`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.settings.registered import REWARDS
 from rlpost.text import printable
-from rlpost.user_file import named, where_in
+from rlpost.user_file import import_file, named, where_in
 
-TIMEOUT_SECONDS = 600.0  # longest wait for a call, where nothing else is said
+TIMEOUT_SECONDS = 60.0  # longest wait for a call, where nothing else is said
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -36,12 +40,21 @@ class RewardFunction:
     function: Callable[..., Any]
     file: str | None = None
 
+    def named(self, name: str) -> RewardFunction:
+        """The same function, called `name` in the metrics."""
+        return replace(self, name=name)
+
     def required(self) -> list[str]:
         """The parameters that have no default. Raises ConfigError where the signature cannot be read."""
         empty = inspect.Parameter.empty
         return [
             p.name for p in self._parameters() if p.default is empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]
+
+    def takes(self) -> list[str] | None:
+        """The names of what it takes; None: everything there is."""
+        parameters = self._parameters()
+        return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [p.name for p in parameters]
 
     def invoke(self, offered: Mapping[str, Any]) -> Any:
         """Call it with what it takes of `offered`."""
@@ -71,7 +84,7 @@ class RewardFunction:
 
 
 @dataclass
-class Outcome:
+class RowValues:
     """What a function said of some rows: one value (None: it does not apply) or one error for each."""
 
     values: list[float | None]
@@ -91,6 +104,7 @@ class _Call:
     offered: Mapping[str, Any]
     count: int
     result: Any = None
+    late: bool = False
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -100,26 +114,28 @@ class _Call:
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a reward raises is told, counted and excluded
             self.result = error
 
-    async def finish(self) -> None:
-        """Await `result`."""
+    async def finish(self, seconds: float | None) -> None:
+        """Await `result`, at most for `seconds`."""
+        limit = asyncio.timeout(seconds)
         try:
-            self.result = await self.result
+            async with limit:
+                self.result = await self.result
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
-            self.result = error
+            self.result, self.late = error, limit.expired()
 
-    def outcome(self) -> Outcome:
-        """One entry a row; the same error for each where the call failed.
-
-        Raises RewardError for what is no result, and a deliberate error of rlpost's as it is.
-        """
+    def told(self, seconds: float | None = None) -> dict[str, Any]:
+        """`values` and `metrics`, or an `error`. Raises a deliberate error of rlpost's as it is."""
+        if self.late and seconds is not None:
+            return {"error": late(self.function.reference, seconds)}
         if isinstance(self.result, ConfigError | DataError | RewardError):
             raise self.result
         if isinstance(self.result, BaseException):
-            error = self.function.failure(self.result)
-            return Outcome([None] * self.count, [error] * self.count, [{}] * self.count)
-        values = _numbers(self.result, self.count, self.function.reference)
-        means = {name: sum(given) / len(given) for name, given in self.metrics.items()}
-        return Outcome(values, [None] * self.count, [means] * self.count)
+            return {"error": self.function.failure(self.result)}
+        try:
+            values = _numbers(self.result, self.count, self.function.reference)
+        except TypeError as error:
+            return {"error": str(error)}
+        return {"values": values, "metrics": {name: sum(given) / len(given) for name, given in self.metrics.items()}}
 
     def _log_metric(self, name: str, value: Any) -> None:
         number = _number(value)
@@ -128,34 +144,77 @@ class _Call:
         self.metrics.setdefault(name, []).append(number)
 
 
-def call_all(
+def row_values(told: Mapping[str, Any], count: int) -> RowValues:
+    """What a call told, one entry a row; the same error for each where it failed."""
+    if "error" in told:
+        return RowValues([None] * count, [told["error"]] * count, [{}] * count)
+    return RowValues(list(told["values"]), [None] * count, [told["metrics"]] * count)
+
+
+def joined(rows: Sequence[RowValues]) -> RowValues:
+    """The rows of several as those of one."""
+    return RowValues(
+        [value for one in rows for value in one.values],
+        [error for one in rows for error in one.errors],
+        [metrics for one in rows for metrics in one.metrics],
+    )
+
+
+def late(reference: str, seconds: float, where: str = "") -> str:
+    """What is said of a function that took too long."""
+    return f"{reference} did not return within {seconds:g} s{where}: raise env.reward_timeout_seconds if it needs more"
+
+
+def call_here(
     functions: Sequence[RewardFunction],
     offer: Callable[[RewardFunction, Sequence[int]], Mapping[str, Any]],
     count: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> list[Outcome]:
-    """What each function says of rows 0 to `count` - 1, all at once; async ones run concurrently.
+) -> list[RowValues]:
+    """What each function says of rows 0 to `count` - 1, all in this process; async ones run concurrently.
 
-    `offer(function, rows)` is what it can take. A function that raises is called again row by row,
-    to find the rows at fault. Raises RewardError for a result that is no list of as many numbers,
-    and for a call that takes longer than `timeout_seconds`; ConfigError and DataError pass through.
+    `offer(function, rows)` is what it can take. A function that fails is called again row by row, to
+    find the rows at fault. Raises RewardError for a call that takes longer than `timeout_seconds`,
+    which here cannot be killed; ConfigError and DataError pass through.
     """
     whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
-    outcomes = []
+    said = []
     for call in whole:
-        if isinstance(call.result, BaseException) and count > 1:
-            calls = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
-            single = [c.outcome() for c in _run(calls, timeout_seconds)]
-            outcomes.append(
-                Outcome(
-                    [value for o in single for value in o.values],
-                    [error for o in single for error in o.errors],
-                    [metrics for o in single for metrics in o.metrics],
-                )
-            )
+        told = call.told()
+        if "error" in told and count > 1:
+            singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
+            said.append(joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)]))
         else:
-            outcomes.append(call.outcome())
-    return outcomes
+            said.append(row_values(told, count))
+    return said
+
+
+def serve(
+    reference: str, path: str, name: str, registered: bool
+) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
+    """What a worker calls for the function `name` of the file at `path`, or that it `registered`; and what it takes.
+
+    A request holds `calls`, each what is offered and for how many rows, and the `seconds` for an async
+    one; the answer is what each call told. Raises ConfigError where there is no such function.
+    """
+    module = import_file(path, path if registered else reference.rpartition(":")[0])
+    function = REWARDS.get(name) if registered else getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{reference} is no function but {type(function).__name__}: give the name of a function")
+    reward = RewardFunction(name, reference, function, str(path))
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    return partial(_answer, reward), {"required": reward.required(), "takes": reward.takes(), "is_async": is_async}
+
+
+def _answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Make the calls of a request: one after the other, and what they leave to be awaited all together."""
+    calls = [_Call(reward, offered, count) for offered, count in request["calls"]]
+    for call in calls:
+        call.begin()
+    waiting = [call for call in calls if inspect.isawaitable(call.result)]
+    if waiting:
+        asyncio.run_coroutine_threadsafe(_together(waiting, request["seconds"]), _loop()).result()
+    return [call.told(request["seconds"]) for call in calls]
 
 
 def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
@@ -171,7 +230,7 @@ def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
             raise _late([call], timeout_seconds) from None
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
-        together = asyncio.run_coroutine_threadsafe(_together(waiting), _loop())
+        together = asyncio.run_coroutine_threadsafe(_together(waiting, None), _loop())
         try:
             together.result(timeout_seconds)
         except TimeoutError:
@@ -201,15 +260,11 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def _late(calls: Sequence[_Call], seconds: float) -> RewardError:
-    names = ", ".join(dict.fromkeys(call.function.reference for call in calls))
-    return RewardError(
-        f"{names} did not return within {seconds:g} s: give what it waits for a deadline, or raise "
-        "env.reward_timeout_seconds"
-    )
+    return RewardError(late(", ".join(dict.fromkeys(call.function.reference for call in calls)), seconds))
 
 
-async def _together(calls: Sequence[_Call]) -> None:
-    await asyncio.gather(*(call.finish() for call in calls))
+async def _together(calls: Sequence[_Call], seconds: float | None) -> None:
+    await asyncio.gather(*(call.finish(seconds) for call in calls))
 
 
 @cache
@@ -221,18 +276,18 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _numbers(result: Any, count: int, reference: str) -> list[float | None]:
-    """`result` as floats and Nones. Raises RewardError, naming the function, for anything else."""
+    """`result` as floats and Nones. Raises TypeError, naming the function, for anything else."""
     if hasattr(result, "tolist"):  # a NumPy array or a tensor
         result = result.tolist()
     wanted = f"a list of {count} numbers, one a completion"
     if not isinstance(result, list | tuple):
-        raise RewardError(f"{reference} returned {_kind(result)}: it must return {wanted}")
+        raise TypeError(f"{reference} returned {_kind(result)}: it must return {wanted}")
     if len(result) != count:
-        raise RewardError(f"{reference} returned {len(result)} values: it must return {wanted}")
+        raise TypeError(f"{reference} returned {len(result)} values: it must return {wanted}")
     numbers = [None if value is None else _number(value) for value in result]
     for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
         if number is None and value is not None:
-            raise RewardError(
+            raise TypeError(
                 f"{reference} returned {_kind(value)} at place {place} of its list: each value must be a number or None"
             )
     return numbers

@@ -2,13 +2,15 @@
 
 A reward function has TRL's signature: `f(prompts, completions, completion_ids, log_metric, <every
 column by name>, **kwargs) -> list of number or None`, plain or async, called once for a batch of
-finished conversations with as much of that as it names. Where the prompts are messages, prompts and
+finished conversations with as much of that as it names. A function of a file is called in a process of
+its own, which can be killed (`rlpost.rewards.apart`). Where the prompts are messages, prompts and
 completions are lists of messages, else texts. TRL's `trainer_state` and `log_extra` are not offered:
 an environment does not know the trainer's step, and rollouts have no columns for texts of a reward.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -18,15 +20,21 @@ from typing import Any
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.rewards.apart import WorkerReward, call_apart
 from rlpost.rewards.builtin import BUILT_IN
-from rlpost.rewards.calls import TIMEOUT_SECONDS, Outcome, RewardFunction, call_all
+from rlpost.rewards.calls import TIMEOUT_SECONDS, RewardFunction, RowValues, call_here
 from rlpost.rewards.score import TAKEN, Score
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.registered import REWARDS
-from rlpost.user_file import check_defines, import_file
+from rlpost.settings.registered import REWARD_FILES, REWARDS
+from rlpost.text import printable
+from rlpost.user_file import check_defines
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
 NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
+
+log = logging.getLogger("rlpost")
+
+AnyReward = RewardFunction | WorkerReward
 
 
 @dataclass(frozen=True)
@@ -49,25 +57,40 @@ class Finished:
         return self.reply if isinstance(self.prompt, str) else [{"role": "assistant", "content": self.reply}]
 
 
-def load_reward(reward: str) -> RewardFunction:
-    """The reward that a name or FILE.py:FUNCTION stands for; its file is imported.
+def load_reward(reward: str) -> AnyReward:
+    """The reward that a name or FILE.py:FUNCTION stands for; its file is imported, in a process of its own.
 
     Raises ConfigError where there is none, or where importing fails.
     """
+    return _imported([_find_reward(reward)])[0]
+
+
+def _find_reward(reward: str) -> AnyReward:
+    """The reward, its process started and not waited for."""
     if reward in BUILT_IN:
         return RewardFunction(reward, reward, BUILT_IN[reward].function)
-    if reward in REWARDS:
+    if reward in REWARDS and reward not in REWARD_FILES:  # by code that another process cannot import
         return RewardFunction(reward, reward, REWARDS[reward])
-    path, _, name = reward.rpartition(":")
-    if not path:
-        known = [*BUILT_IN, *REWARDS]
-        hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-        raise ConfigError(f"{reward} is no reward{hint}")
-    check_defines(path, name, f"reward {reward}")
-    function = getattr(import_file(path), name, None)
-    if not callable(function):
-        raise ConfigError(f"{reward} is no function but {type(function).__name__}: give the name of a function")
-    return RewardFunction(name, reward, function, str(expanded(path).resolve()))
+    if reward in REWARDS:
+        found = WorkerReward(reward, reward, REWARD_FILES[reward], reward, registered=True)
+    else:
+        path, _, name = reward.rpartition(":")
+        if not path:
+            known = [*BUILT_IN, *REWARDS]
+            hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
+            raise ConfigError(f"{reward} is no reward{hint}")
+        check_defines(path, name, f"reward {reward}")
+        found = WorkerReward(name, reward, str(expanded(path).resolve()), name)
+    found.worker.start()
+    return found
+
+
+def _imported(rewards: list[AnyReward]) -> list[AnyReward]:
+    """The same rewards, once their files are imported. Raises ConfigError where that fails."""
+    for reward in rewards:
+        if isinstance(reward, WorkerReward):
+            reward.about()
+    return rewards
 
 
 def load_rewards(settings: EnvSettings) -> Rewards | None:
@@ -79,16 +102,14 @@ def load_rewards(settings: EnvSettings) -> Rewards | None:
         return None
     if not settings.reward:
         raise ConfigError("env.reward is empty: give FILE.py:FUNCTION, or a name that rlpost reward list prints")
-    functions = [load_reward(reward) for reward in settings.reward]
+    functions = [_find_reward(reward) for reward in settings.reward]
     accuracy = settings.accuracy
     if accuracy is None:
         accuracy = next((name for name in settings.reward if name in BUILT_IN and BUILT_IN[name].judge), None)
-    return Rewards(
-        _named_apart(functions),
-        settings.reward_weights or [1.0] * len(functions),
-        None if accuracy is None else load_reward(accuracy),
-        settings.reward_timeout_seconds,
-    )
+    measure = None if accuracy is None else _find_reward(accuracy)
+    _imported(functions if measure is None else [*functions, measure])
+    weights = settings.reward_weights or [1.0] * len(functions)
+    return Rewards(_named_apart(functions), weights, measure, settings.reward_timeout_seconds)
 
 
 class Rewards:
@@ -100,9 +121,9 @@ class Rewards:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        functions: Sequence[AnyReward],
         weights: Sequence[float],
-        accuracy: RewardFunction | None = None,
+        accuracy: AnyReward | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.functions = functions
@@ -144,19 +165,16 @@ class Rewards:
     def score(self, batch: Sequence[Finished]) -> list[Score]:
         """One score a conversation; what could not be scored is `valid=False` with its error.
 
-        Raises RewardError where a function returns something else than one number or None for each, or
-        nothing in time, and where not one of several conversations could be scored.
+        Raises RewardError where not one of several conversations could be scored, for an accuracy that
+        is none, and for a function given from Python that does not return in time.
         """
-        outcomes = call_all(
-            self._called,
-            lambda function, rows: self._offer(function, [batch[i] for i in rows]),
-            len(batch),
-            self.timeout_seconds,
-        )
-        scores = [self._add_up(outcomes, row) for row in range(len(batch))]
+        said = self._said(batch)
+        scores = [self._add_up(said, row) for row in range(len(batch))]
         errors = [score.error for score in scores if not score.valid]
         if len(errors) == len(batch) > 1:
             raise RewardError(f"no reward for any of {len(batch)} completions; the first: {errors[0]}")
+        if errors and len(batch) > 1:
+            log.warning("%d of %d rewards failed; the first: %s", len(errors), len(batch), printable(str(errors[0])))
         for score, conversation in zip(scores, batch, strict=True):
             if self.judge and score.valid:
                 verdict = self.judge(conversation.reply, conversation.answer or "")
@@ -164,22 +182,42 @@ class Rewards:
                 score.answer = verdict.answer
         return scores
 
-    def _offer(self, function: RewardFunction, batch: Sequence[Finished]) -> dict[str, Any]:
+    def close(self) -> None:
+        """Let go of the processes that its functions are called in."""
+        for function in self._called:
+            if isinstance(function, WorkerReward):
+                function.close()
+
+    def _said(self, batch: Sequence[Finished]) -> list[RowValues]:
+        """What each of the functions called says: those of files in their processes, then the others in this one."""
+
+        def offer(function: AnyReward, rows: Sequence[int]) -> dict[str, Any]:
+            return self._offer(function, [batch[i] for i in rows])
+
+        apart = [function for function in self._called if isinstance(function, WorkerReward)]
+        here = [function for function in self._called if isinstance(function, RewardFunction)]
+        said_apart = iter(call_apart(apart, offer, len(batch), self.timeout_seconds))
+        said_here = iter(call_here(here, offer, len(batch), self.timeout_seconds))
+        return [next(said_apart if isinstance(f, WorkerReward) else said_here) for f in self._called]
+
+    def _offer(self, function: AnyReward, batch: Sequence[Finished]) -> dict[str, Any]:
         """What `function` can take, one list each; `answer` is for a built-in what it compares with, else a column.
 
-        Columns are copies, so that no function changes the rows that other steps and functions see.
+        Columns are copies, so that no function changes the rows that other steps and functions see; another
+        process has copies anyway.
         """
+        copied = deepcopy if isinstance(function, RewardFunction) else _same
         names = dict.fromkeys([*self.columns, *(name for finished in batch for name in finished.columns)])
-        offered: dict[str, Any] = {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
+        offered: dict[str, Any] = {name: [copied(finished.columns.get(name)) for finished in batch] for name in names}
         if function.reference in BUILT_IN:
             offered["answer"] = [finished.answer for finished in batch]
         return offered | {
-            "prompts": [deepcopy(finished.prompt) for finished in batch],
+            "prompts": [copied(finished.prompt) for finished in batch],
             "completions": [finished.completion for finished in batch],
             "completion_ids": [list(finished.reply_ids) for finished in batch],
         }
 
-    def _add_up(self, outcomes: Sequence[Outcome], row: int) -> Score:
+    def _add_up(self, outcomes: Sequence[RowValues], row: int) -> Score:
         """The score of one row from what each function said of it."""
         parts: dict[str, float] = {}
         total = 0.0
@@ -199,7 +237,7 @@ class Rewards:
             self._measure(score, self.accuracy, outcomes[place], row)
         return score
 
-    def _metrics(self, outcomes: Sequence[Outcome], row: int) -> dict[str, float]:
+    def _metrics(self, outcomes: Sequence[RowValues], row: int) -> dict[str, float]:
         """What the functions gave `log_metric`. Raises RewardError for a name that is taken."""
         metrics = {name: value for outcome in outcomes for name, value in outcome.metrics[row].items()}
         for name in (*TAKEN, *(function.name for function in self.functions)):
@@ -207,7 +245,7 @@ class Rewards:
                 raise RewardError(f"log_metric({name!r}, ...): reward/{name} is another figure; choose another name")
         return metrics
 
-    def _measure(self, score: Score, function: RewardFunction, outcome: Outcome, row: int) -> None:
+    def _measure(self, score: Score, function: AnyReward, outcome: RowValues, row: int) -> None:
         """Write the accuracy that `function` gave; raises RewardError for other than 0, 1 and None."""
         value, error = outcome.values[row], outcome.errors[row]
         if error:
@@ -218,21 +256,25 @@ class Rewards:
             score.accuracy_strict = score.accuracy_lenient = value
 
 
-def _complaint(function: RewardFunction, value: float | None) -> str | None:
+def _complaint(function: AnyReward, value: float | None) -> str | None:
     if value is None or math.isfinite(value):
         return None
     return f"{function.reference} returned {value}, which is no finite number"
 
 
-def _named_apart(functions: Sequence[RewardFunction]) -> list[RewardFunction]:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _named_apart(functions: Sequence[AnyReward]) -> list[AnyReward]:
     """The functions, `_2` and so on after a name that occurred before or is taken."""
     used: set[str] = set(TAKEN)
-    apart = []
+    apart: list[AnyReward] = []
     for function in functions:
         name, count = function.name, 1
         while name in used:
             count += 1
             name = f"{function.name}_{count}"
         used.add(name)
-        apart.append(RewardFunction(name, function.reference, function.function, function.file))
+        apart.append(function.named(name))
     return apart

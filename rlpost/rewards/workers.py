@@ -34,13 +34,14 @@ LOOK_SECONDS = 0.25  # between two looks if a process is still there: one it for
 class Outcome:
     """What a call came to: its value, or an error that says why it has none.
 
-    `lost` is whether it cost the process, which was late or died; `printed` the first of what it
+    `lost` is whether it cost the process, which was `late` or died; `printed` the first of what it
     printed; `stack` where the Python code of a late one was.
     """
 
     value: Any = None
     error: str | None = None
     lost: bool = False
+    late: bool = False
     printed: str = ""
     stack: str = ""
 
@@ -163,7 +164,7 @@ class Worker:
         elif self.seconds_left() <= 0:
             waited = self._seconds if process.is_ready else self._start_seconds
             stack = process.stack()
-            self._lose(f"did not return within {waited:g} s", stack)
+            self._lose(f"did not return within {waited:g} s", stack, late=True)
 
     def _send(self) -> None:
         """Send the request that waits, if the process is ready for it."""
@@ -197,7 +198,7 @@ class Worker:
             case _:
                 self._lose("wrote what is no answer")
 
-    def _lose(self, error: str, stack: str = "") -> None:
+    def _lose(self, error: str, stack: str = "", *, late: bool = False) -> None:
         """Give the process up. Raises RewardError if it never was ready."""
         assert self._process is not None
         was_ready, printed = self._process.is_ready, self._process.what_was_printed()
@@ -205,7 +206,7 @@ class Worker:
         if not was_ready:
             said = f"; it printed: {printed.strip()[-300:]}" if printed.strip() else ""
             raise RewardError(f"the process of {self.function} could not begin: {error}{said}")
-        self.outcome = Outcome(error=error, lost=True, printed=printed, stack=stack)
+        self.outcome = Outcome(error=error, lost=True, late=late, printed=printed, stack=stack)
 
 
 class Workers:

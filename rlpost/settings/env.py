@@ -109,7 +109,7 @@ class DatasetSettings(EnvSettings):
     completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
     accuracy: str | None = None  # a reward of 0 and 1 that measures accuracy; None: exact or number, if used
-    reward_timeout_seconds: float = 600.0  # longest wait for one call of a reward, after which the run stops
+    reward_timeout_seconds: float = 60.0  # longest wait for one call of a reward: a batch, or a row of one that failed
     test_path: str | None = None  # where the split test is; None: in path, or held out
     held_out: float = 0.1  # share of the prompts kept for test where no file of its own holds that split
     config: str | None = None  # configuration of a hub dataset

@@ -170,21 +170,25 @@ def test_bools_and_scalars_of_numpy_and_torch_are_numbers(returned: Any) -> None
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0], "score returned 1 values: it must return a list of 2 numbers, one a completion"),
-        (None, "score returned None: it must return a list of 2 numbers"),
-        (1.0, "score returned float 1.0: it must return a list of 2 numbers"),
-        ([1.0, "0"], "score returned str '0' at place 1 of its list: each value must be a number or None"),
-        ([[1.0], [0.0]], r"score returned list \[1.0\] at place 0"),
-        ([torch.tensor([1, 2]), 0], "at place 0"),
+        ([], "score returned 0 values: it must return a list of 1 numbers, one a completion"),
+        ([1.0, 2.0, 3.0], "score returned 3 values: it must return a list of 1 numbers, one a completion"),
+        (None, "score returned None: it must return a list of 1 numbers"),
+        (1.0, "score returned float 1.0: it must return a list of 1 numbers"),
+        (["0"], "score returned str '0' at place 0 of its list: each value must be a number or None"),
+        ([[1.0]], "score returned list [1.0] at place 0"),
+        ([torch.tensor([1, 2])], "at place 0"),
     ],
     ids=repr,
 )
-def test_what_is_no_list_of_numbers_stops_the_run(returned: Any, said: str) -> None:
+def test_what_is_no_list_of_numbers_is_an_error_of_its_row(returned: Any, said: str) -> None:
     def score(completions: list[str]) -> Any:
-        return returned
+        return returned if "bad" in completions else [1.0 for _ in completions]
 
-    with pytest.raises(RewardError, match=said):
-        rewards(score).score(finished("a", "b"))
+    good, bad = rewards(score).score(finished("good", "bad"))
+    assert (good.reward, good.valid, bad.valid) == (1.0, True, False)
+    assert said in (bad.error or "")
+    with pytest.raises(RewardError, match="no reward for any of 2 completions; the first: score returned"):
+        rewards(score).score(finished("bad", "bad"))
 
 
 def test_rows_that_raise_are_found_and_left_out(tmp_path: Path) -> None:
@@ -279,7 +283,7 @@ def test_a_function_that_does_not_return_stops_the_run_by_name(function: Callabl
 
     made = Rewards([RewardFunction(f.__name__, f.__name__, f) for f in (quick, function)], [1.0, 1.0], None, 0.2)
     began = time.monotonic()
-    with pytest.raises(RewardError, match=f"^{function.__name__} did not return within 0.2 s: give what it waits for"):
+    with pytest.raises(RewardError, match=f"^{function.__name__} did not return within 0.2 s: raise env.rew"):
         made.score(finished("a", "b"))
     assert time.monotonic() - began < 1.4
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL

@@ -1,0 +1,159 @@
+"""Reward functions of a file, called in processes of their own; and the search for the rows that make one fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from rlpost.errors import ConfigError, RewardError
+from rlpost.rewards.calls import RowValues, joined, late, row_values
+from rlpost.rewards.workers import Outcome, Worker, call_each
+from rlpost.text import printable
+
+GRACE_SECONDS = 1.0  # for async calls to be given up inside their process, which then need not be killed
+LOST_IN_A_ROW = 3  # rows; each costs the deadline, so a function that always hangs is found out soon
+LOST_IN_ALL = 16
+PRINTED_SHOWN = 200  # characters of what a failed call printed
+
+log = logging.getLogger("rlpost")
+
+Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
+
+_Key = tuple[str, str, str, bool]
+_workers: WeakValueDictionary[_Key, Worker] = WeakValueDictionary()  # each ends with the last that uses it
+
+
+class WorkerReward:
+    """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
+
+    Those of one reference share the process, which ends with the last of them, or with their `close`.
+    """
+
+    def __init__(self, name: str, reference: str, path: str, function: str, *, registered: bool = False) -> None:
+        self.name = name
+        self.reference = reference
+        self.path = path
+        self._key: _Key = (reference, path, function, registered)
+        self._worker: Worker | None = None
+
+    def named(self, name: str) -> WorkerReward:
+        """The same function, called `name` in the metrics."""
+        reference, path, function, registered = self._key
+        return WorkerReward(name, reference, path, function, registered=registered)
+
+    @property
+    def worker(self) -> Worker:
+        """The process's, which is started if it is not there; returns at once."""
+        if self._worker is None:
+            worker = _workers.get(self._key)
+            if worker is None:
+                reference, path, function, registered = self._key
+                worker = Worker("rlpost.rewards.calls:serve", (reference, path, function, registered))
+                _workers[self._key] = worker
+            self._worker = worker
+            worker.start()
+        return self._worker
+
+    def about(self) -> dict[str, Any]:
+        """What the function takes, once its file is imported. Raises ConfigError where that fails."""
+        try:
+            return self.worker.about or self.worker.ready()
+        except RewardError as error:
+            raise ConfigError(f"{self.reference}: {error}") from error
+
+    def required(self) -> list[str]:
+        """The parameters that have no default."""
+        return self.about()["required"]
+
+    def close(self) -> None:
+        """Let the process go."""
+        self._worker = None
+
+    def request(self, offer: Offer, calls: Sequence[Sequence[int]], seconds: float) -> tuple[Worker, Any, float]:
+        """A call of the worker for some calls of the function, each of some rows."""
+        about = self.about()
+
+        def taken(rows: Sequence[int]) -> dict[str, Any]:
+            offered = offer(self, rows)
+            return {n: v for n, v in offered.items() if about["takes"] is None or n in about["takes"]}
+
+        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds}
+        return self.worker, item, seconds + (GRACE_SECONDS if about["is_async"] else 0.0)
+
+    def failure(self, outcome: Outcome, seconds: float) -> str:
+        """What to say of a call whose process was late or died."""
+        if not outcome.late:
+            return f"{self.reference} failed: {outcome.error}"
+        line = outcome.line_in(self.path)
+        return late(self.reference, seconds, f", at line {line}" if line else "")
+
+    def said(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
+        """What each call of a request said of its rows."""
+        printed = printable(" ".join(outcome.printed.split()))
+        if printed:
+            log.info("%s printed: %s", self.reference, printed)
+        tolds = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
+        shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
+        with_output = [{"error": told["error"] + shown} if "error" in told else told for told in tolds]
+        return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
+
+
+@dataclass
+class Patience:
+    """How many rows may still be lost, to a deadline or with their process, before the rest is not tried."""
+
+    in_a_row: int = 0
+    in_all: int = 0
+    last: str = ""
+
+    def note(self, error: str | None) -> None:
+        """A row was lost with this error, or not lost."""
+        self.in_a_row = self.in_a_row + 1 if error else 0
+        self.in_all += bool(error)
+        self.last = error or self.last
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the next row is not tried, or None if it is."""
+        if self.in_a_row < LOST_IN_A_ROW and self.in_all < LOST_IN_ALL:
+            return None
+        return f"not tried after {self.in_all} others were lost: {self.last}"
+
+
+def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, seconds: float) -> list[RowValues]:
+    """What each says of rows 0 to `count` - 1, `count` at least 1, all at the same time, within `seconds`.
+
+    `offer(reward, rows)` is what it can take. One that fails is called again row by row, to find the
+    rows at fault; a deadline each. Raises ConfigError and DataError that a function raised.
+    """
+    distinct = {reward.reference: reward for reward in rewards}
+    outcomes = call_each([reward.request(offer, [range(count)], seconds) for reward in distinct.values()])
+    said: dict[str, RowValues] = {}
+    for reward, outcome in zip(distinct.values(), outcomes, strict=True):
+        [whole] = reward.said(outcome, [count], seconds)
+        if whole.errors[0] is not None and count > 1:
+            log.warning("%d rows are scored one by one, since together: %s", count, whole.errors[0])
+            whole = _one_by_one(reward, offer, count, seconds)
+        said[reward.reference] = whole
+    return [said[reward.reference] for reward in rewards]
+
+
+def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float) -> RowValues:
+    """What the function says of each row alone; of an async one's all at the same time, unless that is lost."""
+    if reward.about()["is_async"]:
+        [outcome] = call_each([reward.request(offer, [[i] for i in range(count)], seconds)])
+        if not outcome.lost:
+            return joined(reward.said(outcome, [1] * count, seconds))
+    rows: list[RowValues] = []
+    patience = Patience()
+    for row in range(count):
+        if patience.refusal:
+            rows.append(row_values({"error": patience.refusal}, 1))
+            continue
+        [outcome] = call_each([reward.request(offer, [[row]], seconds)])
+        rows += reward.said(outcome, [1], seconds)
+        patience.note(rows[-1].errors[0] if outcome.lost else None)
+    return joined(rows)
