@@ -115,6 +115,8 @@ class InstructionSet:
                 "kwargs",
                 f"there are {len(kwargs)} for {len(instruction_ids)} instructions: each needs one, {{}} if empty",
             )
+        if wrong := next((one for one in kwargs if not isinstance(one, Mapping | None)), None):
+            raise InstructionError("kwargs", f"{wrong!r:.60} is no object of named arguments")
         return [self._check(kind, arguments) for kind, arguments in zip(instruction_ids, kwargs, strict=True)]
 
     def _check(self, kind: str, arguments: Mapping[str, Any] | None) -> Check:
@@ -168,13 +170,11 @@ def checked_weights(weights: Sequence[float]) -> tuple[float, ...]:
 
 def blocks(reply: str, tag: str) -> list[str]:
     """What stands in each `<tag>...</tag>` of `reply`, white space around it left out. Linear in its length."""
-    found = []
-    rest = reply
-    while f"</{tag}>" in rest:
-        _, opened, rest = rest.partition(f"<{tag}>")
-        inside, closed, rest = rest.partition(f"</{tag}>")
-        if opened and closed:
-            found.append(inside.strip())
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found, at = [], 0
+    while (start := reply.find(opening, at)) >= 0 and (end := reply.find(closing, start)) >= 0:
+        found.append(reply[start + len(opening) : end].strip())
+        at = end + len(closing)
     return found
 
 
