@@ -42,8 +42,11 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
         "tokens/generated": lengths.sum().item(),
     }
     if int(batch["turns"].max()) > 1:
+        ran_out = batch["next", "truncated"].squeeze(-1).tolist()
         metrics |= {
             "turns/mean": batch["turns"].float().mean().item(),
+            "turns/ran_out": sum(t and r not in CUT for t, r in zip(ran_out, batch["finish_reason"], strict=True))
+            / len(lengths),
             "tools/calls_mean": batch["tools", "calls"].float().mean().item(),
             "tools/errors_mean": batch["tools", "errors"].float().mean().item(),
         }
