@@ -11,7 +11,7 @@ from rlpost.data.demonstrations import Demonstration
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows
-from rlpost.envs.scoring import record_score
+from rlpost.envs.scoring import record_scores
 from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
@@ -34,6 +34,8 @@ class ChatEnv(EnvBase):
     """
 
     takes_tools = True
+
+    score_seconds: float = 60.0  # longest wait for `score`, after which its conversation is invalid
 
     def __init__(
         self,
@@ -181,8 +183,7 @@ class ChatEnv(EnvBase):
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """Score conversations that are over, in place: one by one, unless an environment scores them together."""
-        for conversation in conversations:
-            record_score(conversation, self.score)
+        record_scores(conversations, self.score, self.score_seconds)
 
     def _was_last(self, conversation: Conversation) -> bool:
         """Whether the policy has had its last turn."""

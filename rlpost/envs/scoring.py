@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, DataError
-from rlpost.rewards.score import Score
+from rlpost.rewards.apart import Patience
+from rlpost.rewards.calls import TooLong, interrupted_after
+from rlpost.rewards.score import Score, log_failures
+
+Scorer = Callable[[Conversation], Score | None]
 
 
-def record_score(conversation: Conversation, scorer: Callable[[Conversation], Score | None]) -> None:
+def record_scores(conversations: Sequence[Conversation], scorer: Scorer, seconds: float) -> None:
+    """`record_score` for each; a `scorer` that takes longer than `seconds` makes its conversation invalid too.
+
+    It runs in this process, so it is interrupted where Python can be: in the main thread, and not while
+    it waits in C. After some in a row that were late the rest is invalid without being tried.
+    """
+    patience = Patience()
+    for conversation in conversations:
+        if patience.refusal:
+            fail(conversation, patience.refusal)
+            continue
+        try:
+            with interrupted_after(seconds):
+                record_score(conversation, scorer)
+            patience.note(None)
+        except TooLong:
+            fail(conversation, f"{getattr(scorer, '__qualname__', 'score')} did not return within {seconds:g} s")
+            patience.note(conversation.error)
+    log_failures([c.error for c in conversations if not c.valid], len(conversations))
+
+
+def fail(conversation: Conversation, error: str) -> None:
+    """Make the conversation invalid: it keeps its place in its group, and has no reward."""
+    conversation.valid, conversation.error, conversation.reward = False, error, None
+
+
+def record_score(conversation: Conversation, scorer: Scorer) -> None:
     """Write what `scorer` says into `conversation`, on top of a reward it may have already.
 
     A scorer that raises or gives no finite number makes the conversation invalid, with the error
@@ -21,14 +51,14 @@ def record_score(conversation: Conversation, scorer: Callable[[Conversation], Sc
         score = scorer(conversation)
     except (ConfigError, DataError):
         raise
-    except Exception as error:  # noqa: BLE001  whatever a reward raises is recorded, counted and excluded
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
         score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
     if score is None:
         return
     if score.valid and not math.isfinite(score.reward):
         score.valid, score.error = False, f"the reward is {score.reward}, which is no finite number"
     if not score.valid:
-        conversation.valid, conversation.error, conversation.reward = False, score.error, None
+        fail(conversation, score.error or "the reward failed")
     elif conversation.valid:
         conversation.reward = score.reward + (conversation.reward or 0.0)
         conversation.reward_parts |= score.parts

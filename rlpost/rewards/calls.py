@@ -92,7 +92,7 @@ class RowValues:
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """A plain function has not returned in time; no Exception, which the function might catch."""
 
 
@@ -221,9 +221,9 @@ def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
     """Make the calls: plain functions one after the other, what they leave to be awaited then all together."""
     for call in calls:
         try:
-            with _interrupted_after(timeout_seconds):
+            with interrupted_after(timeout_seconds):
                 call.begin()
-        except _TooLong:
+        except TooLong:
             for other in calls:
                 if inspect.iscoroutine(other.result):
                     other.result.close()
@@ -241,14 +241,14 @@ def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
 
 
 @contextmanager
-def _interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise _TooLong in a block that takes longer; in the main thread only, where Python can interrupt it."""
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise TooLong in a block that takes longer; in the main thread only, where Python can interrupt itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: Any) -> None:
-        raise _TooLong
+        raise TooLong
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)

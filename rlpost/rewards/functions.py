@@ -10,7 +10,6 @@ an environment does not know the trainer's step, and rollouts have no columns fo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -23,16 +22,13 @@ from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.apart import WorkerReward, call_apart
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.calls import TIMEOUT_SECONDS, RewardFunction, RowValues, call_here
-from rlpost.rewards.score import TAKEN, Score
+from rlpost.rewards.score import TAKEN, Score, log_failures
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARD_FILES, REWARDS
-from rlpost.text import printable
 from rlpost.user_file import check_defines
 
 OFFERED = ("prompts", "completions", "completion_ids", "log_metric")  # besides the columns
 NOT_OFFERED = ("trainer_state", "log_extra")  # of TRL's signature
-
-log = logging.getLogger("rlpost")
 
 AnyReward = RewardFunction | WorkerReward
 
@@ -173,8 +169,7 @@ class Rewards:
         errors = [score.error for score in scores if not score.valid]
         if len(errors) == len(batch) > 1:
             raise RewardError(f"no reward for any of {len(batch)} completions; the first: {errors[0]}")
-        if errors and len(batch) > 1:
-            log.warning("%d of %d rewards failed; the first: %s", len(errors), len(batch), printable(str(errors[0])))
+        log_failures(errors, len(batch))
         for score, conversation in zip(scores, batch, strict=True):
             if self.judge and score.valid:
                 verdict = self.judge(conversation.reply, conversation.answer or "")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlpost.errors import ConfigError
+from rlpost.text import printable
 
 # reward/mean and so on are the step's own figures, and `overlong` is the part that overlong.penalty_tokens adds
 TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong")
@@ -33,3 +36,11 @@ class Score:
     def __post_init__(self) -> None:
         if taken := next((name for name in self.parts if name in TAKEN), None):
             raise ConfigError(f"a part of a reward is named {taken}, but reward/{taken} is a figure of the whole step")
+
+
+def log_failures(errors: Sequence[str | None], count: int) -> None:
+    """Write into the run's log that these of `count` rewards failed; without a run, several go to stderr."""
+    if errors:
+        level = logging.WARNING if count > 1 else logging.INFO
+        first = printable(errors[0] or "no reason given")
+        logging.getLogger("rlpost").log(level, "%d of %d rewards failed; the first: %s", len(errors), count, first)

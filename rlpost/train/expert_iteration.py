@@ -31,7 +31,7 @@ from rlpost.settings.run import RunRequest
 from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.sampled import SampledProgress, begin, finish_step, resume
+from rlpost.train.sampled import SampledProgress, begin, check_failed, finish_step, resume
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, update
 
 
@@ -89,6 +89,7 @@ def learn(
         parts.buffer.extend(sampled)  # which lets in the best of each prompt
         selected = parts.buffer.take(len(parts.buffer)) if len(parts.buffer) else None
         metrics = batch_metrics(sampled, settings.group_size, parts.collector.policy_version)
+        check_failed(settings, step, metrics)
         metrics |= selection_metrics(sampled, selected)
         metrics["groups/evicted"] = parts.buffer.take_counts()["groups/evicted"]
         collected = time.perf_counter()

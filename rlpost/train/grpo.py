@@ -31,7 +31,7 @@ from rlpost.settings.run import RunRequest
 from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
 from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.sampled import SampledProgress, begin, finish_step, resume
+from rlpost.train.sampled import SampledProgress, begin, check_failed, finish_step, resume
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
 
@@ -86,6 +86,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         started = time.perf_counter()
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)
         metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
+        check_failed(settings, step, metrics)
         metrics |= parts.buffer.take_counts()
         collected = time.perf_counter()
 

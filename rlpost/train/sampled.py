@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from tensordict import TensorDict
 
 from rlpost.assemble import SamplingParts
+from rlpost.errors import RewardError
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import give_back_freed_memory, peak_memory_gb
 from rlpost.run import Run
@@ -54,6 +56,17 @@ def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path,
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
         run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
     return progress
+
+
+def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
+    """Raise RewardError where more rewards of a step failed than `env.max_failed_share` allows."""
+    count = settings.prompts_per_step * settings.group_size
+    failed = metrics["reward/failed"]
+    if failed > settings.env.max_failed_share * count:
+        raise RewardError(
+            f"step {step}: {failed:.0f} of {count} rewards failed, more than the share "
+            f"env.max_failed_share={settings.env.max_failed_share:g} allows; the run's log.txt says how"
+        )
 
 
 def finish_step(
