@@ -44,6 +44,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+class NotStarted(SandboxError):
+    """The walls could not be put up here."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A program to run: `last` where none follows it, `show_last_value` to print what a final expression gives."""
@@ -108,7 +112,7 @@ class Process:
     """One interpreter behind its walls; runs one program at a time.
 
     `init` is the first process of its namespace, with which all others end; without namespaces it is
-    the interpreter. Raises SandboxError where the walls cannot be put up: then no program runs.
+    the interpreter. Raises NotStarted where the walls cannot be put up: then no program runs.
     """
 
     def __init__(self, launch: Launch, pipes: Pipes, limits: Limits) -> None:
@@ -116,37 +120,39 @@ class Process:
         self._launch = launch
         self.confined = pipes.info >= 0
         self.ended = False
+        self._owner = os.getpid()
         self._pipes = pipes
         self._frozen: list[int] = []  # handles of stopped processes
         try:
             self._popen = _starts.submit(_start, launch, pipes.theirs).result()
         except OSError as error:
             pipes.close()
-            raise SandboxError(f"a sandbox cannot be started: {error}") from None
+            raise NotStarted(f"a sandbox cannot be started: {error}") from None
         pipes.close_theirs()
-        assert self._popen.stdout is not None and self._popen.stderr is not None
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
         self._out, self._err = self._popen.stdout.fileno(), self._popen.stderr.fileno()
         self.init = self._handle = -1
         try:
             self._await_ready()
             self.init = json.loads(os.read(pipes.info, CHUNK))["child-pid"] if self.confined else self._popen.pid
             self._handle = os.pidfd_open(self.init)
-        except (OSError, ValueError, SandboxError) as error:
+        except (OSError, ValueError, NotStarted) as error:
             self.kill()
-            raise SandboxError(f"a sandbox cannot be started: {error}") from None
+            raise NotStarted(f"a sandbox cannot be started: {error}") from None
 
     def _await_ready(self) -> None:
         """Wait until the interpreter says that its limits hold."""
         readable, _, _ = select.select([self._pipes.reports], [], [], START_SECONDS)
         if not readable:
-            raise SandboxError(f"it is not up after {START_SECONDS:g} seconds")
+            raise NotStarted(f"it is not up after {START_SECONDS:g} seconds")
         if os.read(self._pipes.reports, 1) != runner.READY:
             said = Capture(2000)
             _read_all(self._err, said)
-            raise SandboxError(" ".join(said.text().split()) or f"exit code {self._popen.wait()}")
+            raise NotStarted(" ".join(said.text().split()) or f"exit code {self._popen.wait()}")
 
     def run(self, request: Request, seconds: float) -> Execution:
-        """Run one program for at most `seconds`. Afterwards the process has `ended`, or waits, stopped, for the next."""
+        """Run one program for at most `seconds`; then the process has `ended`, or is stopped until the next."""
         started = time.monotonic()
         nonce = secrets.token_bytes(runner.NONCE_BYTES)
         exchange = _Exchange(self, request.packed(nonce), started + seconds)
@@ -155,12 +161,11 @@ class Process:
         report = exchange.report
         finished = killed_by is None and len(report) == REPORT_BYTES and report.startswith(nonce)
         exit_code = report[-1] if finished else None
-        if finished and not request.last:
-            self._freeze()
-        elif killed_by is None and not finished:
+        if killed_by is None and not finished:
             exit_code = self._exit_code()
+        goes_on = finished and not request.last and self._freeze()
         exchange.drain()
-        if request.last or not finished:
+        if not goes_on:
             self.kill()
         return Execution(
             stdout=exchange.out.text(),
@@ -175,7 +180,7 @@ class Process:
     def _exit_code(self) -> int | None:
         """What the process ended with; None where it gave up its pipes and goes on."""
         try:
-            code = self._popen.wait(1.0)
+            code = self._popen.wait(0.5)
         except subprocess.TimeoutExpired:
             return None
         return code if code >= 0 else 128 - code
@@ -185,22 +190,22 @@ class Process:
 
     # Between two programs nothing of a sandbox runs
 
-    def _freeze(self) -> None:
-        """Stop every process, and those that they make meanwhile; where they make more than can be stopped, end all."""
+    def _freeze(self) -> bool:
+        """Stop every process, and those that they make meanwhile; False where they make more than can be stopped."""
         if not self.confined:
             self._signal_group(signal.SIGSTOP)
-            return
+            return True
         stopped: set[int] = set()
         for _ in range(100):
             fresh = set(self.members()) - stopped - {self.init}
             if not fresh:
-                return
+                return True
             for pid in fresh:
                 if handle := self._handle_of(pid):
                     signal.pidfd_send_signal(handle, signal.SIGSTOP)
                     self._frozen.append(handle)
             stopped |= fresh
-        self.kill()
+        return False
 
     def _thaw(self) -> None:
         if not self.confined:
@@ -249,7 +254,7 @@ class Process:
 
     def kill(self) -> None:
         """End every process, and return when none is left. Raises SandboxError where that cannot be had."""
-        if self.ended:
+        if self.ended or os.getpid() != self._owner:  # a fork of its owner leaves it alone
             return
         self.ended = True
         if self._handle >= 0:

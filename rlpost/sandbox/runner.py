@@ -13,7 +13,7 @@ import builtins
 import os
 import resource
 import sys
-from typing import Any
+from types import CodeType
 
 NONCE_BYTES = 16
 LENGTH_BYTES = 8
@@ -33,7 +33,7 @@ def read_exactly(pipe: int, size: int) -> bytes:
     return data
 
 
-def compiled(code: str, name: str, show_last_value: bool) -> list[Any]:
+def compiled(code: str, name: str, show_last_value: bool) -> list[CodeType]:
     """`code` ready to run: all of it, and apart from it the final expression if that is to be shown."""
     if not show_last_value:
         return [compile(code, name, "exec", dont_inherit=True)]
@@ -46,7 +46,7 @@ def compiled(code: str, name: str, show_last_value: bool) -> list[Any]:
     return [compile(tree, name, "exec", dont_inherit=True), compile(last, name, "single", dont_inherit=True)]
 
 
-def run(code: str, name: str, namespace: dict[str, Any], show_last_value: bool) -> int:
+def run(code: str, name: str, namespace: dict[str, object], show_last_value: bool) -> int:
     """Run `code` in `namespace` and return the exit code that Python would end with."""
     try:
         for part in compiled(code, name, show_last_value):
@@ -56,7 +56,7 @@ def run(code: str, name: str, namespace: dict[str, Any], show_last_value: bool) 
             return (stop.code or 0) & 0xFF
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is the program's
         show(error, code, name)
         return 1
     return 0
@@ -71,7 +71,10 @@ def show(error: BaseException, code: str, name: str) -> None:
     inner = error.__traceback__
     while inner is not None and inner.tb_frame.f_code.co_filename == "<string>":  # this file's own frames
         inner = inner.tb_next
-    traceback.print_exception(error.with_traceback(inner))
+    try:
+        traceback.print_exception(error.with_traceback(inner))
+    except BaseException:  # noqa: BLE001  no memory to format it, or no stderr to write to
+        os.write(2, f"{type(error).__name__}\n".encode(errors="replace"))
 
 
 def flush() -> None:
@@ -93,6 +96,7 @@ def main() -> None:
     builtins.exit = builtins.quit = sys.exit  # which the site module defines, and it is not loaded
     os.write(reports, READY)
 
+    own_number, number_now = os.getpid(), os.getpid
     program = type(sys)("__main__")
     program.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = program
@@ -107,12 +111,16 @@ def main() -> None:
 
         def report(nonce: bytes = nonce, ended: list[int] = ended) -> None:
             flush()
-            os.write(reports, nonce + bytes(ended))
+            if number_now() == own_number:
+                os.write(reports, nonce + bytes(ended))
 
         if flags & LAST:
             atexit.register(report)  # first in, so called last: after the program's threads and exit functions
         source = code.decode("utf-8", "surrogatepass")
         ended.append(run(source, f"<python {number}>", program.__dict__, bool(flags & SHOW_LAST_VALUE)))
+        if number_now() != own_number:  # a fork of the program has come to the end, not the program
+            flush()
+            os._exit(ended[0])
         if flags & LAST:
             return
         report()

@@ -19,7 +19,7 @@ from rlpost.sandbox import runner, seccomp
 from rlpost.sandbox.execution import Execution
 from rlpost.sandbox.interpreter import Interpreter
 from rlpost.sandbox.limits import Limits, tasks_counted_with
-from rlpost.sandbox.process import Launch, Pipes, Process, Request
+from rlpost.sandbox.process import Launch, NotStarted, Pipes, Process, Request
 from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, Bubblewrap, limits_command, user_for_one
 
 SESSION_CPU_SECONDS = 3600  # of each of its processes over a session's life; each program has its own time limit too
@@ -100,7 +100,7 @@ class Sandbox:
     def _try(self, code: str, expected: str) -> None:
         try:
             execution = self._run(code, PROOF_SECONDS, False)
-        except SandboxError as error:
+        except NotStarted as error:
             raise SandboxError(f"{error}; {self._advice()}") from None
         if not execution.ok or execution.stdout != expected:
             said = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
@@ -186,7 +186,8 @@ class Session:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # with this program the kernel ends its sandboxes
+            self.close()
 
 
 def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:

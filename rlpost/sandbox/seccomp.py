@@ -12,6 +12,7 @@ import platform
 import struct
 from dataclasses import dataclass
 from errno import ENOSYS, EPERM
+from functools import cache
 
 from rlpost.errors import SandboxError
 
@@ -102,6 +103,7 @@ class _Machine:
 _MACHINES = {"x86_64": _Machine(0, 0xC000003E, 0x40000000), "aarch64": _Machine(1, 0xC00000B7, 0xFFFFFFFF)}
 
 
+@cache
 def program(machine: str | None = None) -> bytes:
     """The filter for `machine` (None: this one), as an array of struct sock_filter.
 

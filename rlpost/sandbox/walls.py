@@ -16,6 +16,9 @@ from rlpost.sandbox.limits import MIB, Limits
 # Users that nobody is: the second range is for containers that know 65,536 users, there kept for passing services
 _USERS = (range(1_900_000_000, 1_901_000_000), range(61_184, 65_520))
 
+_LIBRARIES = ("lib", "lib64", "lib32")  # of the system, in / and in /usr
+_SHOWN = [Path(f"/usr/{name}") for name in _LIBRARIES]
+
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -65,7 +68,7 @@ class Bubblewrap:
     def _sources(self) -> list[Path]:
         folders = self.interpreter.packages if self.packages else ()
         wanted = [*self.interpreter.readable(), *folders, *self.readable]
-        return [path for path in dict.fromkeys(wanted) if not path.is_relative_to("/usr/lib")]
+        return [path for path in dict.fromkeys(wanted) if path not in _SHOWN]
 
     def _staged(self, sources: Sequence[Path]) -> tuple[list[str], dict[Path, Path]]:
         """Where another user could not reach `sources`, the superuser shows them under a /tmp made for that."""
@@ -78,7 +81,7 @@ class Bubblewrap:
         words = [self.bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
         words += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         words += ["--info-fd", str(info), "--seccomp", str(seccomp)]
-        for name in ("lib", "lib64", "lib32"):
+        for name in _LIBRARIES:
             if os.path.islink(f"/{name}"):
                 words += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
             words += ["--ro-bind-try", f"/usr/{name}", f"/usr/{name}"]
