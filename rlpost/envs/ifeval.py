@@ -15,7 +15,7 @@ from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.turns import column, strip_end_of_turn
+from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.errors import ConfigError, DataError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.checkers import require_checkers

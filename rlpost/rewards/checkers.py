@@ -79,7 +79,8 @@ def require_nltk_data(package: str, needed_for: str) -> None:
         except LookupError as error:
             raise DataError(
                 f"{needed_for} needs NLTK's {package}, which is in none of its folders: "
-                f"python -m nltk.downloader {package}, or set NLTK_DATA to a folder with {_NLTK_PLACES[package]}"
+                f"python -m nltk.downloader {package}, or set NLTK_DATA to a folder with {_NLTK_PLACES[package]} "
+                f"(env.leave_out=[{needed_for}] does without)"
             ) from error
 
 
