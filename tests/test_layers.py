@@ -70,6 +70,8 @@ DOORS = {
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],
     "langdetect": ["rewards/checkers.py"],
+    "mcp": ["envs/transforms/mcp*.py"],
+    "playwright": ["envs/transforms/browser*.py"],
     "gguf": [],
     "torchrl": [],
     "trl": [],
@@ -88,6 +90,8 @@ OPENED_LATE = (
     "reasoning_gym",
     "gymnasium",
     "mlgym",
+    "mcp",
+    "playwright",
 )
 
 # room -> what its files never import; a dotted name means that module and all below it

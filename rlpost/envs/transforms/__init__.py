@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.dataloading import DataLoadingPrimer as DataLoadingPrimer
     from rlpost.envs.transforms.log_prob import KLRewardTransform as KLRewardTransform
     from rlpost.envs.transforms.log_prob import RetrieveLogProb as RetrieveLogProb
+    from rlpost.envs.transforms.mcp import MCPToolTransform as MCPToolTransform
     from rlpost.envs.transforms.policy_version import PolicyVersion as PolicyVersion
     from rlpost.envs.transforms.tensors import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
@@ -20,6 +21,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "DataLoadingPrimer": "dataloading",
         "KLRewardTransform": "log_prob",
+        "MCPToolTransform": "mcp",
         "PolicyVersion": "policy_version",
         "RetrieveLogProb": "log_prob",
         "Transform": "base",

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for tools whose library speaks asyncio while conversations come in threads."""
+"""An asyncio loop in a thread of its own: for tools whose library speaks asyncio, called from many threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class LoopThread:
         future.add_done_callback(lambda _: done.set())
         if not done.wait(seconds):  # not future.result(seconds): its TimeoutError could be one of `work`
             future.cancel()
-            raise ToolError(f"{self.name} did not come back within {seconds:g} s: its thread hangs; start the run again")
+            raise ToolError(
+                f"{self.name} did not come back within {seconds:g} s: its thread hangs; start the run again"
+            )
         return future.result()
 
     def close(self) -> None:
