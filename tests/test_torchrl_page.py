@@ -1,0 +1,204 @@
+"""docs/torchrl.md: each name of its first table is imported and used, each test of its second exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+
+PAGE = Path(__file__).parents[1] / "docs" / "torchrl.md"
+NAME = re.compile(r"^\| `([\w.]+)` \| `(rlpost[\w.]+)` \|", re.MULTILINE)
+BEHAVIOUR = re.compile(r"^\| (\d+) \| (.*?) \| (.*) \|$", re.MULTILINE)
+
+# the names in the reference's own pages: its overview, LLMCollector, and what their examples use
+OVERVIEW = """
+    LLMCollector vLLMUpdater WeightUpdaterBase ReplayBuffer History ContentBase LLMData TopKRewardSelector EnvBase
+    ChatEnv DatasetChatEnv GSM8KEnv make_gsm8k_env GSM8KPrepareQuestion GSM8KRewardParser IFEvalEnv IfEvalScorer
+    IFEvalScoreData LLMEnv LLMHashingEnv make_mlgym MLGymWrapper Transform DataLoadingPrimer TemplateTransform Tokenizer
+    as_nested_tensor as_padded_tensor PolicyVersion KLRewardTransform RetrieveLogProb PythonInterpreter MCPToolTransform
+    BrowserTransform TransformersWrapper vLLMWrapper CategoricalSequential LLMOnDevice make_vllm_worker vLLMWorker
+    stateless_init_process_group GRPOLoss GRPOLossOutput MCAdvantage SFTLoss SFTLossOutput DummyStrDataLoader
+"""
+METHODS = """
+    as_remote async_shutdown dialog_turns_per_batch get_policy_model get_policy_version init_updater is_initialized
+    iterator load_state_dict pause policy_version policy_version_tracker reset rollout set_seed shutdown start state_dict
+    update_policy_weights_ weight_updater
+"""
+USED: dict[str, Callable[..., None]] = {}
+
+
+def uses(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test as the one that uses these names of the page."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        for name in names:
+            assert USED.setdefault(name, test) is test, f"{name} is used twice"
+        return test
+
+    return mark
+
+
+def listed() -> dict[str, str]:
+    """The names of the page and their import paths."""
+    return dict(NAME.findall(PAGE.read_text()))
+
+
+def test_the_page_lists_every_name_of_the_reference() -> None:
+    wanted = {*OVERVIEW.split(), *(f"LLMCollector.{name}" for name in METHODS.split())}
+    assert wanted <= listed().keys()
+
+
+def test_every_name_of_the_page_is_used_below() -> None:
+    assert USED.keys() == listed().keys()
+
+
+@pytest.mark.parametrize(("name", "path"), listed().items(), ids=list(listed()))
+def test_every_name_can_be_imported_from_where_the_page_says(name: str, path: str) -> None:
+    parts = path.split(".")
+    place = next(i for i in range(len(parts), 0, -1) if _is_module(".".join(parts[:i])))
+    found = importlib.import_module(".".join(parts[:place]))
+    for part in parts[place:]:
+        found = getattr(found, part)
+    assert name.rpartition(".")[2] in (getattr(found, "__name__", ""), *vars(type(found)), *parts) or "." in name
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# Environments, and collectors that play them
+
+
+class Forever:
+    """Says always the same, as a policy that is a plain function of a TensorDict."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("text_response", NonTensorStack(*["4"] * tensordict.batch_size[0]))
+
+
+ROWS = [{"question": "What is 2 + 2?", "answer": "#### 4"}, {"question": "What is 3 + 3?", "answer": "#### 6"}]
+
+
+def collector(tokenizer: Any, **options: Any) -> Any:
+    from rlpost.collectors import LLMCollector
+    from rlpost.envs import GSM8KEnv
+    from rlpost.policies import ScriptedPolicy
+    from rlpost.settings import SamplingSettings
+    from rlpost.weight_sync.base import SharedWeights
+
+    policy = ScriptedPolicy(["<think></think><answer>4</answer>"], tokenizer, sampling=SamplingSettings())
+    made = {"dialog_turns_per_batch": 2, "weight_updater": SharedWeights(policy), "track_policy_version": True}
+    return LLMCollector(GSM8KEnv(ROWS, shuffle=False, num_envs=2), policy=policy, **made | options)
+
+
+@uses(
+    "EnvBase", "EnvBase.reset", "EnvBase.step", "EnvBase.step_and_maybe_reset", "EnvBase.rollout", "EnvBase.set_seed",
+    "EnvBase.append_transform", "EnvBase.batch_size", "ChatEnv", "Transform",
+)  # fmt: skip
+def test_an_environment_is_reset_stepped_and_transformed() -> None:
+    from rlpost.envs import ChatEnv, EnvBase
+    from rlpost.envs.transforms import Transform
+
+    class Stamp(Transform):
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return tensordict.set("stamp", torch.ones(tensordict.batch_size))
+
+    env = ChatEnv(batch_size=(2,), system_prompt="Be brief.").append_transform(Stamp())
+    assert isinstance(env, EnvBase)
+    env.set_seed(0)
+    asked = env.reset(TensorDict({"text": NonTensorStack("One?", "Two?")}, batch_size=[2]))
+    assert [c[-1]["content"] for c in asked["history"].to_chats()] == ["One?", "Two?"]
+    assert asked["stamp"].tolist() == [1.0, 1.0]
+    stepped = env.step(Forever()(asked))
+    assert [c[-1]["content"] for c in stepped["next", "history"].to_chats()] == ["4", "4"]
+    _, following = env.step_and_maybe_reset(Forever()(asked))
+    assert env.batch_size == following.batch_size == (2,)
+    played = env.rollout(3, Forever(), tensordict=TensorDict({"text": NonTensorStack("1?", "2?")}, batch_size=[2]))
+    assert played.batch_size == (2, 3)
+
+
+@uses("DatasetChatEnv", "DatasetChatEnv.reset_dataloader")
+def test_a_dataset_begins_again() -> None:
+    from rlpost.envs import DatasetChatEnv
+
+    env = DatasetChatEnv(ROWS, shuffle=False)
+    first = [env.reset()["query"][0] for _ in range(2)]
+    env.reset_dataloader()
+    assert env.reset()["query"][0] == first[0] != first[1]
+
+
+@uses("GSM8KEnv", "make_gsm8k_env", "GSM8KPrepareQuestion", "GSM8KRewardParser")
+def test_gsm8k_scores_the_reply() -> None:
+    from rlpost.envs import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+
+    whole = GSM8KEnv(ROWS, shuffle=False)
+    assert whole.step(Forever()(whole.reset()))["next", "reward"].item() == 0.0  # no answer tag in the reply
+    made = make_gsm8k_env(ROWS)
+    assert [type(t) for t in made.transforms] == [GSM8KPrepareQuestion, GSM8KRewardParser]
+    reply = TensorDict({"text_response": ["<answer>4</answer>"], "answer": ["#### 4"]}, batch_size=[1])
+    assert GSM8KRewardParser()(reply)["reward"].item() == 1.0
+
+
+@uses(
+    "LLMCollector", "LLMCollector.dialog_turns_per_batch", "LLMCollector.iterator", "LLMCollector.rollout",
+    "LLMCollector.reset", "LLMCollector.set_seed", "LLMCollector.state_dict", "LLMCollector.load_state_dict",
+    "LLMCollector.is_initialized",
+)  # fmt: skip
+def test_a_collector_delivers_and_goes_on_where_it_was(tiny_tokenizer: Any) -> None:
+    collecting = collector(tiny_tokenizer, total_dialog_turns=6)
+    assert (collecting.dialog_turns_per_batch, collecting.is_initialized()) == (2, True)
+    collecting.set_seed(3)
+    first = collecting.rollout()
+    state = collecting.state_dict()
+    following = next(collecting.iterator())
+    assert (first.numel(), following.numel()) == (2, 2)
+    again = collector(tiny_tokenizer)
+    again.load_state_dict(state)
+    again.reset()
+    assert list(again.rollout()["query"]) == list(following["query"])
+
+
+@uses(
+    "LLMCollector.policy_version", "LLMCollector.get_policy_version", "LLMCollector.policy_version_tracker",
+    "LLMCollector.update_policy_weights_", "LLMCollector.weight_updater", "LLMCollector.init_updater",
+    "WeightUpdaterBase", "PolicyVersion",
+)  # fmt: skip
+def test_versions_rise_with_pushes(tiny_tokenizer: Any) -> None:
+    from rlpost.collectors import WeightUpdaterBase
+    from rlpost.envs.transforms import PolicyVersion
+
+    collecting = collector(tiny_tokenizer)
+    assert isinstance(collecting.weight_updater, WeightUpdaterBase)
+    assert isinstance(collecting.policy_version_tracker, PolicyVersion)
+    collecting.init_updater(collecting.policy)
+    collecting.update_policy_weights_(torch.nn.Linear(1, 1))
+    tracked = collecting.policy_version_tracker.version
+    assert tracked == collecting.policy_version == collecting.get_policy_version() == 1
+    assert collecting.rollout()["policy_version"].flatten().tolist() == [1, 1]
+    assert uuid.UUID(str(PolicyVersion("uuid").version))
+
+
+@uses(
+    "LLMCollector.start", "LLMCollector.pause", "LLMCollector.shutdown", "LLMCollector.async_shutdown", "ReplayBuffer"
+)
+def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
+    from rlpost.data import ReplayBuffer
+
+    buffer = ReplayBuffer()
+    collecting = collector(tiny_tokenizer, replay_buffer=buffer, total_dialog_turns=4)
+    collecting.start()
+    with collecting.pause():
+        pass
+    collecting.async_shutdown(timeout=10)
+    collecting.shutdown(timeout=10)
+    assert len(buffer.take(1, None)) > 0
