@@ -6,14 +6,16 @@ import contextlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from queue import Empty
 from typing import Any
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rlpost.collectors.base import Collector
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
@@ -23,7 +25,7 @@ from rlpost.policies.base import Policy
 from rlpost.weight_sync.base import WeightUpdater
 
 
-class LLMCollector:
+class LLMCollector(Collector):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
@@ -38,7 +40,11 @@ class LLMCollector:
     counts those alone. Iteration ends once `total_dialog_turns` are delivered; -1: never.
 
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
-    its oldest batch with a warning; iteration then yields None.
+    its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
+    thread of its own, until `shutdown`, the end of a `with` block or the collector's.
+
+    Beside what `rlpost.data.batch` says, a batch has `("collector", "traj_ids")`, int64 a row: the
+    number of its trajectory among those this collector has begun.
 
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
     """
@@ -62,6 +68,7 @@ class LLMCollector:
         queue: Any | None = None,
         track_policy_version: bool | PolicyVersion = False,
         verbose: bool = False,
+        wait_seconds: float = 600.0,
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise TypeError("LLMCollector takes exactly one of policy and policy_factory")
@@ -80,7 +87,7 @@ class LLMCollector:
         if replay_buffer is not None and flatten_data is False and not completed:
             raise TypeError("a replay buffer holds rows on a single dimension: leave flatten_data=False out")
 
-        self.env: EnvBase = env if isinstance(env, EnvBase) else env()
+        super().__init__(env if isinstance(env, EnvBase) else env(), replay_buffer, wait_seconds=wait_seconds)
         self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
         size = self.env.numel()
         self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
@@ -90,7 +97,6 @@ class LLMCollector:
         self.reset_at_each_iter = reset_at_each_iter
         self.flatten_data = (replay_buffer is not None) if flatten_data is None else flatten_data
         self.postproc = postproc
-        self.replay_buffer = replay_buffer
         self.queue = queue
         self.verbose = verbose
         self.on_phase: Callable[[str, str], None] = lambda kind, what: None  # told what is under way
@@ -103,43 +109,83 @@ class LLMCollector:
         self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns of what is under way in each place
         self._ready: deque[list[Conversation]] = deque()  # complete trajectories not yet delivered
         self._turns_delivered = 0
+        self._trajectories_begun = 0
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns:
+        while self.wants_more:
+            self._check_foreground("iterate over")
             yield self._deliver()
 
-    iterator = __iter__
-
-    def collect(self) -> None:
-        """One more batch into the replay buffer."""
-        if self.replay_buffer is None:
-            raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
-        self._deliver()
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """What iterating over the collector gives."""
+        return iter(self)
 
     def rollout(self) -> TensorDictBase:
         """One batch, whatever it is delivered into."""
-        batch = self._completed_batch() if self.yield_completed_trajectories else self._plain_batch()
-        self._turns_delivered += batch.numel()
-        return batch if self.postproc is None else self.postproc(batch)
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
+    # State
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def reset(self) -> None:
-        """Abandon the conversations under way; complete ones that wait for a batch are still delivered."""
-        self._live = [[] for _ in self._live]
-        self.env.abandon()
+    def reset(self, index: int | Sequence[int] | None = None) -> None:
+        """Abandon the conversations under way, or those in the places `index`; complete ones are still delivered."""
+        with self.pause():
+            if index is None:
+                self._abandon()
+                return
+            places = [index] if isinstance(index, int) else list(index)
+            abandoned = [self._live[place][-1] for place in places if self._live[place]]
+            for place in places:
+                self._live[place] = []
+            for transform in self.env.transforms:
+                transform.on_end(abandoned)
 
-    def update_policy_weights_(self, policy_or_weights: Any) -> None:
+    # Weights and versions
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        worker_ids: int | Sequence[int] | None = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Push weights into the policy; its version rises once the push has wholly succeeded.
 
-        Raises TypeError without a weight updater.
+        They come from a module, a TensorDict or a mapping, or as `state_dict`; without either they are
+        those of the policy's own model, where it has one that somebody trains. The only worker is
+        number 0. What is collected in the background waits meanwhile. Raises TypeError without a
+        weight updater or weights, or with two sets of them, ValueError for a worker that is not there.
         """
         if self.weight_updater is None:
             raise TypeError("update_policy_weights_ needs a weight_updater: give the collector one")
-        self.weight_updater.push(policy_or_weights)
+        workers = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
+        if any(worker != 0 for worker in workers):
+            raise ValueError(f"worker_ids={worker_ids!r}: this collector is one worker, number 0")
+        if policy_or_weights is not None and state_dict is not None:
+            raise TypeError("update_policy_weights_ was given weights twice: leave policy_or_weights or state_dict out")
+        source = policy_or_weights if policy_or_weights is not None else state_dict
+        if source is None:
+            source = self.get_policy_model()
+            if not isinstance(source, torch.nn.Module):
+                raise TypeError(
+                    "update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict="
+                )
+        with self.pause():
+            self.weight_updater.push(source)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """`weight_updater.init` with these arguments; without an updater nothing is to be done."""
+        if self.weight_updater is not None:
+            self.weight_updater.init(*args, **kwargs)
+
+    def get_policy_model(self) -> Any:
+        """What the policy samples with: its transformers model or vLLM engine; None where it has neither."""
+        return getattr(self.policy, "model", None)
 
     @property
     def policy_version(self) -> PolicyVersionLabel:
@@ -156,17 +202,27 @@ class LLMCollector:
             raise RuntimeError("this collector has a postproc already")
         self.postproc = postproc
 
-    def set_seed(self, seed: int) -> None:
-        """Seed the order of the environment's tasks."""
-        self.env.set_seed(seed)
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the order of the environment's tasks, and return the last seed that was used.
+
+        There is one environment, so that is `seed`, whether or not the seeds of several were to be equal.
+        """
+        with self.pause():
+            self.env.set_seed(seed)
+        return seed
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides what is collected next, as JSON-compatible values."""
+        with self.pause():
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "env": self.env.state_dict(),
             "live": [[asdict(turn) for turn in turns] for turns in self._live],
             "ready": [[asdict(turn) for turn in turns] for turns in self._ready],
             "turns_delivered": self._turns_delivered,
+            "trajectories_begun": self._trajectories_begun,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,9 +242,26 @@ class LLMCollector:
         self._live = live
         self._ready = deque([Conversation(**turn) for turn in turns] for turns in state["ready"])
         self._turns_delivered = state["turns_delivered"]
+        self._trajectories_begun = state["trajectories_begun"]
+
+    # Collecting
+
+    @property
+    def wants_more(self) -> bool:
+        """See `Collector.wants_more`: until `total_dialog_turns`, where there is an end."""
+        return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
+
+    def collect_round(self) -> None:
+        """See `Collector.collect_round`."""
+        self._deliver()
+
+    def _collected(self) -> TensorDictBase:
+        batch = self._completed_batch() if self.yield_completed_trajectories else self._plain_batch()
+        self._turns_delivered += batch.numel()
+        return batch if self.postproc is None else self.postproc(batch)
 
     def _deliver(self) -> TensorDictBase | None:
-        batch = self.rollout()
+        batch = self._collected()
         if self.verbose:
             print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)
         if self.replay_buffer is not None:
@@ -208,26 +281,39 @@ class LLMCollector:
 
     def _plain_batch(self) -> TensorDictBase:
         if self.reset_at_each_iter:
-            self.reset()
+            self._abandon()
         steps = [self._play_turn() for _ in range(self.dialog_turns_per_batch // len(self._live))]
         if self.flatten_data:
-            return self.env.build_batch([step[i] for i in range(len(self._live)) for step in steps])
-        return LazyStackedTensorDict.lazy_stack([self.env.build_batch(step) for step in steps], -1)
+            return self._batch([step[i] for i in range(len(self._live)) for step in steps])
+        return LazyStackedTensorDict.lazy_stack([self._batch(step) for step in steps], -1)
 
     def _completed_batch(self) -> TensorDictBase:
         if self.reset_at_each_iter:
-            self.reset()
+            self._abandon()
         chosen: list[Conversation] = []
         while len(chosen) < self.dialog_turns_per_batch:
             while not self._ready:
                 self._play_turn()
             chosen += self._ready.popleft()
-        return self.env.build_batch(chosen)
+        return self._batch(chosen)
+
+    def _batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """The batch of `conversations` (B,), with the numbers of their trajectories."""
+        batch = self.env.build_batch(conversations)
+        return batch.set(("collector", "traj_ids"), torch.tensor([c.trajectory for c in conversations]))
+
+    def _abandon(self) -> None:
+        self._live = [[] for _ in self._live]
+        self.env.abandon()
 
     def _play_turn(self) -> list[Conversation]:
         """Let every conversation take one turn, a fresh one in each free place; their snapshots."""
         free = sum(not turns for turns in self._live)
-        fresh = iter(self.env.draw(free) if free else [])
+        drawn = self.env.draw(free) if free else []
+        for conversation in drawn:
+            conversation.trajectory = self._trajectories_begun
+            self._trajectories_begun += 1
+        fresh = iter(drawn)
         conversations = [turns[-1].copy() if turns else next(fresh) for turns in self._live]
         completions = f"{len(conversations)} completions"
         self.on_phase("sampling", completions)

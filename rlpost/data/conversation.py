@@ -45,6 +45,7 @@ class Conversation:
     messages: list[Message]
     group_id: int = 0
     sample: int = 0
+    trajectory: int = -1  # its number among those of its collector; -1: of none
     max_completion_tokens: int = 0
     max_prompt_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the functions the model may call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -100,7 +101,7 @@ def _oldest(group: Selection) -> int:
 
 
 class ReplayBuffer:
-    """Groups of finished conversations, first in first out.
+    """Groups of finished conversations, first in first out; one thread may write while another takes.
 
     `transforms` see every batch on its way in; one may return None to hold its rows back until more
     have come (`MCAdvantage` does, until a group is complete). `draw_limit` bounds how often in a row
@@ -116,13 +117,20 @@ class ReplayBuffer:
         self.source: GroupSource | None = None
         self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
+        self.write_count = 0  # rows written since the buffer was built
         self._groups: list[Selection] = []
+        self._lock = threading.RLock()  # of everything but `source`, which may write from its own thread
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,) whose rows carry `group_key`."""
+        with self._lock:
+            self._write(batch)
+            self.write_count += batch.batch_size[0]
+
+    def _write(self, batch: TensorDictBase) -> None:
         current: TensorDictBase | None = batch
         for transform in self.transforms:
             current = transform(current)
@@ -161,7 +169,8 @@ class ReplayBuffer:
             self.source.collect()
             rounds += 1
             self._drop(max_policy_lag, accept)
-        taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
+        with self._lock:
+            taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
         return Selection.joined(taken).copied()
 
     def take_counts(self) -> dict[str, float]:
@@ -171,6 +180,10 @@ class ReplayBuffer:
         any group was dropped. Counted since the run began: `buffer/dropped_by_age`, and what the
         transforms count.
         """
+        with self._lock:
+            return self._counts()
+
+    def _counts(self) -> dict[str, float]:
         counts = {
             "groups/drawn": float(self.drawn.groups),
             "groups/dropped": float(self.drawn.turned_down),
@@ -185,12 +198,13 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """The groups that wait and the rows that transforms hold back, as JSON-compatible values."""
-        return {
-            "groups": [to_plain(group.copied()) for group in self._groups],
-            "num_dropped_by_age": self.num_dropped_by_age,
-            "drawn": asdict(self.drawn),
-            "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
-        }
+        with self._lock:
+            return {
+                "groups": [to_plain(group.copied()) for group in self._groups],
+                "num_dropped_by_age": self.num_dropped_by_age,
+                "drawn": asdict(self.drawn),
+                "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same transforms."""
@@ -203,16 +217,17 @@ class ReplayBuffer:
 
     def _drop(self, max_policy_lag: int | None, accept: Rule | None) -> None:
         """Drop and count what may not be trained on."""
-        self._drop_older_than(max_policy_lag)
-        if accept is None:
-            return
-        kept = []
-        for group in self._groups:
-            if accept(group.measures()):
-                kept.append(group)
-            else:
-                self.drawn.turn_down(group)
-        self._groups = kept
+        with self._lock:
+            self._drop_older_than(max_policy_lag)
+            if accept is None:
+                return
+            kept = []
+            for group in self._groups:
+                if accept(group.measures()):
+                    kept.append(group)
+                else:
+                    self.drawn.turn_down(group)
+            self._groups = kept
 
     def _advice(self) -> str:
         """What may be the reason that too few groups came, and what to do."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from rlpost.lora import MergedWeights, is_adapted
 from rlpost.policies.base import Policy
 
 WeightSource = torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
+ModelMetadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # format and shape of each weight
 
 
 class WeightUpdater(ABC):
@@ -26,19 +27,28 @@ class WeightUpdater(ABC):
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
+        self.model_metadata: ModelMetadata | None = None
         self.version_tracker: Any | None = None
 
-    def init(self, policy: Policy) -> None:
-        """Name the policy to push to, where it was not yet known when the updater was built."""
-        self.policy = policy
+    def init(self, policy: Policy | None = None, *, model_metadata: ModelMetadata | None = None) -> None:
+        """Name the policy to push to, or what a push has to bring, where they were not yet known.
+
+        `model_metadata` gives the format and shape of every weight; without it a push is held to what
+        the policy itself knows.
+        """
+        self.policy = self.policy if policy is None else policy
+        self.model_metadata = self.model_metadata if model_metadata is None else model_metadata
 
     def push(self, source: WeightSource) -> PolicyVersionLabel:
         """Push `source`'s weights; returns the new version, which is written only after all of it succeeded.
 
-        Raises TypeError for a source that holds no weights, PolicyError when the push failed.
+        Raises TypeError for a source that holds no weights, PolicyError when the push failed, or, before
+        anything is sent, where it does not bring what `init` was told.
         """
         if self.policy is None:
             raise PolicyError("the weight updater has no policy yet: call init(policy)")
+        if self.model_metadata is not None:
+            check_weights(named_weights(source), self.model_metadata)
         self._send(self.policy, source)
         self.policy.version = self._next_version(self.policy.version)
         return self.policy.version
@@ -68,6 +78,24 @@ class SharedWeights(WeightUpdater):
 
     def _send(self, policy: Policy, source: WeightSource) -> None:
         named_weights(source)  # what holds no weights is refused here too
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], expected: ModelMetadata) -> None:
+    """Raise PolicyError for a weight that is missing, or of another format or shape."""
+    missing = sorted(expected.keys() - weights.keys())
+    if missing:
+        raise PolicyError(f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed")
+    for name, (dtype, shape) in expected.items():
+        weight = weights[name]
+        if (weight.dtype, tuple(weight.shape)) != (dtype, tuple(shape)):
+            raise PolicyError(
+                f"{name} is {_kind(weight.dtype, weight.shape)} in this push and {_kind(dtype, shape)} in the engine: "
+                "push the weights of the model the engine was started with; nothing was pushed"
+            )
+
+
+def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def named_weights(source: WeightSource) -> Mapping[str, torch.Tensor]:

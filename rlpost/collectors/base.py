@@ -1,0 +1,128 @@
+"""What collectors have in common: batches on demand or from a thread, and an end."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+from rlpost.collectors.background import Background
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.base import EnvBase
+from rlpost.errors import PolicyError
+
+
+class Collector(ABC):
+    """Plays `env`, and fills `replay_buffer` where there is one: when asked, or from a thread of its own."""
+
+    def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:
+        self.env = env
+        self.replay_buffer = replay_buffer
+        self.wait_seconds = wait_seconds  # for a batch that is collected in the background
+        self._background: Background | None = None
+        self._is_shut_down = False
+
+    @abstractmethod
+    def collect_round(self) -> None:
+        """Collect one more batch and deliver it."""
+
+    @property
+    @abstractmethod
+    def wants_more(self) -> bool:
+        """Whether there is to be another batch."""
+
+    def collect(self) -> None:
+        """One more batch into the replay buffer; where the background fills it, return with its next one.
+
+        Raises RuntimeError without a buffer, PolicyError where all batches that were wanted are there.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
+        if self._background is None:
+            self._check_foreground("collect with")
+        else:
+            self._background.check()
+        if not self.wants_more:
+            raise PolicyError("the collector has collected all its total_dialog_turns: the buffer gets no more")
+        if self._background is None:
+            self.collect_round()
+        else:
+            self._background.wait_for_round()
+
+    def start(self) -> None:
+        """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
+
+        What goes wrong there is raised by the next call here. Raises RuntimeError without a buffer,
+        when it is running already, or after `shutdown`.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer, and this collector has none: give it one")
+        self._check_foreground("start")
+        mine = weakref.ref(self)  # a collector that nobody holds any more may go
+
+        def work() -> bool:
+            collector = mine()
+            if collector is None or not collector.wants_more:
+                return False
+            collector.collect_round()
+            return collector.wants_more
+
+        self._background = Background(work, "the batch that is collected in the background", self.wait_seconds)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block in which nothing is collected in the background; the batch under way is waited for."""
+        return nullcontext() if self._background is None else self._background.held()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """Collect no more, and close the environment; the policy stays its owner's. A second call does nothing.
+
+        Raises what went wrong in the background, and PolicyError where the batch under way there has
+        not ended within `timeout` seconds (None: `wait_seconds`).
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        try:
+            if self._background is not None:
+                self._background.stop(timeout)
+        finally:
+            if close_env:
+                self.env.close()
+
+    async_shutdown = shutdown
+
+    def is_initialized(self) -> bool:
+        """Whether batches can be collected: until `shutdown`."""
+        return not self._is_shut_down
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        if getattr(self, "_background", None) is not None:  # a constructor may have failed before
+            assert self._background is not None
+            self._background.tell_to_stop()
+            self._background.check()  # what nobody has asked for is told on the way out
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """This class as a Ray actor class: `as_remote({"num_cpus": 1}).remote(env, policy=...)` makes one.
+
+        `remote_config` is what `ray.remote` takes. Raises MissingExtraError without ray.
+        """
+        from rlpost.collectors.ray import actor_class
+
+        return actor_class(cls, remote_config or {})
+
+    def _check_foreground(self, doing: str) -> None:
+        """Raise RuntimeError where the background collects, after what went wrong there, or nothing may any more."""
+        if self._is_shut_down:
+            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
+        if self._background is not None:
+            self._background.check()
+            raise RuntimeError(f"cannot {doing} a collector that was started in the background: read its replay buffer")
