@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.data.chat_templates import add_chat_template as add_chat_template
+    from rlpost.data.content import ContentBase as ContentBase
     from rlpost.data.history import History as History
+    from rlpost.data.llm_data import LLMData as LLMData
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
     from rlpost.data.topk import TopKRewardSelector as TopKRewardSelector
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "ContentBase": "content",
         "History": "history",
+        "LLMData": "llm_data",
         "ReplayBuffer": "replay_buffer",
         "TopKRewardSelector": "topk",
+        "add_chat_template": "chat_templates",
     },
 )

@@ -15,7 +15,7 @@ answer, it is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from rlpost.data.demonstrations import ChatMessage, Fault
+from rlpost.data.rendering import render, template_messages, template_name
 from rlpost.errors import ConfigError, DataError
 
 _PROBE_REPLY = "probe"
@@ -51,28 +52,36 @@ class Rendered:
 class ChatMask:
     """Renders conversations with a tokenizer's chat template and finds the assistant's tokens in them.
 
-    Raises ConfigError for a tokenizer that cannot say which characters a token stands for.
+    `template` is rendered with in place of the tokenizer's own, `variables` are further ones that a
+    template reads. Raises ConfigError for a tokenizer that cannot say which characters a token stands for.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None, variables: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.is_fast:
+            name = Path(tokenizer.name_or_path).name or type(tokenizer).__name__
             raise ConfigError(
-                f"the tokenizer {_name(tokenizer)} has no fast form, which alone says where a token stands in the "
-                "text: save one as tokenizer.json beside it"
+                f"the tokenizer {name} has no fast form, which alone says where a token stands in the text: save one "
+                "as tokenizer.json beside it"
             )
         self.tokenizer = tokenizer
+        self._template, self._variables = template, variables
         added = tokenizer.added_tokens_decoder.items()
         self.special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
         self._special_texts = sorted(tokenizer.convert_ids_to_tokens(sorted(self.special)), key=len, reverse=True)
 
     def encode(
-        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> tuple[list[int], list[bool]]:
         """The ids of the whole conversation, and for each whether it is trained.
 
-        Every assistant's message is trained but those with `weight: 0`. Raises MaskError for a
-        conversation that the template refuses, renders differently once more follows, or whose
-        answers it ends with no token of their own.
+        Every assistant's message is trained but those with `weight: 0`; of one with `is_complete`
+        False, which ends with its content, no end of turn is. Raises MaskError for a conversation
+        that the template refuses, renders differently once more follows, or whose answers it ends
+        with no token of their own.
         """
         if self.header_left_out:
             raise MaskError(
@@ -80,12 +89,18 @@ class ChatMask:
                 f"{self.template} writes {self.header_left_out!r} before an answer but not as its generation prompt: "
                 "let it do so under {% if add_generation_prompt %}",
             )
-        shown = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-        rendered = self._tokenise(self._render(shown, tools))
+        try:
+            weighted = template_messages(messages, self.tokenizer)
+        except DataError as error:
+            raise MaskError(Fault.template, str(error)) from error
+        shown = [{name: value for name, value in message.items() if name != "weight"} for message in weighted]
+        text = self._render(shown, tools)
+        prompted = self._render(shown, tools, add_generation_prompt=True) if add_generation_prompt else text
+        rendered = self._tokenise(prompted)
         mask = [False] * len(rendered.ids)
-        for number, message in enumerate(messages):
+        for number, message in enumerate(weighted):
             if message["role"] == "assistant" and message.get("weight") != 0:
-                for place in self._answer(shown, number, tools, rendered):
+                for place in self._answer(shown, number, tools, rendered, text):
                     mask[place] = True
         mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
         return rendered.ids, mask
@@ -93,7 +108,7 @@ class ChatMask:
     @property
     def template(self) -> str:
         """What messages call the template."""
-        return f"the chat template of {_name(self.tokenizer)}"
+        return template_name(self.tokenizer)
 
     # The template's own habits, seen on a conversation of two words
 
@@ -133,17 +148,29 @@ class ChatMask:
     # One answer
 
     def _answer(
-        self, messages: Sequence[ChatMessage], number: int, tools: list[dict[str, Any]] | None, rendered: Rendered
+        self,
+        messages: Sequence[ChatMessage],
+        number: int,
+        tools: list[dict[str, Any]] | None,
+        rendered: Rendered,
+        text: str,
     ) -> range:
-        """The places of the tokens of the assistant's message `number`, its end-of-turn token the last."""
+        """The places of the tokens of the assistant's message `number`, its end-of-turn token the last.
+
+        `text` is the conversation without a generation prompt.
+        """
         if number == 0:
             raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
         before = self._render(messages[:number], tools, add_generation_prompt=True)
-        through = rendered.text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
+        through = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
         begin, end = len(before), _shared_length(through, rendered.text)
         if not rendered.text.startswith(before) or end < begin:
             raise self._does_not_nest(number)
         places = [i for i, span in enumerate(rendered.spans) if _belongs(rendered.text, span, begin, end)]
+        if not messages[number].get("is_complete", True):
+            if end < len(through):
+                raise self._does_not_nest(number)
+            return range(places[0], places[-1] + 1) if places else range(0)
         last = self._end_of_turn_among(places, rendered)
         if end < len(through) and (last is None or self._visible(through[rendered.spans[last][1] :])):
             raise self._does_not_nest(number)
@@ -204,8 +231,13 @@ class ChatMask:
     ) -> str:
         """The conversation as text. Raises MaskError where the template refuses it."""
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+            return render(
+                self.tokenizer,
+                messages,
+                template=self._template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=self._variables,
             )
         except _TEMPLATE_ERRORS as error:
             said = " ".join(str(error).split()) or type(error).__name__
@@ -244,7 +276,3 @@ def _called(message: ChatMessage) -> list[str]:
     """The names of the functions that a message calls."""
     calls = message.get("tool_calls") or []
     return [str(call.get("function", call).get("name", "")) for call in calls]
-
-
-def _name(tokenizer: Any) -> str:
-    return Path(tokenizer.name_or_path).name or type(tokenizer).__name__

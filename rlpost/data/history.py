@@ -1,15 +1,26 @@
-"""Conversations as messages, batched: what a chat template reads."""
+"""Conversations as messages, batched: what a chat template reads, and what reading its text gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NonTensorStack, TensorClass
+from jinja2.exceptions import TemplateError
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-PADDING_ROLE = "<none>"  # fills the short rows of a ragged batch; never rendered
-_OPTIONAL = ("tool_calls", "tool_responses")
+from rlpost.data.chat_mask import ChatMask
+from rlpost.data.chat_templates import parse_chat, template_to_read, template_to_write
+from rlpost.data.columns import fields_of, grid, own, settle
+from rlpost.data.conversation import Message
+from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages, template_name
+from rlpost.data.templates.parsing import PADDING_ROLE
+from rlpost.errors import ConfigError, DataError
+
+_OPTIONAL = ("tool_calls", "tool_responses", "more")
+_COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
+_FIELDS = frozenset((*_COLUMNS, "is_complete"))
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # what templates raise
 
 
 class History(TensorClass["nocast"]):
@@ -17,7 +28,10 @@ class History(TensorClass["nocast"]):
 
     Rows shorter than the longest end in messages of role "<none>", which `to_chats` and
     `apply_chat_template` leave out. `is_complete` is False for a message cut off before its end of
-    turn. `tool_calls` and `tool_responses` are None where no message of the batch has any.
+    turn. `content` is a text, or a list of `ContentBase` or of parts as dicts. `tool_calls` are
+    those of an assistant's message, `tool_responses` results that follow a message as further ones
+    of role "tool"; `more` holds a message's other entries, such as `tool_call_id`. All are None where
+    a message has none.
     """
 
     role: Any
@@ -25,41 +39,86 @@ class History(TensorClass["nocast"]):
     is_complete: Any = True
     tool_calls: Any = None
     tool_responses: Any = None
+    more: Any = None
+
+    def __post_init__(self) -> None:
+        """One value a message, whether lists were given as they are or stacked (`set_list_to_stack`)."""
+        settle(fields_of(self), _COLUMNS)
+        for name in _OPTIONAL:
+            if fields_of(self).get(name, None) is None:  # a column of its own, so that histories stack with any others
+                setattr(self, name, NonTensorData(None, batch_size=self.batch_size))
+        complete = fields_of(self).get("is_complete")
+        if not isinstance(complete, torch.Tensor):
+            given = complete.tolist() if isinstance(complete, NonTensorStack) else complete.data
+            self.is_complete = torch.as_tensor(given, dtype=torch.bool).expand(self.batch_size).clone()
 
     @classmethod
     def from_chats(cls, chats: Sequence[Sequence[Mapping[str, Any]]]) -> History:
         """History (B, M) of B chats, M the length of the longest, and at least 1.
 
-        A message has `role` and `content`, and may have `is_complete`, `tool_calls` and
-        `tool_responses`. Raises ValueError for no chats, or a message without role or content.
+        A message has `role` and `content`, and may have `is_complete`, `tool_calls`,
+        `tool_responses` and whatever else its template reads. Raises ValueError for no chats, or a
+        message without role or content.
         """
         if not chats:
             raise ValueError("History.from_chats was given no chats: a history holds at least one")
         width = max(1, *(len(chat) for chat in chats))
+        bare = True  # whether all have role and content alone, as most do: then the rest need not be looked for
         for row, chat in enumerate(chats):
             for place, message in enumerate(chat):
                 if "role" not in message or "content" not in message:
                     raise ValueError(f"message {place} of chat {row} lacks role or content: {dict(message)!r:.100}")
+                bare = bare and len(message) == 2
         padding = {"role": PADDING_ROLE, "content": ""}
         rows = [[*chat, *[padding] * (width - len(chat))] for chat in chats]
+        shape = torch.Size([len(rows), width])
 
-        def grid(name: str) -> NonTensorStack:
-            return NonTensorStack(*(NonTensorStack(*(m.get(name) for m in row)) for row in rows))
+        def optional(value: Callable[[Mapping[str, Any]], Any]) -> NonTensorStack | NonTensorData:
+            values = [] if bare else [[value(message) for message in row] for row in rows]
+            used = any(v is not None for row in values for v in row)
+            return grid(values, shape) if used else NonTensorData(None, batch_size=shape)
 
-        complete = [[bool(m.get("is_complete", True)) for m in row] for row in rows]
-        used = [name for name in _OPTIONAL if any(m.get(name) for row in rows for m in row)]
+        complete = [] if bare else [[bool(m.get("is_complete", True)) for m in row] for row in rows]
         return cls(
-            role=grid("role"),
-            content=grid("content"),
-            is_complete=torch.tensor(complete, dtype=torch.bool),  # (B, M)
-            **{name: grid(name) for name in used},
-            batch_size=[len(rows), width],
+            role=grid([[message["role"] for message in row] for row in rows], shape),
+            content=grid([[own(message["content"]) for message in row] for row in rows], shape),
+            is_complete=torch.tensor(complete) if complete else torch.ones(shape, dtype=torch.bool),  # (B, M)
+            tool_calls=optional(lambda message: own(message.get("tool_calls")) or None),
+            tool_responses=optional(lambda message: own(message.get("tool_responses")) or None),
+            more=optional(_more),
+            batch_size=shape,
         )
 
-    def to_chats(self) -> list[list[dict[str, Any]]]:
+    @classmethod
+    def from_text(
+        cls, text: str | Sequence[str], *, chat_template_name: str | None = None, tokenizer: Any = None
+    ) -> History:
+        """What a rendered text says: History (M,) of a text, (B, M) of a list of them.
+
+        Read as the format named `chat_template_name`, else as the one that `tokenizer` writes, else as
+        ChatML. Rendering with that template, and no generation prompt, gives the same text again.
+        Three things are not kept apart: a text that leaves out the token it begins with, or the line
+        break behind its last end of turn, gets it back; the padding around a text is left out; and
+        what ends a text (`<|endoftext|>`) in place of an end of turn becomes one.
+
+        A message without its end of turn has `is_complete` False, as has the empty one that a
+        generation prompt at the end begins. Tool calls become `tool_calls`, where the format has them
+        and the template would write them in the same place; a call whose JSON is bad stays in the
+        content. Content that holds a control token of the format, or is a call to the letter, cannot
+        be told from one.
+
+        Raises UnparsedTextError (a RuntimeError) for a text that is no conversation in the format,
+        UnknownTemplateError (a NotImplementedError) for a name without a format or parser.
+        """
+        known = template_to_read(tokenizer, chat_template_name)
+        if isinstance(text, str):
+            return cast(History, cls.from_chats([parse_chat(text, known)])[0])
+        return cls.from_chats([parse_chat(each, known) for each in text])
+
+    def to_chats(self) -> list[list[Message]]:
         """One list of messages a row, padding left out; a history of one dimension is one row.
 
-        A message has `role` and `content`, `is_complete` only where it is False, and its tool
+        A message has `role` and `content`, `is_complete` only where it is False, and its other
         entries only where it has some. Raises ValueError for other than one or two dimensions.
         """
         if self.ndim not in (1, 2):
@@ -73,23 +132,26 @@ class History(TensorClass["nocast"]):
     def _rows_of(self, name: str) -> list[list[Any]]:
         """The column `name` as plain rows of Python values."""
         shape = (1, *self.batch_size) if self.ndim == 1 else tuple(self.batch_size)
-        column = getattr(self, name)
-        if column is None:
-            return [[None] * shape[1] for _ in range(shape[0])]
+        column = fields_of(self).get(name)
         if isinstance(column, torch.Tensor):
             return column.reshape(shape).tolist()
-        if not isinstance(column, list):  # one value for every message
-            return [[column] * shape[1] for _ in range(shape[0])]
-        return [column] if self.ndim == 1 else column
+        if not isinstance(column, NonTensorStack):  # one value for every message
+            return [[column.data] * shape[1] for _ in range(shape[0])]
+        values = column.tolist()
+        return [values] if self.ndim == 1 else values
 
-    def append(self, message: History) -> History:
-        """A new history with one more message at the end: `message` is () for (M,), (B,) for (B, M)."""
-        return self.extend(message.unsqueeze(-1))
+    def append(self, message: History, *, inplace: bool = False) -> History:
+        """The history with one more message at the end: `message` is () for (M,), (B,) for (B, M).
 
-    def extend(self, messages: History) -> History:
-        """A new history with `messages`, of as many dimensions, at the end of each row.
+        A new one, unless `inplace`; raises what `extend` raises.
+        """
+        return self.extend(cast(History, message.unsqueeze(-1)), inplace=inplace)
 
-        Raises ValueError when the numbers of rows differ.
+    def extend(self, messages: History, *, inplace: bool = False) -> History:
+        """The history with `messages`, of as many dimensions, behind the last message of each row.
+
+        A new one, unless `inplace`: this one is then changed and returned. Raises ValueError when the
+        numbers of rows differ.
         """
         if self.batch_size[:-1] != messages.batch_size[:-1]:
             raise ValueError(
@@ -98,37 +160,156 @@ class History(TensorClass["nocast"]):
             )
         pairs = zip(self.to_chats(), messages.to_chats(), strict=True)
         longer = History.from_chats([old + new for old, new in pairs])
-        return longer if self.ndim == 2 else cast(History, longer[0])
+        longer = longer if self.ndim == 2 else cast(History, longer[0])
+        return self._become(longer) if inplace else longer
+
+    def _become(self, other: History) -> History:
+        self.batch_size = self.batch_size[:-1]
+        for name in (*_COLUMNS, "is_complete"):
+            fields_of(self).set(name, fields_of(other).get(name))
+        self.batch_size = other.batch_size
+        return self
 
     def apply_chat_template(
         self,
         tokenizer: Any,
         add_generation_prompt: bool = True,
-        tokenize: bool = False,
+        *,
         chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        tokenize: bool = False,
+        padding: bool = False,
+        return_dict: bool = False,
+        return_assistant_tokens_mask: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
     ) -> Any:
-        """The chats as the tokenizer's template (or `chat_template`) writes them.
+        """The chats as a chat template writes them.
 
-        One str a row, or one list of token ids a row if `tokenize`; for a history of one dimension
-        the row itself.
+        The template is `chat_template` (jinja), else the one named `chat_template_name`, else the
+        tokenizer's own, else the one a keyword of which the tokenizer's name holds, else ChatML. It
+        reads `tools`, JSON schemas of functions, and any further `variables`. A message with
+        `is_complete` False ends with its content; where it is the last one, it is what the model
+        goes on with, and no generation prompt is put behind it.
+
+        Returns one str a row; if `tokenize`, one list of token ids a row, or with `padding` a tensor
+        (B, T), padded on the left; if `return_dict`, a TensorDict (B,) of `input_ids` and
+        `attention_mask` (int64) and, if `return_assistant_tokens_mask`, `assistant_masks` (bool),
+        ragged (B, *), or (B, T) with `padding`. That mask is True on what the assistant says and on
+        the end of its turn, which an unfinished message has none of. For a history of one dimension
+        it is the row itself.
+
+        `tokenizer` may be the processor of a model that reads images, sound or video, for text.
+
+        Raises DataError for a chat that the template refuses or has no form for, MaskError (one)
+        where it does not tell what the assistant says; ConfigError for what cannot be combined, and
+        UnknownTemplateError for a name that no template has.
         """
-        texts = [
-            tokenizer.apply_chat_template(
-                chat, add_generation_prompt=add_generation_prompt, tokenize=False, chat_template=chat_template
-            )
-            for chat in self.to_chats()
-        ]
-        rendered = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] if tokenize else texts
+        _check_asked(tokenizer, tokenize or return_dict, padding, return_dict, return_assistant_tokens_mask)
+        template = template_to_write(tokenizer, chat_template, chat_template_name)
+        options: dict[str, Any] = {"template": template, "tools": tools, "variables": variables}
+        chats = self.to_chats()
+        prompts = [add_generation_prompt and not (c and not c[-1].get("is_complete", True)) for c in chats]
+        rows: list[Any]
+        if return_assistant_tokens_mask:
+            mask = ChatMask(tokenizer, template, variables)
+            rows = [mask.encode(c, tools, add_generation_prompt=p) for c, p in zip(chats, prompts, strict=True)]
+        else:
+            pairs = enumerate(zip(chats, prompts, strict=True))
+            rows = [
+                _written(tokenizer, chat, number, add_generation_prompt=p, **options) for number, (chat, p) in pairs
+            ]
+            if tokenize or return_dict:
+                rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rows]
+        if return_dict:
+            columns = rows if return_assistant_tokens_mask else [(ids,) for ids in rows]
+            rendered: Any = _fields(tokenizer, columns, padding)
+        else:
+            rendered = _padded(rows, _pad_id(tokenizer), torch.int64) if padding else rows
         return rendered if self.ndim == 2 else rendered[0]
 
 
-def _message(role: str, content: Any, is_complete: bool, tool_calls: Any, tool_responses: Any) -> dict[str, Any]:
+def _more(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The entries of a message that have no column of their own."""
+    if message.keys() <= _FIELDS:
+        return None
+    return {name: own(value) for name, value in message.items() if name not in _FIELDS}
+
+
+def _message(
+    role: str,
+    content: Any,
+    is_complete: bool,
+    tool_calls: Any,
+    tool_responses: Any,
+    more: Mapping[str, Any] | None,
+) -> Message:
     """A message as a chat template reads it, without the entries that say nothing."""
-    message: dict[str, Any] = {"role": role, "content": content}
+    message: Message = {"role": role, "content": own(content)}
     if not is_complete:
         message["is_complete"] = False
     if tool_calls:
-        message["tool_calls"] = tool_calls
+        message["tool_calls"] = own(tool_calls)
     if tool_responses:
-        message["tool_responses"] = tool_responses
-    return message
+        message["tool_responses"] = own(tool_responses)
+    return {**message, **own(more)} if more else message
+
+
+def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool, mask: bool) -> None:
+    """Raise ConfigError for what cannot be asked for together."""
+    if mask and not return_dict:
+        raise ConfigError("return_assistant_tokens_mask gives its mask beside the ids: set return_dict=True")
+    if padding and not as_ids:
+        raise ConfigError("padding pads token ids: set tokenize=True or return_dict=True")
+    if as_ids and is_processor(tokenizer):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} makes ids of a text and its images together: take the text, and give it both"
+        )
+
+
+def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: Any) -> str:
+    """The text of one chat. Raises DataError, naming the chat, where the template does not take it."""
+    try:
+        messages = template_messages(chat, tokenizer)
+        text = render(tokenizer, messages, **options)
+        if is_processor(tokenizer):
+            check_parts_are_written(tokenizer, messages, text, **options)
+    except DataError as error:
+        raise DataError(f"chat {number + 1}: {error}") from error
+    except _REFUSALS as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{template_name(tokenizer)} refuses chat {number + 1}: {said}") from error
+    return text
+
+
+def _fields(tokenizer: Any, rows: Sequence[Sequence[Sequence[Any]]], padding: bool) -> TensorDict:
+    """The TensorDict (B,) of ids, attention and, where the rows have one, the assistant's mask."""
+    from rlpost.data.batch import ragged  # which imports this module
+
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    ones = [[1] * len(ids) for ids in columns[0]]
+    shaped: dict[str, Any] = {}
+    masked = columns[1] if len(columns) > 1 else None
+    for name, column, dtype, fill in (
+        ("input_ids", columns[0], torch.int64, _pad_id(tokenizer) if padding else 0),
+        ("attention_mask", ones, torch.int64, 0),
+        ("assistant_masks", masked, torch.bool, False),
+    ):
+        if column is not None:
+            tensors = [torch.tensor(row, dtype=dtype) for row in column]
+            shaped[name] = _padded(column, fill, dtype) if padding else ragged(tensors)
+    return TensorDict(shaped, batch_size=[len(rows)])
+
+
+def _padded(rows: Sequence[Sequence[Any]], fill: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The rows as (B, T), `fill` on the left of the shorter ones."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], dtype=dtype)
+
+
+def _pad_id(tokenizer: Any) -> int:
+    """What rows are padded with. Raises ConfigError for a tokenizer without any such token."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ConfigError("the tokenizer has neither pad_token nor eos_token to pad with: set its pad_token")

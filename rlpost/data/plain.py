@@ -8,9 +8,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.batch import ragged, strings
+from rlpost.data.content import ContentBase
+from rlpost.data.conversation import Message
 from rlpost.data.history import History
 
-_KIND, _VALUES, _DTYPE = "kind", "values", "dtype"
+_KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
 
 
 def to_plain(batch: TensorDictBase) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def _plain_value(value: Any) -> dict[str, Any]:
         values = [row.tolist() for row in value.unbind()] if value.is_nested else value.tolist()
         return {_KIND: kind, _DTYPE: str(value.dtype).removeprefix("torch."), _VALUES: values}
     if isinstance(value, History):
-        return {_KIND: "history", _VALUES: value.to_chats()}
+        return {_KIND: "history", _VALUES: [[_plain_message(m) for m in chat] for chat in value.to_chats()]}
     if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
         return to_plain(value)
     return {_KIND: "strings", _VALUES: list(value.tolist())}
@@ -45,10 +47,25 @@ def _value(plain: dict[str, Any]) -> Any:
     if kind == "batch":
         return from_plain(plain)
     if kind == "history":
-        return History.from_chats(values)
+        return History.from_chats([[_message(m) for m in chat] for chat in values])
     if kind == "strings":
         return strings(values)
     dtype = getattr(torch, plain[_DTYPE])
     if kind == "ragged":
         return ragged([torch.tensor(row, dtype=dtype) for row in values])
     return torch.tensor(values, dtype=dtype)
+
+
+def _plain_message(message: Message) -> Message:
+    """A message whose parts are dicts, told apart from those that were dicts already."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{_PART: p.to_part()} if isinstance(p, ContentBase) else p for p in content]}
+
+
+def _message(plain: Message) -> Message:
+    content = plain["content"]
+    if not isinstance(content, list):
+        return plain
+    return {**plain, "content": [ContentBase.from_part(p[_PART]) if _PART in p else p for p in content]}

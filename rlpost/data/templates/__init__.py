@@ -1,0 +1,1 @@
+"""Chat formats of model families: how each writes a conversation, and how its text is read back."""
