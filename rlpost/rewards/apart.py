@@ -22,40 +22,60 @@ log = logging.getLogger("rlpost")
 
 Offer = Callable[[Any, Sequence[int]], Mapping[str, Any]]
 
-_Key = tuple[str, str, str, bool]
-_workers: WeakValueDictionary[_Key, Worker] = WeakValueDictionary()  # each ends with the last that uses it
+_Order = tuple[str, str, str, str, bool]
+_workers: WeakValueDictionary[_Order, Worker] = WeakValueDictionary()  # each ends with the last that uses it
 
 
 class WorkerReward:
     """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
 
     Those of one reference share the process, which ends with the last of them, or with their `close`.
+    `served` is what makes the function in there, as `rlpost.rewards.calls.serve` does.
     """
 
-    def __init__(self, name: str, reference: str, path: str, function: str, *, registered: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        reference: str,
+        path: str,
+        function: str,
+        *,
+        registered: bool = False,
+        served: str = "rlpost.rewards.calls:serve",
+    ) -> None:
         self.name = name
         self.reference = reference
         self.path = path
-        self._key: _Key = (reference, path, function, registered)
+        self._order: _Order = (served, reference, path, function, registered)
         self._worker: Worker | None = None
 
     def named(self, name: str) -> WorkerReward:
         """The same function, called `name` in the metrics."""
-        reference, path, function, registered = self._key
-        return WorkerReward(name, reference, path, function, registered=registered)
+        return self._like(name, self._order[0])
+
+    def served_by(self, served: str) -> WorkerReward:
+        """The same function, made by something else in its process."""
+        return self._like(self.name, served)
 
     @property
     def worker(self) -> Worker:
         """The process's, which is started if it is not there; returns at once."""
         if self._worker is None:
-            worker = _workers.get(self._key)
+            worker = _workers.get(self._order)
             if worker is None:
-                reference, path, function, registered = self._key
-                worker = Worker("rlpost.rewards.calls:serve", (reference, path, function, registered))
-                _workers[self._key] = worker
+                worker = _workers[self._order] = self.new_worker()
             self._worker = worker
             worker.start()
         return self._worker
+
+    def new_worker(self, environment: Mapping[str, str] | None = None) -> Worker:
+        """One that nobody shares, with `environment` on top of this process's."""
+        served, *arguments = self._order
+        return Worker(served, arguments, environment=environment)
+
+    def _like(self, name: str, served: str) -> WorkerReward:
+        _, reference, path, function, registered = self._order
+        return WorkerReward(name, reference, path, function, registered=registered, served=served)
 
     def about(self) -> dict[str, Any]:
         """What the function takes, once its file is imported. Raises ConfigError where that fails."""

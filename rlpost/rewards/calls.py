@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.rewards.builtin import BUILT_IN
 from rlpost.settings.registered import REWARDS
 from rlpost.text import printable
 from rlpost.user_file import import_file, named, where_in
@@ -192,21 +193,36 @@ def call_here(
 def serve(
     reference: str, path: str, name: str, registered: bool
 ) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
-    """What a worker calls for the function `name` of the file at `path`, or that it `registered`; and what it takes.
+    """What a worker calls for the reward that `find` finds, and what is to be known of it.
 
     A request holds `calls`, each what is offered and for how many rows, and the `seconds` for an async
     one; the answer is what each call told. Raises ConfigError where there is no such function.
     """
+    reward = find(reference, path, name, registered=registered)
+    return partial(answer, reward), about(reward)
+
+
+def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFunction:
+    """The function `name` of the file at `path`, or that it `registered`; a built-in one for the path "".
+
+    Raises ConfigError where there is none, or where importing the file fails.
+    """
+    if not path:
+        return RewardFunction(name, reference, BUILT_IN[name].function)
     module = import_file(path, path if registered else reference.rpartition(":")[0])
     function = REWARDS.get(name) if registered else getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{reference} is no function but {type(function).__name__}: give the name of a function")
-    reward = RewardFunction(name, reference, function, str(path))
-    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    return partial(_answer, reward), {"required": reward.required(), "takes": reward.takes(), "is_async": is_async}
+    return RewardFunction(name, reference, function, str(path))
 
 
-def _answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+def about(reward: RewardFunction) -> dict[str, Any]:
+    """What the process that asks has to know: what the function takes, and whether it is async."""
+    is_async = any(map(inspect.iscoroutinefunction, (reward.function, type(reward.function).__call__)))
+    return {"required": reward.required(), "takes": reward.takes(), "is_async": is_async}
+
+
+def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make the calls of a request: one after the other, and what they leave to be awaited all together."""
     calls = [_Call(reward, offered, count) for offered, count in request["calls"]]
     for call in calls:

@@ -145,18 +145,8 @@ class Rewards:
         """
         self.columns = columns
         for function in self._called:
-            if function.reference in BUILT_IN:
-                continue
-            for name in function.required():
-                if name in NOT_OFFERED:
-                    raise ConfigError(
-                        f"{function.reference} takes {name}, which rlpost does not offer: write {name}=None there"
-                    )
-                if name not in OFFERED and name not in columns:
-                    listed = f"it has {', '.join(columns)}, and {', '.join(OFFERED)} are there always"
-                    near = nearest(name, [*columns, *OFFERED])
-                    hint = f"; did you mean {near}? {listed}" if near else f": {listed}"
-                    raise DataError(f"{function.reference} takes {name}, which is no column of {source}{hint}")
+            if function.reference not in BUILT_IN:
+                check_columns(function, columns, source)
 
     def score(self, batch: Sequence[Finished]) -> list[Score]:
         """One score a conversation; what could not be scored is `valid=False` with its error.
@@ -187,30 +177,13 @@ class Rewards:
         """What each of the functions called says: those of files in their processes, then the others in this one."""
 
         def offer(function: AnyReward, rows: Sequence[int]) -> dict[str, Any]:
-            return self._offer(function, [batch[i] for i in rows])
+            return offered([batch[i] for i in rows], self.columns, built_in=function.reference in BUILT_IN)
 
         apart = [function for function in self._called if isinstance(function, WorkerReward)]
         here = [function for function in self._called if isinstance(function, RewardFunction)]
         said_apart = iter(call_apart(apart, offer, len(batch), self.timeout_seconds))
         said_here = iter(call_here(here, offer, len(batch), self.timeout_seconds))
         return [next(said_apart if isinstance(f, WorkerReward) else said_here) for f in self._called]
-
-    def _offer(self, function: AnyReward, batch: Sequence[Finished]) -> dict[str, Any]:
-        """What `function` can take, one list each; `answer` is for a built-in what it compares with, else a column.
-
-        Columns are copies, so that no function changes the rows that other steps and functions see; another
-        process has copies anyway.
-        """
-        copied = deepcopy if isinstance(function, RewardFunction) else _same
-        names = dict.fromkeys([*self.columns, *(name for finished in batch for name in finished.columns)])
-        offered: dict[str, Any] = {name: [copied(finished.columns.get(name)) for finished in batch] for name in names}
-        if function.reference in BUILT_IN:
-            offered["answer"] = [finished.answer for finished in batch]
-        return offered | {
-            "prompts": [copied(finished.prompt) for finished in batch],
-            "completions": [finished.completion for finished in batch],
-            "completion_ids": [list(finished.reply_ids) for finished in batch],
-        }
 
     def _add_up(self, outcomes: Sequence[RowValues], row: int) -> Score:
         """The score of one row from what each function said of it."""
@@ -257,8 +230,36 @@ def _complaint(function: AnyReward, value: float | None) -> str | None:
     return f"{function.reference} returned {value}, which is no finite number"
 
 
-def _same(value: Any) -> Any:
-    return value
+def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in: bool = False) -> dict[str, Any]:
+    """What a function can take of conversations: a list each, columns by name, None where a row has none.
+
+    `answer` is for a `built_in` one what it compares with, else a column. All are copies, each row's
+    its own, so that no function changes what other rows, steps and functions see.
+    """
+    names = dict.fromkeys([*columns, *(name for finished in batch for name in finished.columns)])
+    given: dict[str, Any] = {name: [deepcopy(finished.columns.get(name)) for finished in batch] for name in names}
+    if built_in:
+        given["answer"] = [finished.answer for finished in batch]
+    return given | {
+        "prompts": [deepcopy(finished.prompt) for finished in batch],
+        "completions": [finished.completion for finished in batch],
+        "completion_ids": [list(finished.reply_ids) for finished in batch],
+    }
+
+
+def check_columns(reward: AnyReward, columns: Sequence[str], source: str) -> None:
+    """Raise DataError where `reward` wants what is neither always there nor a column of `source`.
+
+    ConfigError for what TRL offers and rlpost does not.
+    """
+    for name in reward.required():
+        if name in NOT_OFFERED:
+            raise ConfigError(f"{reward.reference} takes {name}, which rlpost does not offer: write {name}=None there")
+        if name not in OFFERED and name not in columns:
+            listed = f"it has {', '.join(columns)}, and {', '.join(OFFERED)} are there always"
+            near = nearest(name, [*columns, *OFFERED])
+            hint = f"; did you mean {near}? {listed}" if near else f": {listed}"
+            raise DataError(f"{reward.reference} takes {name}, which is no column of {source}{hint}")
 
 
 def _named_apart(functions: Sequence[AnyReward]) -> list[AnyReward]:
