@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from rlpost.envs.hashing import LLMHashingEnv as LLMHashingEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
     from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
+    from rlpost.envs.llm_env import LLMEnv as LLMEnv
     from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.tools import ToolCall as ToolCall
     from rlpost.envs.tools import ToolLimits as ToolLimits
@@ -41,6 +43,8 @@ __getattr__, __dir__ = lazy_names(
         "IFEvalEnv": "ifeval",
         "IFEvalScoreData": "ifeval",
         "IfEvalScorer": "ifeval",
+        "LLMEnv": "llm_env",
+        "LLMHashingEnv": "hashing",
         "ToolCall": "tools",
         "ToolLimits": "tools",
         "ToolResult": "tools",

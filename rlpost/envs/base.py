@@ -188,8 +188,15 @@ class EnvBase(ABC):
                     f"reset was given a batch of {tuple(tensordict.batch_size)}: this environment's is "
                     f"{tuple(self.batch_size)}"
                 )
-            conversations = self.begin(turns.rows_of(tensordict))
+            conversations = self.begin(self.rows_of(tensordict))
         return self._observe(conversations)
+
+    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
+        """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
+
+        Raises DataError with neither.
+        """
+        return turns.rows_of(tensordict)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.

@@ -153,6 +153,8 @@ class _Written:
                     "step found no ids: with input_mode='tokens' the reply is ('tokens', 'response'), "
                     "'tokens_response' or ('tokens', 'full')"
                 )
+            if tokenizer is None:  # of prompts that began as ids, whose text nobody asks for
+                return [""] * self._size
             return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         for key in ("text_response", ("text", "response")):
             if key in self._keys:

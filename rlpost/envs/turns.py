@@ -71,23 +71,27 @@ def observation(
     elif mode is InputMode.text:
         shown["text"] = {"prompt": strings([prompt_text(c, continuation) for c in conversations])}
     else:
-        assert continuation is not None
         shown["tokens"] = {"prompt": _ids(conversations, continuation)}
     return shown
 
 
 def prompt_text(conversation: Conversation, continuation: Continuation | None) -> str:
     """The conversation so far as the text that the next turn goes on from."""
-    if continuation is None:  # which a plain text does without
+    if not conversation.chat and (continuation is None or not conversation.response_ids):
         return "".join(message["content"] for message in conversation.messages)
+    assert continuation is not None
+    if not conversation.chat:  # with the special tokens that were sampled, which messages leave out
+        return conversation.prompt_text + continuation.tokenizer.decode(conversation.response_ids)
     if conversation.turns and _is_asked(conversation):
         continuation.observation_text(conversation)  # raises where the text would not go on from what was said
     return continuation.text(conversation)
 
 
-def prompt_ids(conversation: Conversation, continuation: Continuation) -> list[int]:
+def prompt_ids(conversation: Conversation, continuation: Continuation | None) -> list[int]:
     """The conversation so far as the ids that the next turn goes on from: those carried, and of new messages."""
     carried = conversation.prompt_ids + conversation.response_ids
+    if continuation is None:  # which ids that began as ids do without
+        return carried
     if not carried:
         opened = conversation.copy()
         continuation.begin(opened)
@@ -102,7 +106,7 @@ def _is_asked(conversation: Conversation) -> bool:
     return not conversation.done and conversation.messages[-1]["role"] != "assistant"
 
 
-def _ids(conversations: Sequence[Conversation], continuation: Continuation) -> torch.Tensor:
+def _ids(conversations: Sequence[Conversation], continuation: Continuation | None) -> torch.Tensor:
     return ragged([torch.tensor(prompt_ids(c, continuation), dtype=torch.int64) for c in conversations])
 
 

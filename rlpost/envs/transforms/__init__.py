@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.log_prob import RetrieveLogProb as RetrieveLogProb
     from rlpost.envs.transforms.mcp import MCPToolTransform as MCPToolTransform
     from rlpost.envs.transforms.policy_version import PolicyVersion as PolicyVersion
+    from rlpost.envs.transforms.template import TemplateTransform as TemplateTransform
     from rlpost.envs.transforms.tensors import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
+    from rlpost.envs.transforms.tokenizer import Tokenizer as Tokenizer
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -24,6 +26,8 @@ __getattr__, __dir__ = lazy_names(
         "MCPToolTransform": "mcp",
         "PolicyVersion": "policy_version",
         "RetrieveLogProb": "log_prob",
+        "TemplateTransform": "template",
+        "Tokenizer": "tokenizer",
         "Transform": "base",
         "as_nested_tensor": "tensors",
         "as_padded_tensor": "tensors",

@@ -1,0 +1,291 @@
+# pyright: reportArgumentType=false
+# TensorDict.set takes a list of str, which its annotation leaves out
+
+"""The same conversations in the three input modes: what is shown, what is taken, and what it is worth."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlpost.data.batch import ragged, strings
+from rlpost.data.conversation import Conversation
+from rlpost.data.history import History
+from rlpost.envs import ArithmeticEnv, ChatEnv, EnvBase, GSM8KEnv
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import tiny_tokenizer
+from rlpost.policies import ScriptedPolicy
+from rlpost.settings import SamplingSettings
+
+MODES = ("history", "text", "tokens")
+OPENING = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
+SAID = f"{OPENING}1<|im_end|>\n<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\n"
+GSM8K = [{"question": "What is 6 times 7?", "answer": "6*7=42\n#### 42"}]
+
+tokenizer = tiny_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def answered(env: EnvBase, shown: TensorDictBase, replies: Sequence[str]) -> TensorDictBase:
+    """`shown` with the replies written as a policy of the environment's mode writes them."""
+    if env.input_mode.value == "tokens":
+        # the end-of-turn token is sampled too
+        sampled = [[*ids_of(reply), tokenizer.eos_token_id] for reply in replies]
+        shown["tokens", "response"] = ragged([torch.tensor(row) for row in sampled])
+        return shown
+    if env.input_mode.value == "text":
+        shown["text", "response"] = strings(list(replies))
+        return shown
+    return shown.set("text_response", strings(list(replies)))
+
+
+class Counting(ChatEnv):
+    """Asks "and then?" until it has had two replies."""
+
+    def next_message(self, conversation: Conversation) -> str | None:
+        return None if conversation.turns == 2 else "and then?"
+
+
+def counting(mode: str, **more: Any) -> Counting:
+    return Counting(1, input_mode=mode, tokenizer=tokenizer, system_prompt="Be brief.", max_steps=3, **more)
+
+
+def asked(env: EnvBase) -> TensorDictBase:
+    return env.reset(TensorDict(text="one?", batch_size=[1]))
+
+
+def test_what_is_shown_has_the_form_of_the_mode() -> None:
+    shown = {mode: asked(counting(mode)) for mode in MODES}
+    assert shown["history"]["history"].to_chats() == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
+    ]
+    assert shown["text"]["text", "prompt"] == [OPENING]
+    assert [row.tolist() for row in shown["tokens"]["tokens", "prompt"].unbind()] == [ids_of(OPENING)]
+    forms = {mode: {"history", "text", "tokens"} & set(shown[mode].keys()) for mode in MODES}
+    assert forms == {"history": {"history", "text", "tokens"}, "text": {"text"}, "tokens": {"tokens"}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_prompt_is_all_that_was_said(mode: str) -> None:
+    env = counting(mode)
+    stepped, following = env.step_and_maybe_reset(answered(env, asked(env), ["1"]))
+    for shown in (stepped["next"], following):
+        if mode == "tokens":
+            [row] = shown["tokens", "prompt"].unbind()
+            assert tokenizer.decode(row) == SAID
+            carried = [*ids_of(OPENING), *ids_of("1"), tokenizer.eos_token_id]
+            assert row.tolist()[: len(carried)] == carried
+        else:
+            assert shown["text", "prompt"] == [SAID]
+    last = env.step(answered(env, following, ["2"]))
+    assert last["next", "terminated"].tolist() == [[True]]
+    [conversation] = last["next", "conversation"]
+    assert [m["content"] for m in conversation.messages] == ["Be brief.", "one?", "1", "and then?", "2"]
+
+
+def test_ids_are_carried_forward_though_their_text_would_be_tokenised_otherwise() -> None:
+    """A tokenizer that knows "ab" as one token, and a policy that sampled "a" and "b"."""
+
+    class Merging:
+        eos_token = "<|im_end|>"
+        name_or_path = "merging"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **more: Any) -> Any:
+            encoded = tokenizer(text, add_special_tokens=add_special_tokens, **more)
+            a, b = ids_of("a"), ids_of("b")
+            merged: list[int] = []
+            for token in encoded["input_ids"]:
+                if merged[-1:] == a and [token] == b:
+                    merged[-1] = 100_000  # "ab"
+                else:
+                    merged.append(token)
+            return {**encoded, "input_ids": merged}
+
+    env = Counting(1, input_mode="tokens", tokenizer=Merging(), max_steps=3)
+    shown = asked(env)
+    sampled = [*ids_of("a"), *ids_of("b"), tokenizer.eos_token_id]
+    assert Merging()("ab")["input_ids"] == [100_000]
+    shown["tokens", "response"] = ragged([torch.tensor(sampled)])
+    _, following = env.step_and_maybe_reset(shown)
+    [prompt], [first] = following["tokens", "prompt"].unbind(), shown["tokens", "prompt"].unbind()
+    assert prompt.tolist()[: first.numel() + 3] == first.tolist() + sampled
+
+
+def test_the_conversation_holds_exactly_what_was_read_and_sampled() -> None:
+    env = counting("tokens")
+    first = asked(env)
+    _, second = env.step_and_maybe_reset(answered(env, first, ["1"]))
+    read = second["tokens", "prompt"].unbind()[0].tolist()
+    last = env.step(answered(env, second, ["2"]))
+    [conversation] = last["next", "conversation"]
+    sampled = [*ids_of("2"), tokenizer.eos_token_id]
+    assert conversation.prompt_ids == ids_of(OPENING)
+    assert conversation.prompt_ids + conversation.response_ids == read + sampled
+    between = len(read) - len(conversation.prompt_ids) - 2
+    assert conversation.mask == [1, 1] + [0] * between + [1] * 2
+    assert last["next", "tokens", "prompt"].unbind()[0].tolist() == read + sampled  # nothing is asked any more
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_plays_several_turns_in_each_mode(mode: str) -> None:
+    env = counting(mode)
+    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
+    played = env.rollout(5, policy, tensordict=TensorDict(text="one?", batch_size=[1]))
+    assert played.batch_size == torch.Size([1, 2])
+    [conversation] = played[:, -1]["next", "conversation"]
+    text = tokenizer.decode(conversation.prompt_ids + conversation.response_ids)
+    assert text == SAID.replace("1<|im_end|>", "yes<|im_end|>") + "yes<|im_end|>"
+    sampled = [i for i, m in zip(conversation.response_ids, conversation.mask, strict=True) if m]
+    assert sampled == [*ids_of("yes"), tokenizer.eos_token_id] * 2
+
+
+REPLIES = {
+    "<think>6*7</think><answer>42</answer>": (1.0, 1.0),
+    "<answer>43</answer>": (0.1, 0.0),
+    "no idea": (0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("reply", "worth"), REPLIES.items())
+def test_gsm8k_is_worth_the_same_in_each_mode(mode: str, reply: str, worth: tuple[float, float]) -> None:
+    env = GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer)
+    stepped = env.step(answered(env, env.reset(), [reply]))
+    assert stepped["next", "reward"].flatten().tolist() == pytest.approx([worth[0]])
+    assert stepped["next", "accuracy_strict"].tolist() == [[worth[1]]]
+    assert stepped["next", "done"].tolist() == [[True]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arithmetic_is_worth_the_same_in_each_mode(mode: str) -> None:
+    env = ArithmeticEnv(input_mode=mode, tokenizer=tokenizer, num_envs=3, seed=5)
+    shown = env.reset()
+    truths = [conversation.task["answer"] for conversation in shown["conversation"]]
+    stepped = env.step(answered(env, shown, [truths[0], f"It is {truths[1]}1.", "no number"]))
+    history = ArithmeticEnv(num_envs=3, seed=5)
+    wanted = [
+        history.score(Conversation({"answer": truth}, [], response_text=reply))
+        for truth, reply in zip(truths, [truths[0], f"It is {truths[1]}1.", "no number"], strict=True)
+    ]
+    assert stepped["next", "reward"].squeeze(-1).tolist() == pytest.approx([score.reward for score in wanted])
+    assert wanted[0].reward == 1.0 > wanted[1].reward
+    assert stepped["next", "accuracy_lenient"].tolist() == [[1.0], [0.0], [0.0]]
+
+
+RIGHT = "<answer>42</answer>"
+RIGHT_IDS = torch.tensor(ids_of(RIGHT))
+
+
+def in_text_response(shown: TensorDictBase) -> None:
+    shown["text_response"] = [f"{RIGHT}<|im_end|>\n"]
+
+
+def in_text_full(shown: TensorDictBase) -> None:
+    shown["text", "full"] = [shown["text", "prompt"][0] + RIGHT]
+
+
+def in_tokens_response(shown: TensorDictBase) -> None:
+    shown["tokens_response"] = RIGHT_IDS[None]
+
+
+def in_the_response_of_tokens(shown: TensorDictBase) -> None:
+    shown["tokens", "response"] = RIGHT_IDS[None]
+
+
+def in_tokens_full(shown: TensorDictBase) -> None:
+    [prompt] = shown["tokens", "prompt"].unbind()
+    shown["tokens", "full"] = ragged([torch.cat([prompt, RIGHT_IDS])])
+
+
+def in_history(shown: TensorDictBase) -> None:
+    shown["history"] = shown["history"].extend(History.from_chats([[{"role": "assistant", "content": RIGHT}]]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "write"),
+    [
+        ("text", in_text_response),
+        ("text", in_text_full),
+        ("tokens", in_tokens_response),
+        ("tokens", in_tokens_full),
+        ("history", in_text_response),
+        ("history", in_the_response_of_tokens),
+        ("history", in_history),
+    ],
+)
+def test_a_reply_may_be_written_in_other_places_of_its_form(mode: str, write: Callable[[TensorDictBase], None]) -> None:
+    env = GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer)
+    shown = env.reset()
+    write(shown)
+    stepped = env.step(shown)
+    [conversation] = stepped["next", "conversation"]
+    assert conversation.response_text == RIGHT
+    assert stepped["next", "reward"].tolist() == [[1.0]]
+
+
+def test_padded_replies_lose_their_pads() -> None:
+    env = ChatEnv(2, input_mode="tokens", tokenizer=tokenizer, max_steps=1)
+    policy = ScriptedPolicy(["yes", "certainly"], tokenizer, sampling=SamplingSettings(), pad_output=True)
+    texts = strings(["one?", "and what is two?"])
+    stepped = env.step(policy(env.reset(TensorDict({"text": texts}, batch_size=[2]))))
+    conversations = stepped["next", "conversation"]
+    assert [c.response_text for c in conversations] == ["yes", "certainly"]
+    assert [c.response_ids for c in conversations] == [
+        [*ids_of("yes"), tokenizer.eos_token_id],
+        [*ids_of("certainly"), tokenizer.eos_token_id],
+    ]
+    assert [tokenizer.decode(c.prompt_ids) for c in conversations] == [
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("one?", "and what is two?")
+    ]
+
+
+def test_a_turn_in_another_form_is_refused() -> None:
+    tokens, text = (GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer) for mode in ("tokens", "text"))
+    with pytest.raises(DataError, match=r"input_mode='tokens' the reply is \('tokens', 'response'\)"):
+        tokens.step(tokens.reset().set("text_response", ["42"]))
+    with pytest.raises(DataError, match="input_mode='text' the reply is 'text_response'"):
+        text.step(text.reset().set("tokens_response", torch.tensor([ids_of("42")])))
+    with pytest.raises(DataError, match="does not begin with the prompt"):
+        text.step(text.reset().set(("text", "full"), ["42"]))
+
+
+def test_a_policy_that_read_other_ids_than_it_was_to_is_found_out() -> None:
+    env = counting("tokens")
+    _, second = env.step_and_maybe_reset(answered(env, asked(env), ["1"]))
+    again = [*ids_of(SAID)]
+    again[3] += 1
+    second["tokens", "prompt"] = ragged([torch.tensor(again)])
+    with pytest.raises(DataError, match="read other ids in turn 2"):
+        env.step(answered(env, second, ["2"]))
+
+
+def test_modes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="input_mode='speech' is none of history, text, tokens"):
+        ChatEnv(input_mode="speech")
+    for mode in ("text", "tokens"):
+        with pytest.raises(ConfigError, match=f"input_mode='{mode}' needs a tokenizer"):
+            ChatEnv(input_mode=mode)
+    for empty in ((), 0, (0,)):
+        with pytest.raises(ValueError, match="one dimension of at least 1"):
+            ChatEnv(empty)
+
+
+def test_a_template_that_drops_what_was_said_is_refused_for_later_turns() -> None:
+    forgetful = tiny_tokenizer()
+    forgetful.chat_template = (
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for mode in ("text", "tokens"):
+        env = Counting(1, input_mode=mode, tokenizer=forgetful, max_steps=3)
+        with pytest.raises(DataError, match="as a continuation of its beginning"):
+            env.step(answered(env, asked(env), ["1"]))

@@ -1,0 +1,249 @@
+# pyright: reportArgumentType=false
+# TensorDict.set takes a list of str, which its annotation leaves out
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlpost.collectors import LLMCollector
+from rlpost.data.batch import strings
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import LLMEnv
+from rlpost.envs.transforms import DataLoadingPrimer, Transform
+from rlpost.errors import DataError
+from rlpost.models import tiny_tokenizer
+from rlpost.policies import ScriptedPolicy
+from rlpost.settings import SamplingSettings
+from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
+
+PROMPTS = [{"text": "once"}, {"text": "twice"}, {"text": "thrice"}]
+
+tokenizer = tiny_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def scripted(*replies: str) -> ScriptedPolicy:
+    return ScriptedPolicy(replies, tokenizer, sampling=SamplingSettings())
+
+
+def say(env: LLMEnv, conversations: list[Conversation], text: str, *, stop: bool = True) -> None:
+    for conversation in conversations:
+        ids = ids_of(text) + [tokenizer.eos_token_id] * stop
+        conversation.add_completion(Completion(ids, [0.0] * len(ids), text, "stop" if stop else "length", 0))
+    env.advance(conversations)
+
+
+def test_the_example_of_the_collector() -> None:
+    env = LLMEnv.from_dataloader(
+        dataloader=DummyStrDataLoader(1), tokenizer=tokenizer, from_text=True, batch_size=1, group_repeats=True
+    )
+    policy = scripted("said")
+    collector = LLMCollector(
+        env=env, policy_factory=lambda: policy, dialog_turns_per_batch=env.batch_size[0], total_dialog_turns=3
+    )
+    batches: list[Any] = list(collector)
+    assert len(batches) == 3
+    prompts = [element["text"][0] for element, _ in zip(DummyStrDataLoader(1), range(3), strict=False)]
+    for batch, prompt in zip(batches, prompts, strict=True):
+        assert batch.batch_size == torch.Size([1, 1])
+        assert batch["text"].tolist() == [[prompt]]
+        assert batch["text_response"].tolist() == [["said"]]
+        response = [*ids_of("said"), tokenizer.eos_token_id]
+        assert batch["tokens"].tolist() == [[ids_of(prompt) + response]]
+        assert batch["tokens_response"].tolist() == [[response]]
+        assert batch["attention_mask"].tolist() == [[[1] * 15]]  # ten letters, four, and the end
+        assert batch["attention_mask"].dtype == torch.int64
+        assert batch["done"].tolist() == batch["terminated"].tolist() == [[[False]]]
+        assert batch["next", "done"].tolist() == [[[True]]]
+
+
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, batch_size=2)
+    drawn = env.draw()
+    scripted("a", "bcd").reply(drawn)
+    env.advance(drawn)
+    batch = env.build_batch(drawn)
+    end = tokenizer.eos_token_id
+    assert batch["tokens"].tolist() == [
+        [0, *ids_of("once"), *ids_of("a"), end, 0, 0],
+        [*ids_of("twice"), *ids_of("bcd"), end],
+    ]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 9]
+    assert torch.equal(batch["tokens"][:, 5:], batch["tokens_response"])
+    assert batch["log_probs"].shape == (2, 4)
+
+
+def test_the_names_that_losses_read_can_be_had() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, flat_names=False)
+    drawn = env.draw()
+    scripted("a").reply(drawn)
+    env.advance(drawn)
+    batch = env.build_batch(drawn)
+    assert batch["tokens", "prompt"][0].tolist() == ids_of("once")
+    assert batch["text", "response"] == ["a"]
+
+
+def test_a_prompt_is_not_put_into_a_chat_template() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer)
+    assert env.reset()["text", "prompt"] == ["once"]
+    drawn = env.draw()
+    scripted("a").reply(drawn)
+    assert drawn[0].prompt_ids == ids_of("twice")
+
+
+def test_each_turn_goes_on_from_all_before() -> None:
+    env = LLMEnv(tokenizer=tokenizer, max_steps=3)
+    played = env.rollout(5, scripted("ab"), tensordict=TensorDict(text="x", batch_size=[1]))
+    assert played.batch_size == torch.Size([1, 3])
+    end = tokenizer.eos_token
+    texts = ["x", f"xab{end}", f"xab{end}ab{end}", f"xab{end}ab{end}ab{end}"]
+    assert [played[:, i]["text", "prompt"] for i in range(3)] == [[text] for text in texts[:3]]
+    assert [played[:, i]["next", "text", "prompt"] for i in range(3)] == [[text] for text in texts[1:]]
+    [conversation] = played[:, -1]["next", "conversation"]
+    turn = [*ids_of("ab"), tokenizer.eos_token_id]
+    assert conversation.response_ids == turn * 3
+    assert env.build_batch([conversation])["text_response"] == ["ababab"]
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_prompts_may_be_ids(with_tokenizer: bool) -> None:
+    known: dict[str, Any] = {"tokenizer": tokenizer} if with_tokenizer else {}
+    env = LLMEnv(2, from_text=False, max_steps=2, **known)
+    given = torch.tensor([[0, 0, 7, 8], [1, 2, 3, 4]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    shown = env.reset(TensorDict({"tokens": given, "attention_mask": mask}, batch_size=[2]))
+    assert [row.tolist() for row in shown["tokens", "prompt"].unbind()] == [[7, 8], [1, 2, 3, 4]]
+    assert "text" not in shown
+    shown["tokens_response"] = torch.tensor([[70], [71]])
+    stepped = env.step(shown)
+    assert [row.tolist() for row in stepped["next", "tokens", "prompt"].unbind()] == [[7, 8, 70], [1, 2, 3, 4, 71]]
+    texts = [c.response_text for c in stepped["next", "conversation"]]
+    assert texts == ([tokenizer.decode([70]), tokenizer.decode([71])] if with_tokenizer else ["", ""])
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_dataloader_may_give_ids(padding: bool) -> None:
+    loader = DummyTensorDataLoader(2, padding=padding)
+    env = LLMEnv.from_dataloader(loader, from_text=False, repeats=2)
+    wanted = next(iter(DummyTensorDataLoader(2)))["tokens"]
+    assert env.batch_size == torch.Size([4])
+    assert [c.prompt_ids for c in env.draw()] == [wanted[0].tolist()] * 2 + [wanted[1].tolist()] * 2
+    env = LLMEnv.from_dataloader(loader, from_text=False, repeats=2, group_repeats=False)
+    assert [c.prompt_ids for c in env.draw()] == [wanted[0].tolist()] * 2
+
+
+@pytest.mark.parametrize(
+    ("stop", "assign_done", "max_steps", "ended"),
+    [
+        (True, False, 1, (True, False)),
+        (False, False, 1, (False, True)),
+        (True, False, 2, (False, False)),
+        (True, True, 2, (True, False)),
+        (False, True, 2, (False, False)),
+        (True, False, None, (False, False)),
+        (True, True, None, (True, False)),
+    ],
+)
+def test_when_a_conversation_is_over(
+    stop: bool, assign_done: bool, max_steps: int | None, ended: tuple[bool, bool]
+) -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, assign_done=assign_done, max_steps=max_steps)
+    drawn = env.draw()
+    say(env, drawn, "ab", stop=stop)
+    assert (drawn[0].terminated, drawn[0].truncated) == ended
+
+
+def test_another_token_may_end_a_conversation() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, assign_done=True, max_steps=None, eos_token_id=ids_of(".")[0])
+    drawn = env.draw()
+    say(env, drawn, "ab")
+    assert not drawn[0].done
+    say(env, drawn, "cd.", stop=False)
+    assert drawn[0].terminated
+
+
+@pytest.mark.parametrize("assign_reward", [False, True])
+def test_a_reward_is_zero_or_none(assign_reward: bool) -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, assign_reward=assign_reward)
+    drawn = env.draw()
+    say(env, drawn, "ab")
+    assert drawn[0].reward == (0.0 if assign_reward else None)
+    assert env.build_batch(drawn)["next", "reward"].isnan().item() is not assign_reward
+
+
+def test_a_transform_may_give_the_reward() -> None:
+    class Length(Transform):
+        def on_reply(self, conversations: Any) -> None:
+            for conversation in conversations:
+                conversation.reward = float(len(conversation.response_text))
+
+    env = LLMEnv.from_dataloader(PROMPTS, assign_reward=True, batch_size=3).append_transform(Length())
+    stepped = env.step(env.reset().set("text_response", ["a", "bb", "ccc"]))
+    assert stepped["next", "reward"].tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_three_turns_are_rewarded_one_by_one() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, batch_size=2, max_steps=3, assign_reward=True)
+    played = env.rollout(3, scripted("ab"))
+    assert played["next", "reward"].tolist() == [[[0.0]] * 3] * 2
+    assert played["next", "done"].tolist() == [[[False], [False], [True]]] * 2
+
+
+def test_whole_trajectories_can_be_collected() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, tokenizer=tokenizer, max_steps=2)
+    collector = LLMCollector(env, policy=scripted("ab"), yield_only_last_steps=True, total_dialog_turns=2)
+    batches: list[Any] = list(collector)
+    assert [batch["text_response"].tolist() for batch in batches] == [["abab"], ["abab"]]
+
+
+def test_the_dataloader_can_begin_again() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS)
+    first = [env.draw()[0].prompt_text for _ in range(4)]
+    assert first == ["once", "twice", "thrice", "once"]
+    env.reset_dataloader()
+    assert env.draw()[0].prompt_text == "once"
+    with pytest.raises(DataError, match=r"make it with LLMEnv\.from_dataloader"):
+        LLMEnv().reset_dataloader()
+
+
+def test_drawing_resumes_exactly() -> None:
+    env = LLMEnv.from_dataloader(PROMPTS, repeats=2, group_repeats=False)
+    env.draw()
+    resumed = LLMEnv.from_dataloader(PROMPTS, repeats=2, group_repeats=False)
+    resumed.load_state_dict(json.loads(json.dumps(env.state_dict())))
+    assert resumed.draw() == env.draw()
+
+
+def test_a_missing_prompt_is_a_missing_key() -> None:
+    with pytest.raises(KeyError, match="reset was given other and no 'text'"):
+        LLMEnv().reset(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
+    with pytest.raises(DataError, match=r"reset was given text and no 'tokens'.*from_text=False"):
+        LLMEnv(from_text=False).reset(TensorDict({"text": strings(["a"])}, batch_size=[1]))
+    with pytest.raises(KeyError, match=r"^a task has question and no 'text'") as caught:
+        LLMEnv().append_transform(DataLoadingPrimer([{"question": "q"}])).draw()
+    assert str(caught.value).startswith("a task has question")
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"tokens": torch.tensor([[0.5]])}, "no row of token ids: torch.float32"),
+        ({"tokens": torch.tensor([[3]]), "attention_mask": torch.tensor([[0]])}, "an empty prompt"),
+    ],
+)
+def test_what_is_no_prompt_of_ids_is_refused(row: dict[str, torch.Tensor], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        LLMEnv(from_text=False).reset(TensorDict(row, batch_size=[1]))
+
+
+def test_a_reply_goes_into_text_response_by_hand() -> None:
+    env = LLMEnv(max_steps=2)
+    shown: TensorDictBase = env.reset(TensorDict(text="x", batch_size=[1]))
+    _, following = env.step_and_maybe_reset(shown.set("text_response", ["y"]))
+    assert following["text", "prompt"] == ["xy"]
