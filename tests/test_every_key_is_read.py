@@ -32,6 +32,7 @@ from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
+INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
 SMALL = [
     "model=tiny",
     "model.autocast=none",
@@ -57,6 +58,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
     reward.write_text("def score(completions, **columns):\n    return [float(len(c) > 3) for c in completions]\n")
     gsm8k = ["env=gsm8k", f"env.path={folder}"]
     dataset = ["env=dataset", f"env.path={folder}", f"env.reward={reward}:score", "env.accuracy=number"]
+    instructed = [[f"env={name}", f"env.path={instructed_rows(folder, name)}"] for name in INSTRUCTED]
     classes = settings_classes()
     with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
         choose_auto()
@@ -68,12 +70,16 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         train_once(folder / "adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         train_once(folder / "gsm8k", "policy=scripted", *gsm8k)
         train_once(folder / "dataset", "policy=scripted", *dataset)
+        for words in instructed:
+            train_once(folder / words[0], "policy=scripted", *words)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
     with reads_noted(classes) as of_evaluation:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
         evaluate_once("policy=scripted", *dataset)
+        for words in instructed:
+            evaluate_once("policy=scripted", *words)
     with reads_noted(classes) as of_tuning:
         tune_once(
             folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "eval.limit=2", "policy=transformers"
@@ -83,17 +89,29 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         tune_once(
             folder / "sft-rows", "eval.accuracy=true", "policy=scripted", *dataset, "env.completion_column=answer"
         )
+        for words in instructed:
+            tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
     with reads_noted(classes) as of_iteration:
         iterate_once(folder / "iteration", "policy=transformers")
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
         iterate_once(folder / "iteration-minor", "policy=scripted", "loss=minor_sft", *gsm8k)
         iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
+        for words in instructed:
+            iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
     return {
         TRAIN_GRPO.name: of_training | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
         TRAIN_SFT.name: of_tuning | of_both,
         EVAL.name: of_evaluation | of_both,
     }
+
+
+def instructed_rows(folder: Path, name: str) -> Path:
+    """A file of prompts with one instruction that IFEval or IFBench checks."""
+    file = folder / f"{name}.jsonl"
+    row = {"instruction_id_list": [INSTRUCTED[name]], "kwargs": [{}], "completion": "Yes."}
+    file.write_text("".join(json.dumps({"prompt": f"Say {number}.", **row}) + "\n" for number in range(60)))
+    return file
 
 
 def train_once(folder: Path, *words: str) -> None:

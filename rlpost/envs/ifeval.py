@@ -13,23 +13,16 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import Complaint, Row, load_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.errors import ConfigError, DataError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.checkers import require_checkers
 from rlpost.rewards.ifbench import IFBENCH
 from rlpost.rewards.ifeval import IFEVAL
 from rlpost.rewards.ifeval_replies import replies_to
-from rlpost.rewards.instructions import (
-    WEIGHTS,
-    InstructionSet,
-    Judged,
-    best_reward,
-    checked_weights,
-    score,
-)
+from rlpost.rewards.instructions import WEIGHTS, InstructionSet, Judged, best_reward, checked_weights, score
 from rlpost.rewards.score import Score
 
 IFEVAL_HUB_ID = "google/IFEval"
@@ -185,7 +178,8 @@ class IfEvalScorer(Transform):
             self.judge(task, reply, str(prompt))
             for task, reply, prompt in zip(tasks, column(tensordict, replies), prompts, strict=True)
         ]
-        tensordict.set(self.score_key, IFEvalScoreData.of_batch(rows, [len(row.strict) for row in rows]))
+        verdicts: Any = IFEvalScoreData.of_batch(rows, [len(row.strict) for row in rows])
+        tensordict.set(self.score_key, verdicts)
         scores = [scored for row in rows if (scored := self.score(row)) is not None]
         if scores:
             reward = torch.tensor([[scored.reward] for scored in scores])  # (B, 1)
@@ -199,7 +193,8 @@ class IfEvalScorer(Transform):
             return tensordict
         rows = [self.judge(c.task, c.response_text, c.query) if c.done and c.valid else None for c in conversations]
         counts = [len(c.task[self.instruction_ids_key]) for c in conversations]
-        return tensordict.set(self.score_key, IFEvalScoreData.of_batch(rows, counts))
+        verdicts: Any = IFEvalScoreData.of_batch(rows, counts)
+        return tensordict.set(self.score_key, verdicts)
 
 
 class _ShownVerdicts(Transform):
@@ -303,10 +298,19 @@ class IFEvalEnv(DatasetChatEnv):
         return [*wrong, replies.following] if self.scorer.answer_only else wrong
 
     def demonstrations(self) -> Iterator[Demonstration]:
-        """See `EnvBase.demonstrations`: there are none. Raises DataError."""
-        raise DataError(
-            f"{self.instructions.name} has no answers to learn from: fine-tune on rows with completions (env=dataset)"
-        )
+        """See `EnvBase.demonstrations`: the field `completion` of each row, which the benchmark's own have not.
+
+        Raises DataError for a row without one.
+        """
+        for number, row in enumerate(self.load(self.split), start=1):
+            answer = row.get("completion")
+            if not isinstance(answer, str) or not answer.strip():
+                raise DataError(
+                    f"{self.split} row {number} has no answer to learn from, and none of {self.instructions.name}'s own "
+                    "has: add a field 'completion' to each row"
+                )
+            reply = {"role": self.policy_role, "content": answer}
+            yield Demonstration(f"{self.split} row {number}", messages=[*self.opening_messages(row), reply])
 
     def _complaint(self, row: Row) -> Complaint | None:
         return None if self._is_left_out(row) else self.instructions.complaint(row)

@@ -324,9 +324,13 @@ def test_a_proof_finds_a_reward_that_is_wrong() -> None:
     assert len(prove(Blind([QUOTED])).failures) == 3
 
 
-def test_there_is_nothing_to_learn_from() -> None:
-    with pytest.raises(DataError, match=r"IFEval has no answers to learn from: .*env=dataset"):
-        next(IFEvalEnv(ROWS).demonstrations())
+def test_completions_are_learned_from_where_rows_have_them() -> None:
+    learned = list(IFEvalEnv([{**QUOTED, "completion": '"So."'}]).demonstrations())
+    assert [(one.where, one.messages) for one in learned] == [
+        ("train row 1", [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}])
+    ]
+    with pytest.raises(DataError, match="train row 2 has no answer to learn from, .*: add a field 'completion'"):
+        list(IFEvalEnv([{**QUOTED, "completion": '"So."'}, BOTH]).demonstrations())
 
 
 @needs_ifbench
