@@ -1,0 +1,141 @@
+# pyright: reportArgumentType=false
+# TensorDict.set takes a list of str, which its annotation leaves out
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.data.batch import strings
+from rlpost.data.conversation import Conversation
+from rlpost.data.history import History
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs import ChatEnv
+from rlpost.envs.transforms import TemplateTransform, Tokenizer
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import tiny_tokenizer
+from rlpost.policies import ScriptedPolicy
+from rlpost.settings import SamplingSettings
+
+CHATS = [
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}],
+]
+TEXTS = [
+    "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n",
+    "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n",
+]
+
+tokenizer = tiny_tokenizer()
+
+
+def histories() -> TensorDict:
+    return TensorDict({"history": History.from_chats(CHATS)}, batch_size=[2])
+
+
+def ids_of(text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_messages_become_the_text_of_the_template_and_text_messages() -> None:
+    transform = TemplateTransform(tokenizer, add_generation_prompt=False)
+    written = transform(histories())
+    assert written["text", "prompt"] == TEXTS
+    back = transform.inverse(written.exclude("history"))
+    assert back["history"].to_chats() == CHATS
+
+
+def test_a_model_is_asked_to_go_on_unless_told_otherwise() -> None:
+    written = TemplateTransform(tokenizer, out_key="text")(histories())
+    assert written["text"] == [text + "<|im_start|>assistant\n" for text in TEXTS]
+
+
+def test_another_template_can_be_named_or_given() -> None:
+    named = TemplateTransform(tokenizer, chat_template_name="llama3", add_generation_prompt=False)(histories())
+    assert "<|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|>" in named["text", "prompt"][0]
+    back = TemplateTransform(tokenizer, chat_template_name="llama3", in_key="read").inverse(named)
+    assert back["read"].to_chats() == CHATS
+    template = "{% for m in messages %}{{ who[m.role] }}: {{ m.content }} {% endfor %}"
+    names = {"user": "U", "assistant": "A", "system": "S"}
+    own = TemplateTransform(tokenizer, chat_template=template, template_kwargs={"who": names})
+    assert own(histories())["text", "prompt"] == ["U: 2 + 2? A: 4 ", "S: Be kind. U: Hi. "]
+
+
+def test_what_is_not_there_is_not_written_or_read() -> None:
+    with pytest.raises(DataError, match=r"no History under 'history'"):
+        TemplateTransform(tokenizer)(TensorDict({"text": strings(["a"])}, batch_size=[1]))
+    with pytest.raises(DataError, match=r"no text under \('text', 'prompt'\)"):
+        TemplateTransform(tokenizer).inverse(histories())
+
+
+def test_text_becomes_ids_with_a_mask_beside_them_and_ids_text() -> None:
+    transform = Tokenizer(tokenizer, in_key="text", out_key="tokens")
+    written = transform(TensorDict({"text": strings(["ab", "cde<|im_end|>"])}, batch_size=[2]))
+    assert [row.tolist() for row in written["tokens"].unbind()] == [ids_of("ab"), ids_of("cde<|im_end|>")]
+    assert [row.tolist() for row in written["attention_mask"].unbind()] == [[1, 1], [1, 1, 1, 1]]
+    assert written["attention_mask"].dtype == torch.int64
+    assert transform.inverse(written.exclude("text"))["text"] == ["ab", "cde<|im_end|>"]
+    bare = Tokenizer(tokenizer, in_key="text", out_key="tokens", skip_special_tokens=True)
+    assert bare.inverse(written)["text"] == ["ab", "cde"]
+
+
+def test_pads_stand_on_the_left_and_are_left_out_again() -> None:
+    transform = Tokenizer(tokenizer, padding=True)
+    written = transform(TensorDict({"text": {"prompt": strings(["ab", "cde"])}}, batch_size=[2]))
+    assert written["tokens", "prompt"].tolist() == [[tokenizer.pad_token_id, *ids_of("ab")], ids_of("cde")]
+    assert written["tokens", "attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert transform.inverse(written.exclude("text"))["text", "prompt"] == ["ab", "cde"]
+    with pytest.raises(DataError, match=r"no \('tokens', 'attention_mask'\)"):
+        transform.inverse(written.exclude(("tokens", "attention_mask")))
+
+
+def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
+    transform = Tokenizer(str(tiny_folder), in_key="text", out_key="tokens")
+    written = transform(TensorDict({"text": strings(["ab"])}, batch_size=[1]))
+    assert written["tokens"][0].tolist() == ids_of("ab")
+    missing = Tokenizer("./nowhere-at-all")  # reads nothing yet
+    with pytest.raises(DataError, match=r"no tokenizer could be read from './nowhere-at-all'"):
+        missing(TensorDict({"text": {"prompt": strings(["ab"])}}, batch_size=[1]))
+
+
+def test_no_tokenizer_is_downloaded_unasked() -> None:
+    with pytest.raises(ConfigError, match="give one of transformers, or the path of a model's folder"):
+        Tokenizer()
+
+
+def test_a_missing_text_is_named_with_what_there_is() -> None:
+    with pytest.raises(DataError, match=r"there is no \('text', 'prompt'\), only other"):
+        Tokenizer(tokenizer)(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
+
+
+class Echo(ChatEnv):
+    def next_message(self, conversation: Conversation) -> str | None:
+        return f"You said {conversation.response_text}."
+
+
+def test_an_environment_writes_its_prompts_with_both() -> None:
+    env = Echo(max_steps=3).append_transform(TemplateTransform(tokenizer)).append_transform(Tokenizer(tokenizer))
+    shown = env.reset(TensorDict(text="Hi.", batch_size=[1]))
+    prompt = "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
+    assert shown["text", "prompt"] == [prompt]
+    assert shown["tokens", "prompt"][0].tolist() == ids_of(prompt)
+    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
+    played = env.rollout(2, policy, tensordict=TensorDict(text="Hi.", batch_size=[1]))
+    longer = f"{prompt}yes<|im_end|>\n<|im_start|>user\nYou said yes.<|im_end|>\n<|im_start|>assistant\n"
+    assert played[:, 1]["text", "prompt"] == [longer]
+    [conversation] = played[:, 1]["next", "conversation"]
+    assert tokenizer.decode(conversation.prompt_ids + conversation.response_ids) == f"{longer}yes<|im_end|>"
+
+
+def test_a_buffer_writes_them_too() -> None:
+    batch = histories()
+    batch.update({"group_id": torch.tensor([3, 3]), "valid": torch.tensor([True, True])})
+    batch["policy_version"] = torch.tensor([0, 0])
+    batch["next"] = TensorDict({"reward": torch.tensor([[1.0], [0.0]])}, batch_size=[2])
+    transforms = [TemplateTransform(tokenizer, add_generation_prompt=False), Tokenizer(tokenizer)]
+    buffer = ReplayBuffer(transforms=transforms)
+    buffer.extend(batch)
+    taken: Any = buffer.take(1)
+    assert [row.tolist() for row in taken["tokens", "prompt"].unbind()] == [ids_of(text) for text in TEXTS]
