@@ -306,8 +306,8 @@ class IFEvalEnv(DatasetChatEnv):
             answer = row.get("completion")
             if not isinstance(answer, str) or not answer.strip():
                 raise DataError(
-                    f"{self.split} row {number} has no answer to learn from, and none of {self.instructions.name}'s own "
-                    "has: add a field 'completion' to each row"
+                    f"{self.split} row {number} has no answer to learn from, nor has any of {self.instructions.name}: "
+                    "add a field 'completion' to each row"
                 )
             reply = {"role": self.policy_role, "content": answer}
             yield Demonstration(f"{self.split} row {number}", messages=[*self.opening_messages(row), reply])

@@ -329,7 +329,7 @@ def test_completions_are_learned_from_where_rows_have_them() -> None:
     assert [(one.where, one.messages) for one in learned] == [
         ("train row 1", [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}])
     ]
-    with pytest.raises(DataError, match="train row 2 has no answer to learn from, .*: add a field 'completion'"):
+    with pytest.raises(DataError, match=r"train row 2 has no answer to learn from, .*: add a field 'completion'"):
         list(IFEvalEnv([{**QUOTED, "completion": '"So."'}, BOTH]).demonstrations())
 
 
