@@ -202,3 +202,95 @@ def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
     collecting.async_shutdown(timeout=10)
     collecting.shutdown(timeout=10)
     assert len(buffer.take(1, None)) > 0
+
+
+@uses("LLMEnv", "LLMEnv.from_dataloader", "LLMEnv.reset_dataloader", "DummyStrDataLoader")
+def test_plain_prompts_come_from_a_dataloader(tiny_tokenizer: Any) -> None:
+    from rlpost.envs import LLMEnv
+    from rlpost.testing import DummyStrDataLoader
+
+    env = LLMEnv.from_dataloader(
+        dataloader=DummyStrDataLoader(1), tokenizer=tiny_tokenizer, from_text=True, batch_size=1, group_repeats=True
+    )
+    first, second = (env.reset()["query"][0] for _ in range(2))
+    env.reset_dataloader()
+    assert env.reset()["query"][0] == first != second
+
+
+@uses("LLMHashingEnv")
+def test_equal_sequences_have_equal_hashes() -> None:
+    from rlpost.envs import LLMHashingEnv
+
+    env = LLMHashingEnv(vocab_size=10)
+    assert env.hash_of([1, 2, 3]) == LLMHashingEnv(vocab_size=10).hash_of([1, 2, 3]) != env.hash_of([3, 2, 1])
+
+
+@uses("IFEvalEnv", "IfEvalScorer", "IFEvalScoreData")
+def test_instructions_are_checked() -> None:
+    pytest.importorskip("if_verifiable")
+    from rlpost.envs import IFEvalEnv, IfEvalScorer, IFEvalScoreData
+
+    row = {"key": 1, "prompt": "Write without commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    env = IFEvalEnv([row])
+    assert env.step(Forever()(env.reset()))["next", "accuracy_strict"].item() == 1.0
+    scorer = IfEvalScorer()
+    data = IFEvalScoreData.of_reply(scorer.judge(row, "<answer>no, no</answer>"))
+    assert data.prompt_level_strict_acc.item() == 0.0
+
+
+# Data structures
+
+
+@uses(
+    "History", "History.from_chats", "History.append", "History.extend", "History.apply_chat_template",
+    "History.from_text", "add_chat_template",
+)  # fmt: skip
+def test_a_history_is_written_and_read_back(tiny_tokenizer: Any) -> None:
+    from rlpost.data import History, add_chat_template
+
+    asked = History.from_chats([[{"role": "user", "content": "One?"}]])
+    answer = History.from_chats([[{"role": "assistant", "content": "Two."}]])
+    both = asked.extend(answer)
+    assert both.to_chats() == asked.append(answer[:, 0]).to_chats()
+    [text] = both.apply_chat_template(tiny_tokenizer, add_generation_prompt=False)
+    assert History.from_text(text, chat_template_name="chatml").to_chats() == both[0].to_chats()
+    with pytest.raises(ValueError, match="generation"):
+        add_chat_template("page", "{{ messages }}")
+
+
+@uses("ContentBase", "LLMData")
+def test_contents_and_flat_names() -> None:
+    from rlpost.data import ContentBase, LLMData
+
+    assert ContentBase(type="text", text="Hi").to_part() == {"type": "text", "text": "Hi"}
+    assert LLMData(text=["a"], batch_size=[1]).text_response is None
+
+
+@uses("TopKRewardSelector", "MCAdvantage")
+def test_groups_are_chosen_and_compared(batch: Callable[..., TensorDict]) -> None:
+    from rlpost.data import ReplayBuffer, TopKRewardSelector
+    from rlpost.objectives import MCAdvantage
+
+    group = batch(groups=1, size=2)
+    group["next", "reward"] = torch.tensor([[1.0], [0.0]])
+    buffer = ReplayBuffer(transforms=[MCAdvantage(2)])
+    buffer.extend(group)
+    advantage = buffer.take(1, None)["advantage"].flatten().tolist()
+    assert advantage == pytest.approx([0.70711, -0.70711], abs=1e-5)
+    chosen = ReplayBuffer(transforms=[TopKRewardSelector(2, 1)])
+    chosen.extend(group)
+    assert chosen.take(1, None)["next", "reward"].tolist() == [[1.0]]
+
+
+# Transforms
+
+
+@uses("DataLoadingPrimer", "as_nested_tensor", "as_padded_tensor")
+def test_elements_become_batches() -> None:
+    from rlpost.envs.transforms import DataLoadingPrimer, as_nested_tensor, as_padded_tensor
+
+    elements = [{"ids": torch.tensor([1])}, {"ids": torch.tensor([2, 3])}]
+    assert [row.tolist() for row in as_nested_tensor(elements)["ids"].unbind()] == [[1], [2, 3]]
+    assert as_padded_tensor(elements)["ids"].tolist() == [[0, 1], [2, 3]]
+    primed = DataLoadingPrimer([{"x": 1.0}], repeats=2)(TensorDict({}, batch_size=[2]))
+    assert primed["x"].tolist() == [1.0, 1.0]
