@@ -11,14 +11,13 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import SandboxError
 from rlpost.sandbox import runner
 from rlpost.sandbox.execution import Capture, Execution, KilledBy
+from rlpost.sandbox.launcher import Launch, NotStarted, launcher
 from rlpost.sandbox.limits import Limits
 
 START_SECONDS = 30.0  # until the walls stand; on an idle machine they take milliseconds
@@ -26,26 +25,6 @@ DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone
 WATCH_SECONDS = 0.05  # between two looks at the memory and files that all processes of a sandbox take together
 CHUNK = 1 << 16
 REPORT_BYTES = runner.NONCE_BYTES + 1
-
-
-def _launcher() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "rlpost-sandbox")
-
-
-# The kernel ends a sandbox with the thread that started it, so one thread that stays starts them all
-_starts = _launcher()
-
-
-def _after_fork() -> None:
-    global _starts
-    _starts = _launcher()  # the child of a fork has none of its parent's threads
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class NotStarted(SandboxError):
-    """The walls could not be put up here."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +73,6 @@ class Pipes:
         self.requests = self.reports = self.info = -1
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How an interpreter is started: in `folder`, as `user` where that is one of its own.
-
-    A `temporary` folder is removed with what the program left there.
-    """
-
-    command: list[str]
-    environment: dict[str, str]
-    folder: str = "/"
-    temporary: bool = False
-    user: int | None = None
-
-
 class Process:
     """One interpreter behind its walls; runs one program at a time.
 
@@ -124,7 +89,7 @@ class Process:
         self._pipes = pipes
         self._frozen: list[int] = []  # handles of stopped processes
         try:
-            self._popen = _starts.submit(_start, launch, pipes.theirs).result()
+            self._popen = launcher().start(launch, pipes.theirs)
         except OSError as error:
             pipes.close()
             raise NotStarted(f"a sandbox cannot be started: {error}") from None
@@ -257,11 +222,11 @@ class Process:
         if self.ended or os.getpid() != self._owner:  # a fork of its owner leaves it alone
             return
         self.ended = True
-        if self._handle >= 0:
+        if self.confined and self._handle >= 0:  # its end is that of all; those that wait for it then end by themselves
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-        self._signal_group(signal.SIGKILL)
-        if not self.confined:
+        else:
+            self._signal_group(signal.SIGKILL)
             self._kill_strays()
         try:
             self._popen.wait(DEATH_SECONDS)
@@ -362,25 +327,6 @@ class _Exchange:
         """Take what the program had written when it ended."""
         for pipe, capture in ((self.process._out, self.out), (self.process._err, self.err)):
             _read_all(pipe, capture)
-
-
-def _start(launch: Launch, pipes: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start it in a process group of its own, with nothing but `pipes` and its output open."""
-    started = subprocess.Popen(
-        launch.command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=pipes,
-        env=launch.environment,
-        cwd=launch.folder,
-        start_new_session=True,
-        bufsize=0,
-    )
-    for stream in (started.stdout, started.stderr):
-        assert stream is not None
-        os.set_blocking(stream.fileno(), False)
-    return started
 
 
 def _read_some(pipe: int, into: Capture) -> bool:

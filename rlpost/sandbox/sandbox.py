@@ -18,8 +18,9 @@ from rlpost.errors import SandboxError
 from rlpost.sandbox import runner, seccomp
 from rlpost.sandbox.execution import Execution
 from rlpost.sandbox.interpreter import Interpreter
+from rlpost.sandbox.launcher import Launch, NotStarted
 from rlpost.sandbox.limits import Limits, tasks_counted_with
-from rlpost.sandbox.process import Launch, NotStarted, Pipes, Process, Request
+from rlpost.sandbox.process import Pipes, Process, Request
 from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, Bubblewrap, limits_command, user_for_one
 
 SESSION_CPU_SECONDS = 3600  # of each of its processes over a session's life; each program has its own time limit too

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlpost.errors import SandboxError
 from rlpost.sandbox.interpreter import Interpreter, closed_to_others
+from rlpost.sandbox.launcher import NotStarted, launcher
 from rlpost.sandbox.limits import MIB, Limits
 
 # Users that nobody is: the second range is for containers that know 65,536 users, there kept for passing services
@@ -57,27 +58,20 @@ class Bubblewrap:
         """Run `python` inside, as `user` where that can be chosen.
 
         bwrap writes the number of the first process to `info` and reads the filter from `seccomp`.
+        Raises NotStarted where the superuser may not open a closed folder to that user.
         """
-        sources = {path: path for path in self._sources()}
-        stage: list[str] = []
-        if user is not None and closed_to_others(list(sources)):
-            stage, sources = self._staged(list(sources))
-        become = [] if user is None else _as_user(user)
-        return [*stage, *become, *self._bwrap(sources, info, seccomp), "--", *python]
-
-    def _sources(self) -> list[Path]:
         folders = self.interpreter.packages if self.packages else ()
-        wanted = [*self.interpreter.readable(), *folders, *self.readable]
-        return [path for path in dict.fromkeys(wanted) if path not in _SHOWN]
+        paths = list(dict.fromkeys([*self.interpreter.readable(), *folders, *self.readable]))
+        shown = {path: path for path in paths if path not in _SHOWN}
+        if user is not None and closed_to_others(list(shown)):
+            try:
+                shown = launcher().places_of(list(shown))
+            except OSError as error:
+                raise NotStarted(f"{self.interpreter.prefix} cannot be opened to a sandbox: {error}") from None
+        become = [] if user is None else _as_user(user)
+        return [*become, *self._bwrap(shown, info, seccomp), "--", *python]
 
-    def _staged(self, sources: Sequence[Path]) -> tuple[list[str], dict[Path, Path]]:
-        """Where another user could not reach `sources`, the superuser shows them under a /tmp made for that."""
-        places = {path: Path(f"/tmp/{number}") for number, path in enumerate(sources)}
-        binds = [word for path, place in places.items() for word in ("--ro-bind", str(path), str(place))]
-        stage = [self.bwrap, "--dev-bind", "/", "/", "--tmpfs", "/tmp", *binds, "--die-with-parent", "--"]
-        return stage, {place: path for path, place in places.items()}
-
-    def _bwrap(self, sources: Mapping[Path, Path], info: int, seccomp: int) -> list[str]:
+    def _bwrap(self, shown: Mapping[Path, Path], info: int, seccomp: int) -> list[str]:
         words = [self.bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
         words += ["--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
         words += ["--info-fd", str(info), "--seccomp", str(seccomp)]
@@ -90,13 +84,13 @@ class Bubblewrap:
         words += ["--ro-bind-try", "/usr/share/zoneinfo", "/usr/share/zoneinfo"]
         for device in ("null", "zero", "full", "random", "urandom"):
             words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-        for source, place in sources.items():
+        words += ["--size", str(self.limits.disk_mb * MIB), "--perms", "0700", "--tmpfs", "/tmp"]
+        words += ["--symlink", "/tmp", "/dev/shm"]  # what C libraries share between processes has the same limit
+        for source, place in shown.items():
             words += ["--ro-bind", str(source), str(place)]
         if not self.packages:
             for folder in self.interpreter.hidden():
                 words += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
-        words += ["--size", str(self.limits.disk_mb * MIB), "--perms", "0700", "--tmpfs", "/tmp"]
-        words += ["--symlink", "/tmp", "/dev/shm"]  # what C libraries share between processes has the same limit
         return [*words, "--remount-ro", "/", "--chdir", "/tmp"]
 
 

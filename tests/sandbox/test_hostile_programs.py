@@ -86,7 +86,7 @@ def test_one_process_gets_no_more_memory_than_its_limit(attacked: Attacked) -> N
 def test_a_compressed_bomb_ends_in_an_error_of_memory(attacked: Attacked) -> None:
     code = """
 import zlib
-packer = zlib.compressobj(9)
+packer = zlib.compressobj(1)
 bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(300)) + packer.flush()
 zlib.decompress(bomb)
 """
@@ -105,7 +105,7 @@ for _ in range(8):
         time.sleep(60)
 time.sleep(60)
 """
-    execution = attacked.run(code, 10.0)
+    execution = attacked.run(code, 30.0)
     assert execution.killed_by is KilledBy.memory
     assert execution.reason == "Code execution took more memory than it is allowed"
 
@@ -143,7 +143,7 @@ print("written", written >> 20)
 
 
 def test_making_files_without_end_is_ended(attacked: Attacked) -> None:
-    execution = attacked.run("n = 0\nwhile True:\n  os.close(os.open(f'/tmp/{n}', os.O_CREAT)); n += 1", 10.0)
+    execution = attacked.run("n = 0\nwhile True:\n  os.close(os.open(f'/tmp/{n}', os.O_CREAT)); n += 1", 30.0)
     assert execution.killed_by is KilledBy.files
 
 
@@ -167,7 +167,7 @@ def test_what_crashes_leaves_no_core(attacked: Attacked) -> None:
 
 def test_recursion_without_end_is_an_exception_or_a_crash_of_its_own(attacked: Attacked) -> None:
     assert "RecursionError" in attacked.run("def f(): f()\nf()").stderr
-    deep = attacked.run("sys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)")
+    deep = attacked.run("sys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**5): x = [x]\nrepr(x)")
     assert not deep.ok
 
 
