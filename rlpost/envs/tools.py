@@ -54,6 +54,8 @@ class ToolTransform(Transform):
     kept from turn to turn belongs to `conversation.key`, until `on_end`.
     """
 
+    role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one
+
     @abstractmethod
     def schemas(self) -> list[dict[str, Any]]:
         """The functions as the model is shown them: `{"type": "function", "function": {"name": ..., ...}}` each."""
@@ -126,6 +128,7 @@ class Tools:
         taken = {name for each in self.transforms for name in each.names()}
         if twice := sorted(taken & set(transform.names())):
             raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
+        transform.role = self.role
         self.transforms.append(transform)
 
     def calls_of(self, reply: str) -> list[ToolCall]:

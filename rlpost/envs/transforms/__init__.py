@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.log_prob import RetrieveLogProb as RetrieveLogProb
     from rlpost.envs.transforms.mcp import MCPToolTransform as MCPToolTransform
     from rlpost.envs.transforms.policy_version import PolicyVersion as PolicyVersion
+    from rlpost.envs.transforms.python import PythonInterpreter as PythonInterpreter
     from rlpost.envs.transforms.template import TemplateTransform as TemplateTransform
     from rlpost.envs.transforms.tensors import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
@@ -25,6 +26,7 @@ __getattr__, __dir__ = lazy_names(
         "KLRewardTransform": "log_prob",
         "MCPToolTransform": "mcp",
         "PolicyVersion": "policy_version",
+        "PythonInterpreter": "python",
         "RetrieveLogProb": "log_prob",
         "TemplateTransform": "template",
         "Tokenizer": "tokenizer",
