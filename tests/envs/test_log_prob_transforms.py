@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 
+from rlpost.collectors import LLMCollector
 from rlpost.data.batch import batch_from_conversations, ragged, strings
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Completion, Conversation
@@ -18,8 +19,9 @@ from rlpost.envs.transforms import KLRewardTransform, RetrieveLogProb
 from rlpost.errors import ConfigError, DataError
 from rlpost.models import load_model
 from rlpost.objectives import GRPOLoss, MCAdvantage, SFTLoss
+from rlpost.policies import TransformersWrapper
 from rlpost.rewards.score import Score
-from rlpost.settings import ModelSettings
+from rlpost.settings import ModelSettings, SamplingSettings
 
 PROMPTS = [[5, 6], [5, 6, 9]]
 REPLIES = [[7, 8, 3], [4]]
@@ -122,7 +124,7 @@ def expected(model: nn.Module, coef: float, *, everywhere: bool = False) -> tupl
 
 def close(values: torch.Tensor, wanted: list[list[float]]) -> None:
     for row, want in zip(rows(values), wanted, strict=True):
-        assert row == pytest.approx(want, abs=2e-5)
+        assert row == pytest.approx(want, rel=1e-5, abs=2e-5)
 
 
 @pytest.mark.parametrize("as_policy", [False, True])
@@ -159,6 +161,18 @@ def test_every_token_can_be_compared(model: nn.Module) -> None:
     close(scored["next", "reward"], rewards)
     close(scored["next", "kl_penalty"], penalties)
     close(scored["next", "ref_log_probs", "full"], references)
+
+
+def test_every_tokens_log_probs_can_be_retrieved_and_compared(model: nn.Module) -> None:
+    every = RetrieveLogProb(model, log_probs_full_key=("of_all", "full"), assistant_only=False, temperature=0.5)
+    compared = KLRewardTransform(
+        log_prob_policy(model), coef=2.0, log_prob_key=("of_all", "full"), assistant_only=False
+    )(every(batch()))
+    wanted = []
+    for prompt, reply in zip(PROMPTS, REPLIES, strict=True):
+        own, reference = one_by_one(model, prompt + reply, 0.5), one_by_one(model, prompt + reply)
+        wanted.append([2.0 * (o - r) for o, r in zip(own, reference, strict=True)])
+    close(compared["next", "kl_penalty"], wanted)
 
 
 def test_comparing_every_token_needs_the_log_probs_of_every_token(model: nn.Module) -> None:
@@ -309,6 +323,43 @@ def test_a_buffer_penalises_before_it_compares(model: nn.Module) -> None:
     assert torch.cat(list(taken["advantage"].unbind())).tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("place", ["environment", "postproc"])
+@pytest.mark.parametrize("as_policy", [False, True])
+def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
+    model: Any, tiny_folder: Path, tiny_tokenizer: Any, place: str, as_policy: bool
+) -> None:
+    sampling = SamplingSettings(temperature=0.7)
+    policy = TransformersWrapper(model, tiny_tokenizer, sampling=sampling)
+    other: Any = load_model(tiny_folder, ModelSettings()).eval()
+
+    def collected(reference: Any) -> TensorDict:
+        if as_policy:
+            reference = TransformersWrapper(reference, tiny_tokenizer, sampling=sampling, generate=False)
+        penalty = KLRewardTransform(reference, coef=0.5, temperature=0.7)
+        env = Scored([{"question": "q"}], num_envs=2, max_completion_tokens=5)
+        in_env = place == "environment"
+        collector = LLMCollector(
+            env.append_transform(penalty) if in_env else env,
+            policy=policy,
+            yield_only_last_steps=True,
+            postproc=None if in_env else penalty,
+        )
+        return collector.rollout()
+
+    itself = collected(model)
+    assert itself["next", "kl_penalty"].values().abs().max() < 1e-4
+    assert torch.allclose(itself["next", "reward"].values(), torch.tensor(1.0), atol=1e-4)
+    compared = collected(other)
+    prompt = compared["tokens", "prompt"][0].numel()
+    for row in range(2):
+        ids = compared["tokens", "full"][row].tolist()
+        own, reference = one_by_one(model, ids, 0.7), one_by_one(other, ids, 0.7)
+        kl = [o - r if i >= prompt else 0.0 for i, (o, r) in enumerate(zip(own, reference, strict=True))]
+        assert compared["next", "kl_penalty"][row].tolist() == pytest.approx([0.5 * k for k in kl], abs=1e-4)
+        assert compared["next", "reward"][row].tolist() == pytest.approx([1.0 - 0.5 * k for k in kl], abs=1e-4)
+        assert max(map(abs, kl)) > 0.1
+
+
 @pytest.mark.parametrize("transform", [KLRewardTransform, RetrieveLogProb])
 def test_what_lacks_something_is_refused(model: nn.Module, transform: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match=r"no \('masks', 'all_assistant_mask'\)"):
@@ -332,7 +383,7 @@ def test_a_penalty_needs_both_log_probs_and_a_reward(model: nn.Module) -> None:
         KLRewardTransform(model)(batch().exclude(("log_probs", "full")))
     with pytest.raises(DataError, match=r"no \('next', 'reward'\)"):
         KLRewardTransform(model)(batch().exclude(("next", "reward")))
-    with pytest.raises(DataError, match=r"wrote no \('log_probs', 'full'\)"):
+    with pytest.raises(DataError, match=r"function wrote no \('log_probs', 'full'\)"):
         KLRewardTransform(lambda seen: seen)(batch())
 
 

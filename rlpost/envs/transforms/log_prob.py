@@ -51,7 +51,7 @@ class RetrieveLogProb(_OfPlayed):
     """Writes a frozen model's log-probs of the sequences, one an id, where `GRPOLoss` and `SFTLoss` read a reference's.
 
     `model` is a causal LM of transformers, whose log-probs are taken at `temperature`, or a function
-    of a TensorDict that writes `log_prob_key`, such as a policy made with `generate=False`;
+    of a TensorDict that writes `("log_probs", "full")`, such as a policy made with `generate=False`;
     `model_factory` makes one when it is first needed. With `assistant_only` every other token has 0;
     a sequence's first id, which nothing predicts, always has.
 
@@ -69,7 +69,6 @@ class RetrieveLogProb(_OfPlayed):
         *,
         model_factory: Callable[[], LogProbModel] | None = None,
         log_probs_full_key: Key = REF_LOG_PROBS,
-        log_prob_key: Key = LOG_PROBS,
         assistant_only: bool = True,
         tokenizer: object = None,
         temperature: float = 1.0,
@@ -78,7 +77,7 @@ class RetrieveLogProb(_OfPlayed):
             raise ConfigError(
                 f"log_probs_full_key={LOG_PROBS} is where the sampler's log-probs are: choose another key"
             )
-        self._model = _Frozen(model, model_factory, log_prob_key, temperature)
+        self._model = _Frozen(model, model_factory, temperature)
         self.log_probs_full_key = log_probs_full_key
         self.assistant_only = assistant_only
         self.tokenizer = tokenizer
@@ -102,10 +101,10 @@ class KLRewardTransform(_OfPlayed):
     given once a row, stands at every token after this, less the penalty of that token; rewards per
     token are taken as they are. A conversation is penalised once, when it is done, for all its turns.
 
-    `ref_model` or `ref_model_factory` is as the model of `RetrieveLogProb`. `log_prob_key` is where the
-    sampler's log-probs are, and where a function writes its own. They are those of the sampled tokens
-    alone in what a collector delivers: `assistant_only=False` is for batches with those of every
-    token, as a policy made with `generate=False` writes them.
+    `ref_model` or `ref_model_factory` is as the model of `RetrieveLogProb`, and `log_prob_key` where the
+    log-probs of the policy are. Those that a collector delivers are of the sampled tokens alone:
+    `assistant_only=False` compares every token, and needs the log-probs of every token, which
+    `RetrieveLogProb(..., assistant_only=False)` writes under a key of their own.
 
     Writes `("next", "reward")`, unless `add_to_reward` is False, `("next", "kl_penalty")` and
     `("next", "ref_log_probs", "full")`: ragged (B, *) over the ids, or where the tokens are padded
@@ -125,7 +124,7 @@ class KLRewardTransform(_OfPlayed):
     ) -> None:
         if log_prob_key == REF_LOG_PROBS:
             raise ConfigError(f"log_prob_key={REF_LOG_PROBS} is where the reference's log-probs go: choose another key")
-        self._model = _Frozen(ref_model, ref_model_factory, log_prob_key, temperature)
+        self._model = _Frozen(ref_model, ref_model_factory, temperature)
         self.coef = coef
         self.log_prob_key = log_prob_key
         self.add_to_reward = add_to_reward
@@ -163,7 +162,7 @@ class KLRewardTransform(_OfPlayed):
                 if others.numel() and not others.any():
                     raise DataError(
                         f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
-                        "compares all tokens: read them with a policy made with generate=False first, or leave it out"
+                        "compares all tokens: write those of all with RetrieveLogProb first, or leave it out"
                     )
         return rows
 
@@ -186,7 +185,6 @@ class _Frozen:
         self,
         model: LogProbModel | None,
         factory: Callable[[], LogProbModel] | None,
-        key: Key,
         temperature: float,
     ) -> None:
         if (model is None) == (factory is None):
@@ -197,7 +195,6 @@ class _Frozen:
             check_model(model)
         self._made = model
         self._factory = factory
-        self._key = key
         self._temperature = temperature
 
     def __call__(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -205,7 +202,7 @@ class _Frozen:
             assert self._factory is not None
             self._made = self._factory()
             check_model(self._made)
-        return log_probs_of(self._made, batch, sequences, masks, key=self._key, temperature=self._temperature)
+        return log_probs_of(self._made, batch, sequences, masks, key=LOG_PROBS, temperature=self._temperature)
 
 
 def _is_shown(tensordict: TensorDictBase) -> bool:

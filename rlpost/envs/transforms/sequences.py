@@ -139,11 +139,13 @@ def log_probs_of(
         rows = _read(model, sequences, masks, temperature)
     else:
         # a model that wrote into the batch itself would replace the sampler's log-probs by its own
-        seen = batch.exclude("log_probs", "next")
+        seen = batch.exclude("log_probs", "next").clone(recurse=False)
         with torch.no_grad():
             written = model(seen).get(key, None)
         if written is None:
-            raise DataError(f"{type(model).__name__} wrote no {key}: it has to give the log-probs of {TOKENS} there")
+            raise DataError(
+                f"the {type(model).__name__} wrote no {key}: it has to give the log-probs of {TOKENS} there"
+            )
         rows = sequences.rows(written.detach(), key)
     zero = torch.zeros((), dtype=torch.float32)
     return [torch.where(mask.cpu(), row.float().cpu(), zero) for row, mask in zip(rows, masks, strict=True)]
