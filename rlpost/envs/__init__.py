@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
     from rlpost.envs.llm_env import LLMEnv as LLMEnv
     from rlpost.envs.math_problems import MathEnv as MathEnv
+    from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.tools import ToolCall as ToolCall
     from rlpost.envs.tools import ToolLimits as ToolLimits
     from rlpost.envs.tools import ToolResult as ToolResult
@@ -50,6 +51,7 @@ __getattr__, __dir__ = lazy_names(
         "ToolResult": "tools",
         "ToolTransform": "tools",
         "MathEnv": "math_problems",
+        "ReasoningGymEnv": "reasoning",
         "make_gsm8k_env": "gsm8k",
     },
 )

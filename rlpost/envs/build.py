@@ -13,9 +13,11 @@ from rlpost.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
 from rlpost.envs.ifeval import IFBenchEnv, IFEvalEnv
 from rlpost.envs.math_problems import SYSTEM_PROMPT as MATH_SYSTEM_PROMPT
 from rlpost.envs.math_problems import MathEnv
+from rlpost.envs.reasoning import ReasoningGymEnv
 from rlpost.envs.tool_choice import add_tools
 from rlpost.errors import ConfigError
 from rlpost.settings import (
+    AnswerPlace,
     ArithmeticSettings,
     CountdownSettings,
     DatasetSettings,
@@ -24,8 +26,10 @@ from rlpost.settings import (
     IFBenchSettings,
     IFEvalSettings,
     MathSettings,
+    ReasoningGymSettings,
     ToolsSettings,
 )
+from rlpost.settings.more_envs import named_values
 from rlpost.settings.registered import ENVS
 
 
@@ -133,6 +137,18 @@ def _math(settings: MathSettings, *, seed: int, system_prompt: str | None, **com
     )
 
 
+def _reasoning_gym(settings: ReasoningGymSettings, *, seed: int, **common: Any) -> ReasoningGymEnv:
+    return ReasoningGymEnv(
+        settings.task,
+        task_config=named_values("env.task_config", settings.task_config),
+        answer_in_tags=settings.answer_in is AnswerPlace.tags,
+        score_seconds=settings.score_seconds,
+        held_out=settings.held_out,
+        seed=order_seed(seed, settings.seed),
+        **common,
+    )
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
     """One number for the two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed
@@ -144,6 +160,7 @@ BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     DatasetSettings: _dataset,
     GSM8KSettings: _gsm8k,
     MathSettings: _math,
+    ReasoningGymSettings: _reasoning_gym,
     IFBenchSettings: _ifeval,
     IFEvalSettings: _ifeval,
 }

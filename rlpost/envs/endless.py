@@ -16,6 +16,7 @@ HELD_OUT = 0.2  # share of the problems kept for test
 EPOCH = 10_000  # problems that count as one pass, where no limit says
 PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
 TRIES = 2000  # problems made to find one of this split
+STRIDE = 1 << 40  # more than there are positions
 
 
 class EndlessProblems(ABC):
@@ -48,7 +49,7 @@ class EndlessProblems(ABC):
         """The problem at `position`. Raises DataError where 2,000 tries find none of this split."""
         place = position if self.limit is None else position % self.limit
         for attempt in range(TRIES):
-            task = self.make(place * TRIES + attempt)
+            task = self.make(attempt * STRIDE + place)
             if task is not None and self._has(task):
                 return task
         raise DataError(
@@ -92,6 +93,6 @@ class EndlessEnv(DatasetChatEnv):
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; the first 1,000 problems at most."""
-        problems = self.open_rows(self.seed)
-        for position in range(min(problems.count(), PROVED_AT_MOST)):
-            yield f"{self.split} problem {position + 1}", problems.at(position)
+        self.start()
+        for position in range(min(self._rows.count(), PROVED_AT_MOST)):
+            yield f"{self.split} problem {position + 1}", self._rows.at(position)

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlpost.extras import require
 from rlpost.rewards.gsm8k import first_block
+from rlpost.rewards.limits import MEMORY_BYTES, limit_memory
 from rlpost.rewards.score import Score
 from rlpost.rewards.workers import Outcome, Workers
 
@@ -23,7 +24,6 @@ TIERS = (1.0, 0.1, 0.0)  # right boxed answer, some other boxed answer, none
 MAX_CHARACTERS = 500  # of an answer that is looked at, or of the end of a reply without one
 BOXES_TRIED = 10  # from the end of a reply, for one that is closed
 MAX_DEPTH = 50  # of nested brackets; the parser recurses into each
-MEMORY_BYTES = 4 << 30  # of a process that compares; what asks for more fails
 PROCESSES = min(4, os.cpu_count() or 1)
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{}$\\]))")
@@ -158,13 +158,11 @@ class Verifier:
 def comparer(memory_bytes: int) -> tuple[Callable[[Question], bool | None], None]:
     """What a process of `Verifier` calls for each question: see `Workers`."""
     import logging
-    import resource
 
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would tell each time that its timeout is off
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
+    limit_memory(memory_bytes)
 
     def parsed(text: str) -> list[Any]:
         return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  # its own needs SIGALRM; the process has ours

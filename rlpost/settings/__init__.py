@@ -40,9 +40,11 @@ from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
 from rlpost.settings.model import Autocast as Autocast
 from rlpost.settings.model import DType as DType
 from rlpost.settings.model import ModelSettings as ModelSettings
+from rlpost.settings.more_envs import AnswerPlace as AnswerPlace
 from rlpost.settings.more_envs import CountdownOperation as CountdownOperation
 from rlpost.settings.more_envs import CountdownSettings as CountdownSettings
 from rlpost.settings.more_envs import MathSettings as MathSettings
+from rlpost.settings.more_envs import ReasoningGymSettings as ReasoningGymSettings
 from rlpost.settings.policy import AutoPolicySettings as AutoPolicySettings
 from rlpost.settings.policy import Engine as Engine
 from rlpost.settings.policy import PolicySettings as PolicySettings

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import at_least, between
+from rlpost.settings.checks import MISSING, at_least, between
 from rlpost.settings.env import EnvSettings
 
 
@@ -66,3 +69,49 @@ class CountdownSettings(EnvSettings):
         between("env.held_out", self.held_out, 0.0, 0.99)
         if not self.operations:
             raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply, divide")
+
+
+class AnswerPlace(Enum):
+    """Where the answer of a reply stands."""
+
+    tags = "tags"  # between <answer> and </answer>
+    reply = "reply"  # all of it
+
+
+@dataclass
+class ReasoningGymSettings(EnvSettings):
+    """Puzzles of any of reasoning-gym's generators; train and test share no question unless held_out=0."""
+
+    task: str = MISSING  # the generator, such as leg_counting
+    task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
+    answer_in: AnswerPlace = AnswerPlace.tags  # where the answer of a reply is looked for
+    score_seconds: float = 5.0  # longest scoring of an answer; a later one earns 0 and counts as unverified
+    held_out: float = 0.2  # share of the questions kept for test; 0: test is the questions of train too
+    seed: int = 0  # of the order in which problems are made
+    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
+    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 512  # a longer completion is cut
+    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("env.held_out", self.held_out, 0.0, 0.99)
+        between("env.score_seconds", self.score_seconds, 0.01, 3600.0)
+        named_values("env.task_config", self.task_config)
+
+
+def named_values(key: str, words: list[str]) -> dict[str, Any]:
+    """Name -> value of words like `name:value` or `name=value`, values as JSON where they are it, else as text.
+
+    Raises ConfigError for a word that is neither.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, mark, text = re.match(r"\s*([A-Za-z_]\w*)?\s*([:=])?\s*(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
+        if not name or not mark:
+            raise ConfigError(f"{key}={word!r} names no setting: write {key}=[name:value,other:value]")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text.strip()
+    return values

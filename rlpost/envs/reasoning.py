@@ -1,0 +1,167 @@
+"""Any of reasoning-gym's generators, one turn a problem, scored by the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
+from rlpost.envs.scoring import record_score
+from rlpost.errors import DataError
+from rlpost.rewards.reasoning_tasks import Generator, Problem, may_be_scored
+from rlpost.rewards.score import Score
+from rlpost.rewards.workers import Workers
+
+IN_TAGS = (
+    "Answer the question. You may reason first; then write the final answer, in the form the question asks for and "
+    "without anything else, between <answer> and </answer>."
+)
+IN_REPLY = "Answer the question with the final answer alone, in the form the question asks for."
+PROCESSES = 2
+
+
+class ReasoningGymEnv(EndlessEnv):
+    """One turn on each problem of the generator `task`; `task_config` are settings of the generator's own.
+
+    The answer is what stands in the last `<answer>` tags of a reply or, with `answer_in_tags=False`, all of
+    it. The reward is the generator's score of it, partial credit included, 0 without tags; strict
+    accuracy asks for a full score, lenient accuracy for one of the tags' content, or of the reply's last
+    line. An answer that takes longer than `score_seconds`, or that a scorer which evaluates its answers is
+    not given since it is no plain list or expression, earns 0 and counts as `unverified`. A task has
+    `question`, `answer` (None where the generator names none), `seed` and `number`. Other arguments are
+    `DatasetChatEnv`'s.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        task_config: Mapping[str, Any] | None = None,
+        answer_in_tags: bool = True,
+        score_seconds: float = 5.0,
+        system_prompt: str | None = None,
+        **chat: Any,
+    ) -> None:
+        told = IN_TAGS if answer_in_tags else IN_REPLY
+        super().__init__(system_prompt=told if system_prompt is None else system_prompt, **chat)
+        self.task = task
+        self.task_config = dict(task_config or {})
+        self.answer_in_tags = answer_in_tags
+        self._generator: Generator | None = None
+        self._workers = Workers(
+            "rlpost.rewards.reasoning_tasks:scorer", PROCESSES, score_seconds, arguments=[task, self.task_config]
+        )
+
+    def open_rows(self, seed: int) -> ReasoningProblems:
+        """See `DatasetChatEnv.open_rows`.
+
+        Raises MissingExtraError without reasoning-gym, ConfigError for a task or setting it has not.
+        """
+        if self._generator is None:
+            self._generator = Generator(self.task, self.task_config)
+        return ReasoningProblems(self._generator, self.split, seed, self.limit, self.held_out)
+
+    def close(self) -> None:
+        """See `EnvBase.close`: ends the processes that make problems and score answers."""
+        super().close()
+        self._workers.close()
+        if self._generator is not None:
+            self._generator.close()
+
+    def score_finished(self, conversations: Sequence[Conversation]) -> None:
+        """See `ChatEnv.score_finished`: all of them at once. Raises DataError for a prompt from outside."""
+        self.start()
+        entries = [self._problem(conversation.task).entry for conversation in conversations]
+        answers = [self._answers_in(conversation.response_text) for conversation in conversations]
+        strict = self._scores([(told, entry) for (told, _), entry in zip(answers, entries, strict=True)])
+        unsettled = [None if one == 1.0 else other for one, (_, other) in zip(strict, answers, strict=True)]
+        lenient = self._scores(list(zip(unsettled, entries, strict=True)))
+        for place, conversation in enumerate(conversations):
+            score = _score(answers[place][0], strict[place], lenient[place])
+            record_score(conversation, lambda _, score=score: score)
+
+    def _answers_in(self, reply: str) -> tuple[str | None, str | None]:
+        """The answer of a reply, and what lenient accuracy tries besides."""
+        block, last_line = _last_block(reply), reply.strip().rpartition("\n")[2].strip()
+        if self.answer_in_tags:
+            return block, last_line
+        return reply.strip(), last_line if block is None else block
+
+    def _scores(self, items: Sequence[tuple[str | None, str]]) -> list[float | None]:
+        """The score of each answer to its problem; 0 for none (None), None where it cannot be found out."""
+        given = [place for place, (answer, _) in enumerate(items) if answer and may_be_scored(self.task, answer)]
+        outcomes = self._workers.map([items[place] for place in given])
+        found = {place: outcome.value for place, outcome in zip(given, outcomes, strict=True)}
+        return [found.get(place) if answer else 0.0 for place, (answer, _) in enumerate(items)]
+
+    def _problem(self, task: Mapping[str, Any]) -> Problem:
+        """The problem of a task. Raises DataError where it came from outside, or is made otherwise by now."""
+        if "number" not in task:
+            raise DataError(f"env.task={self.task} scores its own problems alone, and this prompt came from outside")
+        problem = self._rows.generator.problem(task["seed"], task["number"])
+        if problem.question != task["question"]:
+            raise DataError(
+                f"env.task={self.task} asks another question under number {task['number']} than the one that was "
+                "answered: begin a new run, since reasoning-gym or its settings have changed"
+            )
+        return problem
+
+    # What `rlpost env test` needs
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EndlessEnv.all_tasks`; raises DataError where the generator names no right answers."""
+        for where, task in super().all_tasks():
+            if task["answer"] is None:
+                raise DataError(
+                    f"env.task={self.task} names no right answer, since several are: there is nothing to test with"
+                )
+            yield where, task
+
+    def gold_reply(self, task: Mapping[str, Any]) -> str:
+        """See `EnvBase.gold_reply`."""
+        return f"<answer>{task['answer']}</answer>" if self.answer_in_tags else str(task["answer"])
+
+    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+        """See `EnvBase.corrupted_replies`."""
+        wrong = ["", "zzz", "-98765"]
+        return ["", "I do not know.", *([f"<answer>{a}</answer>" for a in wrong] if self.answer_in_tags else wrong)]
+
+
+class ReasoningProblems(EndlessProblems):
+    """A generator's problems; two with the same question are the same."""
+
+    def __init__(self, generator: Generator, split: str, seed: int, limit: int | None, held_out: float) -> None:
+        super().__init__(split, seed, limit, held_out)
+        self.generator = generator
+
+    def make(self, number: int) -> Task:
+        """See `EndlessProblems.make`."""
+        problem = self.generator.problem(self.seed, number)
+        return {"question": problem.question, "answer": problem.answer, "seed": self.seed, "number": number}
+
+    def identity(self, task: Task) -> str:
+        """See `EndlessProblems.identity`."""
+        return task["question"]
+
+    def describe(self) -> str:
+        """See `EndlessProblems.describe`."""
+        return self.generator.describe()
+
+
+def _score(answer: str | None, strict: float | None, lenient: float | None) -> Score:
+    reward = strict or 0.0
+    return Score(
+        reward=reward,
+        parts={"score": reward, "unverified": float(strict is None)},
+        accuracy_strict=float(strict == 1.0),
+        accuracy_lenient=float(1.0 in (strict, lenient)),
+        answer=" ".join((answer or "").split()),
+    )
+
+
+def _last_block(reply: str) -> str | None:
+    """What stands between the last `<answer>` that is closed and its `</answer>`, or None."""
+    before, closed, _ = reply.rpartition("</answer>")
+    _, opened, inside = before.rpartition("<answer>")
+    return inside.strip() if closed and opened else None
