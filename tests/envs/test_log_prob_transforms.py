@@ -36,14 +36,12 @@ def model(tiny_folder: Path) -> nn.Module:
     return loaded.eval()
 
 
-def one_by_one(model: nn.Module, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Log-probs of each id given those before it, a forward pass a token; 0 for the first."""
-    found = [0.0]
+def row_by_row(model: nn.Module, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of each id given those before it, with the whole logits of this row alone; 0 for the first."""
     with torch.no_grad():
-        for place in range(1, len(ids)):
-            logits = model(input_ids=torch.tensor([ids[:place]])).logits[0, -1]
-            found.append(torch.log_softmax(logits / temperature, -1)[ids[place]].item())
-    return found
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    table = torch.log_softmax(logits / temperature, -1)
+    return [0.0, *(table[place - 1, ids[place]].item() for place in range(1, len(ids)))]
 
 
 def batch(done: tuple[bool, bool] = (True, True)) -> TensorDict:
@@ -95,12 +93,12 @@ def rows(values: torch.Tensor) -> list[list[float]]:
 
 
 def log_prob_policy(model: nn.Module, **attributes: Any) -> Callable[[TensorDictBase], TensorDictBase]:
-    """A policy that writes the log-probs of the full ids, computed a token at a time."""
+    """A policy that writes the log-probs of the full ids, computed row by row."""
 
     class Policy:
         def __call__(self, seen: TensorDictBase) -> TensorDictBase:
             assert "log_probs" not in seen
-            found = [torch.tensor(one_by_one(model, row.tolist())) for row in seen["tokens", "full"].unbind()]
+            found = [torch.tensor(row_by_row(model, row.tolist())) for row in seen["tokens", "full"].unbind()]
             return seen.set(("log_probs", "full"), ragged(found))
 
     policy = Policy()
@@ -112,7 +110,7 @@ def expected(model: nn.Module, coef: float, *, everywhere: bool = False) -> tupl
     """(rewards, penalties, reference log-probs), worked out with plain loops."""
     rewards, penalties, references = [], [], []
     for prompt, reply, own, reward in zip(PROMPTS, REPLIES, SAMPLED_LOG_PROBS, (1.0, 0.25), strict=True):
-        reference = one_by_one(model, prompt + reply)
+        reference = row_by_row(model, prompt + reply)
         sampler = [-0.125] * len(prompt) + own if everywhere else [0.0] * len(prompt) + own
         counts = [i >= 1 if everywhere else i >= len(prompt) for i in range(len(prompt + reply))]
         kl = [coef * (o - r) if c else 0.0 for o, r, c in zip(sampler, reference, counts, strict=True)]
@@ -170,7 +168,7 @@ def test_every_tokens_log_probs_can_be_retrieved_and_compared(model: nn.Module) 
     )(every(batch()))
     wanted = []
     for prompt, reply in zip(PROMPTS, REPLIES, strict=True):
-        own, reference = one_by_one(model, prompt + reply, 0.5), one_by_one(model, prompt + reply)
+        own, reference = row_by_row(model, prompt + reply, 0.5), row_by_row(model, prompt + reply)
         wanted.append([2.0 * (o - r) for o, r in zip(own, reference, strict=True)])
     close(compared["next", "kl_penalty"], wanted)
 
@@ -214,7 +212,7 @@ def test_log_probs_are_taken_at_the_temperature(model: nn.Module) -> None:
     written = RetrieveLogProb(model, temperature=0.5, assistant_only=False)(batch())
     close(
         written["next", "ref_log_probs", "full"],
-        [one_by_one(model, p + r, 0.5) for p, r in zip(PROMPTS, REPLIES, strict=True)],
+        [row_by_row(model, p + r, 0.5) for p, r in zip(PROMPTS, REPLIES, strict=True)],
     )
 
 
@@ -259,7 +257,7 @@ def test_conversations_are_rendered_for_a_loss_that_reads_messages(model: nn.Mod
     RetrieveLogProb(model, tokenizer=tiny_tokenizer)(conversations)
     encoded = [ChatMask(tiny_tokenizer).encode(chat) for chat in chats]
     wanted = [
-        [value if trained else 0.0 for value, trained in zip(one_by_one(model, ids), mask, strict=True)]
+        [value if trained else 0.0 for value, trained in zip(row_by_row(model, ids), mask, strict=True)]
         for ids, mask in encoded
     ]
     close(conversations["next", "ref_log_probs", "full"], wanted)
@@ -298,7 +296,7 @@ def test_an_environment_penalises_what_it_played(model: nn.Module) -> None:
     stepped = env.step(acted)
     wanted = []
     for ids, own in zip(sequences["tokens"], sequences["log_probs"], strict=True):
-        reference = one_by_one(model, ids)
+        reference = row_by_row(model, ids)
         kl = [o - r if i >= 2 else 0.0 for i, (o, r) in enumerate(zip(own, reference, strict=True))]
         wanted.append([1.0 - 0.5 * k for k in kl])
     close(stepped["next", "reward"], wanted)
@@ -323,8 +321,7 @@ def test_a_buffer_penalises_before_it_compares(model: nn.Module) -> None:
     assert torch.cat(list(taken["advantage"].unbind())).tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("place", ["environment", "postproc"])
-@pytest.mark.parametrize("as_policy", [False, True])
+@pytest.mark.parametrize(("place", "as_policy"), [("environment", False), ("postproc", True)])
 def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
     model: Any, tiny_folder: Path, tiny_tokenizer: Any, place: str, as_policy: bool
 ) -> None:
@@ -353,7 +350,7 @@ def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
     prompt = compared["tokens", "prompt"][0].numel()
     for row in range(2):
         ids = compared["tokens", "full"][row].tolist()
-        own, reference = one_by_one(model, ids, 0.7), one_by_one(other, ids, 0.7)
+        own, reference = row_by_row(model, ids, 0.7), row_by_row(other, ids, 0.7)
         kl = [o - r if i >= prompt else 0.0 for i, (o, r) in enumerate(zip(own, reference, strict=True))]
         assert compared["next", "kl_penalty"][row].tolist() == pytest.approx([0.5 * k for k in kl], abs=1e-4)
         assert compared["next", "reward"][row].tolist() == pytest.approx([1.0 - 0.5 * k for k in kl], abs=1e-4)
