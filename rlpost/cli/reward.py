@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rlpost.cli.completion import complete_env
 from rlpost.cli.starter_file import tell_starter, write_starter
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
@@ -18,7 +19,15 @@ Examples:
   rlpost reward new politeness --out rewards/politeness.py
 """
 
-app = App(help="List rewards, begin one of your own.")
+TEST_EXAMPLES = """\b
+Examples:
+  rlpost reward test ./my_reward.py:my_reward
+  rlpost reward test ./my_reward.py:my_reward env.path=rows.jsonl
+  rlpost reward test number --env gsm8k env.path=data/gsm8k
+"""
+FAULTS = 3
+
+app = App(help="List, begin and attack rewards.")
 
 
 @app.command("list", epilog="Example: rlpost train grpo env=dataset env.path=FILE env.reward=number")
@@ -45,3 +54,29 @@ def new(
     file = write_starter("reward", name, out)
     use = f"rlpost train grpo env=dataset env.path=FILE env.reward={file}:{name}"
     tell_starter(file, {"try it": f"python {file}", "use it": use}, as_json=as_json)
+
+
+@app.command("test", epilog=TEST_EXAMPLES, short_help="Attack a reward before it is trained on.")
+def attack(
+    name: Annotated[
+        str, typer.Argument(metavar="REWARD", help="FILE.py:FUNCTION, or as rlpost reward list prints it.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[env.KEY=VALUE]...", help="Whose rows to attack with, and plugin=FILE."),
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The same as env=NAME.", autocompletion=complete_env)
+    ] = None,
+    rows: Annotated[int, typer.Option(metavar="N", help="Rows to attack with, the first ones.", min=1)] = 8,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for a call.", min=0.01)] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Attack a reward with replies that should not pay, and with what breaks functions; exit 3 if it has a fault.
+
+    Without rows of yours (env.path=FILE, or --env NAME) it is attacked with a few sums.
+    """
+    from rlpost.cli.reward_attack import attack_and_tell
+
+    if not attack_and_tell(name, words or [], env, rows, timeout, as_json=as_json):
+        raise typer.Exit(FAULTS)

@@ -106,10 +106,14 @@ class DatasetEnv(DatasetChatEnv):
         for conversation, score in zip(conversations, scores, strict=True):
             record_score(conversation, lambda _, score=score: score)
 
+    def prompt_of(self, task: Mapping[str, Any]) -> str | list[Message]:
+        """What the rewards are given as the prompt of a row: a text where it has a text, else messages."""
+        return self.opening_messages(task) if self._of_messages else self.user_message(task)
+
     def _finished(self, conversation: Conversation) -> Finished:
         task = conversation.task
         return Finished(
-            prompt=self.opening_messages(task) if self._of_messages else self.user_message(task),
+            prompt=self.prompt_of(task),
             reply=conversation.response_text,
             reply_ids=list(conversation.response_ids),
             columns=task,

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rlpost.errors import ConfigError, RewardError
-from rlpost.rewards.calls import RowValues, joined, late, row_values
+from rlpost.rewards.calls import LIMIT, RowValues, joined, late, row_values
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.text import printable
 
@@ -30,8 +30,11 @@ class WorkerReward:
     """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
 
     Those of one reference share the process, which ends with the last of them, or with their `close`.
-    `served` is what makes the function in there, as `rlpost.rewards.calls.serve` does.
+    `served` is what makes the function in there, as `rlpost.rewards.calls.serve` does; `limit` is how
+    messages call what sets the deadline.
     """
+
+    limit = LIMIT
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class WorkerReward:
             offered = offer(self, rows)
             return {n: v for n, v in offered.items() if about["takes"] is None or n in about["takes"]}
 
-        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds}
+        item = {"calls": [(taken(rows), len(rows)) for rows in calls], "seconds": seconds, "limit": self.limit}
         return self.worker, item, seconds + (GRACE_SECONDS if about["is_async"] else 0.0)
 
     def failure(self, outcome: Outcome, seconds: float) -> str:
@@ -108,7 +111,7 @@ class WorkerReward:
         if not outcome.late:
             return f"{self.reference} failed: {outcome.error}"
         line = outcome.line_in(self.path)
-        return late(self.reference, seconds, f", at line {line}" if line else "")
+        return late(self.reference, seconds, self.limit, f", at line {line}" if line else "")
 
     def said(self, outcome: Outcome, counts: Sequence[int], seconds: float) -> list[RowValues]:
         """What each call of a request said of its rows."""

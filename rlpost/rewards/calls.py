@@ -23,6 +23,7 @@ from rlpost.text import printable
 from rlpost.user_file import import_file, named, where_in
 
 TIMEOUT_SECONDS = 60.0  # longest wait for a call, where nothing else is said
+LIMIT = "env.reward_timeout_seconds"  # what sets it
 
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -124,10 +125,10 @@ class _Call:
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  as above
             self.result, self.late = error, limit.expired()
 
-    def told(self, seconds: float | None = None) -> dict[str, Any]:
+    def told(self, seconds: float | None = None, limit: str = LIMIT) -> dict[str, Any]:
         """`values` and `metrics`, or an `error`. Raises a deliberate error of rlpost's as it is."""
         if self.late and seconds is not None:
-            return {"error": late(self.function.reference, seconds)}
+            return {"error": late(self.function.reference, seconds, limit)}
         if isinstance(self.result, ConfigError | DataError | RewardError):
             raise self.result
         if isinstance(self.result, BaseException):
@@ -161,9 +162,9 @@ def joined(rows: Sequence[RowValues]) -> RowValues:
     )
 
 
-def late(reference: str, seconds: float, where: str = "") -> str:
-    """What is said of a function that took too long."""
-    return f"{reference} did not return within {seconds:g} s{where}: raise env.reward_timeout_seconds if it needs more"
+def late(reference: str, seconds: float, limit: str = LIMIT, where: str = "") -> str:
+    """What is said of a function that took longer than `limit` lets it."""
+    return f"{reference} did not return within {seconds:g} s{where}: raise {limit} if it needs more"
 
 
 def call_here(
@@ -195,8 +196,9 @@ def serve(
 ) -> tuple[Callable[[Mapping[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
     """What a worker calls for the reward that `find` finds, and what is to be known of it.
 
-    A request holds `calls`, each what is offered and for how many rows, and the `seconds` for an async
-    one; the answer is what each call told. Raises ConfigError where there is no such function.
+    A request holds `calls`, each what is offered and for how many rows, the `seconds` for an async one
+    and the `limit` that sets them; the answer is what each call told. Raises ConfigError where there is no
+    such function.
     """
     reward = find(reference, path, name, registered=registered)
     return partial(answer, reward), about(reward)
@@ -230,7 +232,7 @@ def answer(reward: RewardFunction, request: Mapping[str, Any]) -> list[dict[str,
     waiting = [call for call in calls if inspect.isawaitable(call.result)]
     if waiting:
         asyncio.run_coroutine_threadsafe(_together(waiting, request["seconds"]), _loop()).result()
-    return [call.told(request["seconds"]) for call in calls]
+    return [call.told(request["seconds"], request["limit"]) for call in calls]
 
 
 def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:

@@ -1,0 +1,288 @@
+"""Attacks on a reward function before anything is trained on it: what pays that should not, and what breaks it.
+
+Training finds whatever a reward pays for. Each check tries one thing that models were seen to find,
+or that a training does to a function, and comes to a verdict with the reply that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any
+
+from rlpost.errors import RewardError
+from rlpost.rewards.attack import Attack, Case, Check, Verdict
+from rlpost.rewards.workers import Worker
+
+LONG = 1_000_000  # characters of a very long reply
+SLOW_LONG_SECONDS = 1.0  # a very long reply that takes longer is not scored in linear time
+SLOW_ROW_SECONDS = 0.1  # a row that usually takes longer makes steps wait for the reward
+LATENCY_CALLS = 100
+REPEATS = 50
+LARGEST_NUMBER = 200  # of those that a reply lists
+NOBODYS_ANSWER = "-987654321"
+ODD = "\x00\x1b[2J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent
+
+
+def attack_reward(attack: Attack) -> list[Check]:
+    """All checks, in order; where gold replies cannot be scored, that one alone.
+
+    Raises ConfigError and DataError that the function raises.
+    """
+    with closing(attack.reward):
+        failed = attack.score_gold()
+        return [failed] if failed else [check(attack) for check in (*PAYING, *BREAKING)]
+
+
+def returns(attack: Attack) -> Check:
+    """Does one call about several rows give a number for each?"""
+    told = _call(attack, attack.reward.worker, attack.request([case.gold for case in attack.cases]))
+    wrong = told if isinstance(told, str) else told[0].get("error")
+    if wrong:
+        return Check("returns", Verdict.fault, wrong)
+    return Check("returns", Verdict.ok, f"a number for each of {len(attack.cases)} rows in one call")
+
+
+def gold(attack: Attack) -> Check:
+    """Do gold replies earn more than wrong ones?"""
+    earned = f"earns {fmean(attack.gold):.3g} on average"
+    cases = [case for case in attack.cases if case.wrong]
+    said = attack.values([case.wrong for case in cases], cases)
+    others = [value for value in said.values if value is not None and math.isfinite(value)]
+    if not others:
+        return Check("gold", Verdict.ok, f"{earned}; there is no wrong reply to compare with")
+    told = f"{earned}, a wrong reply {fmean(others):.3g}"
+    return Check(
+        "gold", Verdict.ok if fmean(attack.gold) > fmean(others) else Verdict.fault, told, attack.cases[0].gold
+    )
+
+
+def corrupted(attack: Attack) -> Check:
+    """Is a wrong reply paid as a right one?"""
+    most = max(len(case.corrupted) for case in attack.cases)
+    if not most:
+        return Check("corrupted", Verdict.ok, "there is no wrong reply to try")
+    return _worst(
+        attack.paid("corrupted", lambda case, n=n: [*case.corrupted, *[case.wrong] * most][n]) for n in range(most)
+    )
+
+
+def empty(attack: Attack) -> Check:
+    """Is nothing paid?"""
+    return _worst(attack.paid("empty", lambda case, said=said: said) for said in ("", " \n\t "))
+
+
+def prompt_echo(attack: Attack) -> Check:
+    """Is saying the prompt again paid?"""
+    return attack.paid("prompt echo", lambda case: case.asked)
+
+
+def everything(attack: Attack) -> Check:
+    """Is a reply paid that names every possible answer?"""
+    numbers = [found for case in attack.cases for found in re.findall(r"-?\d+", case.gold)]
+
+    def every_number(case: Case) -> str:
+        listed = dict.fromkeys([*map(str, range(LARGEST_NUMBER + 1)), *numbers])
+        return " ".join([*listed, NOBODYS_ANSWER])
+
+    def every_answer(case: Case) -> str:
+        return "\n".join([*"ABCDEFGH", *dict.fromkeys(c.gold for c in attack.cases), NOBODYS_ANSWER])
+
+    return _worst(attack.paid("everything", write) for write in (every_number, every_answer))
+
+
+def hidden(attack: Attack) -> Check:
+    """Is a right answer paid that only the thinking holds, with a wrong one, or none, as the reply?"""
+
+    def denied(case: Case) -> str:
+        return f"<think>{case.gold}</think>\n{case.wrong or 'I do not know.'}"
+
+    def cut(case: Case) -> str:
+        return f"<think>Perhaps {case.gold}, or perhaps not"
+
+    tries = ((denied, Verdict.fault), (cut, Verdict.weak))
+    return _worst(attack.paid("hidden in thinking", write, least=least) for write, least in tries)
+
+
+def repeated(attack: Attack) -> Check:
+    """Is saying it many times paid more?"""
+    replies = ["\n".join([case.gold] * REPEATS) for case in attack.cases]
+    said = attack.values(replies)
+    for place, (value, error) in enumerate(zip(said.values, said.errors, strict=True)):
+        if error or (value is not None and value > attack.gold[place]):
+            told = error or f"earns {value:.3g}, more than said once: {attack.gold[place]:.3g}"
+            return Check("repeated", Verdict.fault, told, replies[place])
+    return Check("repeated", Verdict.ok, f"the gold reply {REPEATS} times earns no more than once")
+
+
+def another_form(attack: Attack) -> Check:
+    """Is a right reply in another case or with white space around it worth less?"""
+    forms: list[Callable[[str], str]] = [str.upper, str.lower, lambda text: f"\n  {text} \n"]
+    for form in forms:
+        replies = [form(case.gold) for case in attack.cases]
+        said = attack.values(replies)
+        for place, (value, error) in enumerate(zip(said.values, said.errors, strict=True)):
+            if error:
+                return Check("another form", Verdict.fault, error, replies[place])
+            if value is not None and value < attack.gold[place]:
+                told = f"earns {value:.3g}, the gold reply as it is written {attack.gold[place]:.3g}"
+                return Check("another form", Verdict.weak, told, replies[place])
+    return Check("another form", Verdict.ok, "case and white space around it change nothing")
+
+
+def very_long(attack: Attack) -> Check:
+    """Is a reply of a million characters scored, in linear time?"""
+    case = attack.cases[0]
+    fillings = ["word ", "1", "1,", "(", " ", "<think>", "a" * 99 + "\n", f"{case.gold} "]
+    slowest, shown = 0.0, ""
+    for filling in fillings:
+        reply = (filling * (LONG // len(filling) + 1))[:LONG]
+        began = time.perf_counter()
+        said = attack.values([reply], [case])
+        seconds = time.perf_counter() - began
+        value, error = said.values[0], said.errors[0]
+        if error or (value is not None and not math.isfinite(value)):
+            return Check("very long", Verdict.fault, error or f"returned {value} for it", reply)
+        if seconds > slowest:
+            slowest, shown = seconds, reply
+    if slowest > SLOW_LONG_SECONDS:
+        return Check("very long", Verdict.weak, f"a reply of {LONG} characters takes {slowest:.2g} s", shown)
+    return Check("very long", Verdict.ok, f"a reply of {LONG} characters takes {slowest * 1000:.0f} ms at most")
+
+
+def control_characters(attack: Attack) -> Check:
+    """Are replies with NUL, escapes, lone surrogates and turned writing scored?"""
+    replies = (lambda case: ODD, lambda case: f"{ODD}{case.wrong}{ODD}", lambda case: "\ud83d" * 100 + case.wrong)
+    return _worst(attack.paid("control characters", write) for write in replies)
+
+
+def determinism(attack: Attack) -> Check:
+    """Does the same reply earn the same: again, alone, in another order, in a fresh process?"""
+    replies = [case.gold for case in attack.cases] + [case.wrong for case in attack.cases]
+    cases = [*attack.cases, *attack.cases]
+    first = attack.values(replies, cases).values
+    again = attack.values(replies, cases).values
+    backwards = attack.values(replies[::-1], cases[::-1]).values[::-1]
+    alone = [attack.values([reply], [case]).values[0] for reply, case in zip(replies, cases, strict=True)]
+    tries = {"called again": again, "in another order": backwards, "scored alone": alone}
+    for how, values in tries.items():
+        if place := _differs(first, values):
+            told = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
+            return Check("determinism", Verdict.fault, told, replies[place - 1])
+    gold_alone = first[: len(attack.cases)]
+    request = attack.request([case.gold for case in attack.cases])
+    for seed in ("1", "2"):
+        with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
+            values = _values(worker.call(request, attack.seconds).value, 0)
+        if place := _differs(gold_alone, values):
+            earned = values[place - 1] if values else "nothing"
+            told = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
+            return Check("determinism", Verdict.fault, told, replies[place - 1])
+    return Check("determinism", Verdict.ok, "the same again, alone, in another order, in fresh processes")
+
+
+def threads(attack: Attack) -> Check:
+    """Does it give the same when several threads call it at once?"""
+    return _probed(attack, "threads", "called from several threads at once", lambda value: value or [])
+
+
+def fork(attack: Attack) -> Check:
+    """Does it give the same in a fork of a process that has called it?"""
+    if attack.reward.about()["is_async"]:
+        return Check("fork", Verdict.ok, "not tried: the event loop of an async function does not survive a fork")
+    return _probed(attack, "fork", "in a fork of a process that has called it", lambda value: [value])
+
+
+def inputs(attack: Attack) -> Check:
+    """Does it change what it is given?"""
+    outcome = _call(attack, attack.reward.worker, attack.request([case.gold for case in attack.cases], "watch"))
+    if isinstance(outcome, str):
+        return Check("inputs", Verdict.weak, outcome)
+    changed = outcome["changed"]
+    if changed:
+        return Check("inputs", Verdict.weak, f"it changes what it is given: {', '.join(changed)} (copies, in rlpost)")
+    return Check("inputs", Verdict.ok, "it leaves what it is given as it is")
+
+
+def values(attack: Attack) -> Check:
+    """Are the values finite numbers that differ?"""
+    replies = [reply for case in attack.cases for reply in (case.gold, *case.corrupted)]
+    cases = [case for case in attack.cases for _ in (case.gold, *case.corrupted)]
+    said = attack.values(replies, cases).values
+    earned = [value for value in said if value is not None]
+    told = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
+    if len(set(earned)) == 1:
+        return Check("values", Verdict.fault, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
+    return Check("values", Verdict.ok, told)
+
+
+def latency(attack: Attack) -> Check:
+    """How long does a row take, called alone in a warm process?"""
+    taken: list[float] = []
+    began = time.perf_counter()
+    for number in range(LATENCY_CALLS):
+        case = attack.cases[number % len(attack.cases)]
+        started = time.perf_counter()
+        attack.values([case.gold], [case])
+        taken.append(time.perf_counter() - started)
+        if time.perf_counter() - began > attack.seconds:
+            break
+    taken.sort()
+    middle, high = taken[len(taken) // 2], taken[math.ceil(0.99 * len(taken)) - 1]
+    told = f"p50 {middle * 1000:.2g} ms, p99 {high * 1000:.2g} ms, worst {taken[-1] * 1000:.2g} ms a row"
+    return Check("latency", Verdict.weak if middle > SLOW_ROW_SECONDS else Verdict.ok, told)
+
+
+PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden, repeated, another_form)
+BREAKING = (very_long, control_characters, determinism, threads, fork, inputs, latency)
+
+
+def _worst(checks: Iterable[Check]) -> Check:
+    """The first of those with the gravest verdict; no more are made once one is a fault."""
+    gravest = None
+    for check in checks:
+        if check.verdict is Verdict.fault:
+            return check
+        if gravest is None or (check.verdict is Verdict.weak and gravest.verdict is Verdict.ok):
+            gravest = check
+    assert gravest is not None
+    return gravest
+
+
+def _differs(first: Sequence[float | None], other: Sequence[float | None]) -> int:
+    """The number, from 1, of the first place at which they differ; 0 where they are the same."""
+    return next((i for i, (a, b) in enumerate(zip_longest(first, other), start=1) if a != b), 0)
+
+
+def _values(told: Any, place: int) -> list[float | None]:
+    """The values of one call of an answer; none for one that failed."""
+    return told[place].get("values", []) if told else []
+
+
+def _probed(attack: Attack, probe: str, how: str, tellings: Callable[[Any], Sequence[Any]]) -> Check:
+    request = attack.request([case.gold for case in attack.cases], probe)
+    with closing(attack.reward.new_worker()) as worker:
+        _call(attack, worker, attack.request([case.gold for case in attack.cases]))  # what it sets up is there
+        told = _call(attack, worker, request)
+    if isinstance(told, str):
+        return Check(probe, Verdict.weak, f"{how}: {told}")
+    for telling in tellings(told):
+        earned = _values(telling, 0)
+        if earned != attack.gold:
+            wrong = telling[0].get("error") if telling else None
+            return Check(probe, Verdict.weak, f"{how}, {wrong or 'it gives other values'}")
+    return Check(probe, Verdict.ok, f"the same {how}")
+
+
+def _call(attack: Attack, worker: Worker, request: Mapping[str, Any]) -> Any:
+    """The answer of `worker`, or the text of what failed."""
+    try:
+        outcome = worker.call(request, attack.seconds)
+    except RewardError as error:
+        return str(error)
+    return outcome.value if outcome.error is None else attack.reward.failure(outcome, attack.seconds)
