@@ -23,6 +23,7 @@ from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows
+from rlpost.envs.transforms.log_prob import KLRewardTransform
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
@@ -143,6 +144,7 @@ def _assemble_sampling(
         seed=settings.seed,
         tools=settings.tools,
     )
+    check_rewards(env)
     held_out = replace(settings.env, split="test", limit=None)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     for each in (env, eval_env) if settings.eval.enabled else (env,):
@@ -353,6 +355,15 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     if not isinstance(settings, AutoPolicySettings):
         return settings
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
+
+
+def check_rewards(env: DatasetChatEnv) -> None:
+    """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
+    if any(isinstance(transform, KLRewardTransform) and transform.add_to_reward for transform in env.transforms):
+        raise ConfigError(
+            "the environment has a KLRewardTransform, which makes a reward a token, and a training takes one a "
+            "completion: leave it out and let the loss hold the penalty, with loss.kl_coef"
+        )
 
 
 def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:

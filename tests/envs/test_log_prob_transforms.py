@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 
+from rlpost.assemble import check_rewards
 from rlpost.collectors import LLMCollector
 from rlpost.data.batch import batch_from_conversations, ragged, strings
 from rlpost.data.chat_mask import ChatMask
@@ -306,6 +307,13 @@ def test_an_environment_penalises_what_it_played(model: nn.Module) -> None:
         conversation.add_completion(Completion([7], [-0.5], "a", "stop", 0))
     env.advance(drawn)
     close(env.build_batch(drawn)["next", "reward"], [wanted[0], wanted[0]])
+
+
+def test_a_training_is_told_to_penalise_elsewhere(model: nn.Module) -> None:
+    env = Scored([{"question": "q"}])
+    check_rewards(env.append_transform(KLRewardTransform(model, add_to_reward=False)))
+    with pytest.raises(ConfigError, match=r"leave it out and let the loss hold the penalty, with loss\.kl_coef"):
+        check_rewards(env.append_transform(KLRewardTransform(model)))
 
 
 def test_a_buffer_penalises_before_it_compares(model: nn.Module) -> None:
