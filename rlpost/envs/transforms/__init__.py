@@ -8,6 +8,7 @@ from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlpost.envs.transforms.base import Transform as Transform
+    from rlpost.envs.transforms.browser import BrowserTransform as BrowserTransform
     from rlpost.envs.transforms.dataloading import DataLoadingPrimer as DataLoadingPrimer
     from rlpost.envs.transforms.log_prob import KLRewardTransform as KLRewardTransform
     from rlpost.envs.transforms.log_prob import RetrieveLogProb as RetrieveLogProb
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "BrowserTransform": "browser",
         "DataLoadingPrimer": "dataloading",
         "KLRewardTransform": "log_prob",
         "MCPToolTransform": "mcp",
