@@ -16,11 +16,10 @@ from rlpost.nearest import did_you_mean, nearest
 from rlpost.sandbox import Execution, Limits, Sandbox, SandboxMode, Session
 
 _BLOCK = re.compile(
-    r"^(?P<indent>[ \t]*)(?P<fence>`{3,})(?:python3?|py)[ \t]*\r?\n"
-    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)`*[ \t]*\r?$|(?P<unclosed>\Z))",
+    r"(?:^(?P<indent>[ \t]+))?(?<!`)(?P<fence>`{3,})(?:python3?|py)[ \t]*\r?\n"
+    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)`*(?![\w`])|(?P<unclosed>\Z))",
     re.DOTALL | re.MULTILINE | re.IGNORECASE,
 )
-
 _ANSWER = re.compile(r"\s*Code block \d+ (executed successfully|failed):\n")
 
 
