@@ -107,10 +107,10 @@ class Worker:
 
     def begin(self, item: Any, seconds: float) -> None:
         """Ask for `function(item)`; `wait` gives its outcome, at the latest `seconds` after the process is ready."""
+        self.start()
         self.outcome = None
         self._seconds = seconds
         self._request = frame((item,))
-        self.start()
         self._send()
 
     def call(self, item: Any, seconds: float) -> Outcome:
