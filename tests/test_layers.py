@@ -51,7 +51,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
-    "ray": ["collectors/ray.py", "weight_sync/ray.py", "cluster.py"],
+    "ray": ["collectors/ray.py", "weight_sync/ray.py", "policies/vllm_ray.py", "cluster.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["lora.py"],
     "bitsandbytes": ["optim.py"],

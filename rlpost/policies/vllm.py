@@ -6,7 +6,8 @@ vLLM is imported when an engine starts, never before.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from rlpost.policies.vllm_engines import (
     OwnProcessEngine,
     VLLMEngine,
     engine_around,
+    in_thread,
     longest_context,
+    wait_for,
 )
+from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
 from rlpost.settings import Engine, SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
@@ -223,9 +227,51 @@ class vLLMWrapper(Policy):
                 f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
             )
 
+    @property
+    def model(self) -> Any:
+        """What samples: a `vllm.LLM`, vLLM's AsyncLLM or the engine that was given; None where none runs."""
+        return getattr(self._engine, "llm", self._engine)
+
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the engine's workers, such as those of `vLLMWorker`; what each returned."""
         return self._running_engine().call_workers(method, *args)
+
+    def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
+        """Like `load_weights`, but each weight is sent through `group`, whose rank 0 this process is.
+
+        The engine's workers have joined it, as `vLLMWorker` lets them.
+        """
+        engine = self._running_engine()
+        self._check_complete(weights)
+        sent = [(name, weights[name]) for name in weights]
+        metadata = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in sent]
+        with self._all_or_nothing():
+            receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
+            for _, weight in sent:
+                if receiving.done():
+                    break  # for what it failed with is raised below
+                group.broadcast(weight.detach().contiguous(), src=0)
+            wait_for(receiving, self.settings.timeout_seconds, "the workers to load the weights")
+            engine.reset_prefix_cache()
+
+    def _check_complete(self, weights: Mapping[str, torch.Tensor]) -> None:
+        missing = sorted(self._needed - weights.keys())
+        if missing:
+            raise PolicyError(
+                f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
+            )
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Close the engine where a push inside fails half-way. Raises PolicyError then."""
+        try:
+            yield
+        except Exception as error:
+            self._discard(f"a weight push failed half-way: {_first_line(error)}")
+            raise PolicyError(
+                f"pushing weights to vLLM failed ({_first_line(error)}); the engine was closed, since it may hold "
+                "a mixture of weights: resume the run from its last checkpoint"
+            ) from error
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.
@@ -234,19 +280,9 @@ class vLLMWrapper(Policy):
         anything changed if a weight of the checkpoint is missing, otherwise after closing the engine.
         """
         engine = self._running_engine()
-        missing = sorted(self._needed - weights.keys())
-        if missing:
-            raise PolicyError(
-                f"a weight push lacks {len(missing)} weights, {missing[0]} among them; nothing was pushed"
-            )
-        try:
+        self._check_complete(weights)
+        with self._all_or_nothing():
             engine.load_weights(weights.items())
-        except Exception as error:
-            self._discard(f"a weight push failed half-way: {_first_line(error)}")
-            raise PolicyError(
-                f"pushing weights to vLLM failed ({_first_line(error)}); the engine was closed, since it may hold "
-                "a mixture of weights: resume the run from its last checkpoint"
-            ) from error
 
     def load_adapter(self, folder: Path) -> None:
         """Sample with the peft adapter in `folder` from now on, and clear the prefix cache.
@@ -323,6 +359,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "seed": seed % 2**31,
         "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
     }
     if adapter_rank is not None:
         room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)

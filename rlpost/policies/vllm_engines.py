@@ -44,6 +44,10 @@ class VLLMEngine(Protocol):
         """Call `method` of each of the engine's workers; what each of them returned."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier weights."""
+        ...
+
     def close(self) -> None:
         """Stop what was started."""
         ...
@@ -53,37 +57,38 @@ class InProcessEngine:
     """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self.llm = llm
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
         inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+        return self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
-        self._llm.collective_rpc(
+        self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
         )
-        self._reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def load_adapter(self, adapter: Any) -> None:
         """See `VLLMEngine`."""
-        if not self._llm.llm_engine.add_lora(adapter):
+        if not self.llm.llm_engine.add_lora(adapter):
             raise RuntimeError("it was not loaded")
-        self._reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._llm.collective_rpc(method, args=args)
+        return self.llm.collective_rpc(method, args=args)
 
-    def _reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+    def reset_prefix_cache(self) -> None:
+        """See `VLLMEngine`."""
+        if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
     def close(self) -> None:
         """See `VLLMEngine`."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 class SeparateEngine:
@@ -94,7 +99,7 @@ class SeparateEngine:
     """
 
     def __init__(self, llm: Any, timeout_seconds: float) -> None:
-        self._llm = llm
+        self.llm = llm
         self._timeout = timeout_seconds
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
@@ -102,7 +107,7 @@ class SeparateEngine:
         inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         work = f"{len(prompts)} completions"
         return self._wait(
-            lambda: self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapter), waited_for=work
+            lambda: self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter), waited_for=work
         )
 
     def load_weights(self, weights: NamedWeights) -> None:
@@ -112,46 +117,38 @@ class SeparateEngine:
             self._wait(lambda: self._push_from(folder), waited_for="the weight push")
 
     def _push_from(self, folder: Path) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        self._reset_prefix_cache()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.reset_prefix_cache()
 
     def load_adapter(self, adapter: Any) -> None:
         """See `VLLMEngine`."""
 
         def load() -> None:
-            if not self._llm.llm_engine.add_lora(adapter):
+            if not self.llm.llm_engine.add_lora(adapter):
                 raise RuntimeError("it was not loaded")
-            self._reset_prefix_cache()
+            self.reset_prefix_cache()
 
         self._wait(load, waited_for="the adapter to be loaded")
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._wait(lambda: self._llm.collective_rpc(method, args=args), waited_for=f"the workers' {method}")
+        return self._wait(lambda: self.llm.collective_rpc(method, args=args), waited_for=f"the workers' {method}")
 
-    def _reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+    def reset_prefix_cache(self) -> None:
+        """See `VLLMEngine`."""
+        if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
     def _wait(self, work: Callable[[], Any], *, waited_for: str) -> Any:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()  # may never end
-        return wait_for(future, self._timeout, waited_for, self._died)
+        return wait_for(in_thread(work), self._timeout, waited_for, self._died)
 
     def _died(self) -> bool:
-        core = self._llm.llm_engine.engine_core
+        core = self.llm.llm_engine.engine_core
         return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
 
     def close(self) -> None:
         """See `VLLMEngine`."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 class OwnProcessEngine:
@@ -163,30 +160,30 @@ class OwnProcessEngine:
 
         self._timeout = timeout_seconds
         self._requests_sent = 0
-        self._llm: Any = None  # the AsyncLLM, once it runs
+        self.llm: Any = None  # the AsyncLLM, once it runs
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        self._llm = self._wait(start(), "the engine to start")
+        self.llm = self._wait(start(), "the engine to start")
 
     @property
     def model_config(self) -> Any:
         """vLLM's configuration of the model that runs."""
-        return self._llm.model_config
+        return self.llm.model_config
 
     def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return wait_for(future, self._timeout, waited_for, lambda: self._llm is not None and self._llm.errored)
+        return wait_for(future, self._timeout, waited_for, lambda: self.llm is not None and self.llm.errored)
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
 
         async def one(ids: list[int], how: Any, name: str) -> Any:
             final = None
-            async for output in self._llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
+            async for output in self.llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
                 final = output
             return final
 
@@ -204,7 +201,7 @@ class OwnProcessEngine:
             self._wait(self._push_from(folder), "the weight push")
 
     async def _push_from(self, folder: Path) -> None:
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         await self._reset_prefix_cache()
 
     def load_adapter(self, adapter: Any) -> None:
@@ -212,26 +209,47 @@ class OwnProcessEngine:
         self._wait(self._add_lora(adapter), "the adapter to be loaded")
 
     async def _add_lora(self, adapter: Any) -> None:
-        if not await self._llm.add_lora(adapter):
+        if not await self.llm.add_lora(adapter):
             raise RuntimeError("it was not loaded")
         await self._reset_prefix_cache()
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._wait(self._llm.collective_rpc(method, args=args), f"the workers' {method}")
+        return self._wait(self.llm.collective_rpc(method, args=args), f"the workers' {method}")
+
+    def reset_prefix_cache(self) -> None:
+        """See `VLLMEngine`."""
+        self._wait(self._reset_prefix_cache(), "the prefix cache to be reset")
 
     async def _reset_prefix_cache(self) -> None:
-        if not await self._llm.reset_prefix_cache():
+        if not await self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
     def close(self) -> None:
         """See `VLLMEngine`."""
-        self._llm.shutdown()
+        self.llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
+def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """`work`, under way in a thread that may never end."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()
+    return future
+
+
 def wait_for(
-    future: concurrent.futures.Future[Any], timeout_seconds: float, waited_for: str, died: Callable[[], bool]
+    future: concurrent.futures.Future[Any],
+    timeout_seconds: float,
+    waited_for: str,
+    died: Callable[[], bool] = lambda: False,
 ) -> Any:
     """The future's result. Raises TimeoutError past the limit, RuntimeError once the engine's process has `died`."""
     deadline = time.monotonic() + timeout_seconds

@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
-from rlpost.errors import PolicyError
+import socket
+
+import torch
+
+from rlpost.errors import ConfigError, PolicyError
 from rlpost.lora import is_adapted, save_adapter
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_engines import exchange_folder
-from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
+from rlpost.policies.vllm_engines import exchange_folder, in_thread, wait_for
+from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, stateless_init_process_group
+from rlpost.weight_sync.base import ModelMetadata, WeightSource, WeightUpdater, named_weights
 
 
 class vLLMUpdater(WeightUpdater):
-    """Reloads every weight through vLLM's public `reload_weights` and resets the prefix cache."""
+    """Reloads every weight through vLLM's public `reload_weights` and resets the prefix cache.
+
+    With a `master_address` they go through a process group of this process, which is rank 0, and the
+    engine's `vllm_tp_size` workers: between GPUs over NCCL, between CPUs over gloo. It is formed at
+    the first push, on `master_port`, or a free one. `model_metadata` is what `init` takes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        model_metadata: ModelMetadata | None = None,
+        vllm_tp_size: int = 1,
+        timeout_seconds: float = GROUP_SECONDS,
+    ) -> None:
+        super().__init__(policy)
+        if master_port is not None and master_address is None:
+            raise ConfigError(f"master_port={master_port} is of a process group: give its master_address too")
+        self.model_metadata = model_metadata
+        self.master_address = master_address
+        self.master_port = master_port
+        self.vllm_tp_size = vllm_tp_size
+        self.timeout_seconds = timeout_seconds  # for the workers to join, and for one weight
+        self._group: WeightGroup | None = None
 
     def _send(self, policy: Policy, source: WeightSource) -> None:
-        _vllm(self, policy).load_weights(named_weights(source))
+        wrapper, weights = _vllm(self, policy), named_weights(source)
+        if self.master_address is None:
+            wrapper.load_weights(weights)
+            return
+        if self._group is None:
+            self._group = self._joined(wrapper, self.master_address, next(iter(weights.values())).device)
+        wrapper.receive_weights(weights, self._group)
+
+    def _joined(self, wrapper: vLLMWrapper, address: str, device: torch.device) -> WeightGroup:
+        """The group of this process and the engine's workers."""
+        port, world_size = self.master_port or free_port(address), self.vllm_tp_size + 1
+        limit = self.timeout_seconds
+        workers = in_thread(
+            lambda: wrapper.call_workers("init_weight_update_group", address, port, 1, world_size, limit)
+        )
+        group = stateless_init_process_group(address, port, 0, world_size, device, timeout_seconds=limit)
+        wait_for(workers, limit, "the engine's workers to join the weight group")
+        return group
 
 
 class vLLMAdapterUpdater(WeightUpdater):
@@ -34,6 +81,13 @@ class vLLMAdapterUpdater(WeightUpdater):
         with exchange_folder() as folder:
             save_adapter(source, folder)
             wrapper.load_adapter(folder)
+
+
+def free_port(address: str) -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 def _vllm(updater: WeightUpdater, policy: Policy) -> vLLMWrapper:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.batching import Row, pack
-from rlpost.errors import PolicyError
+from rlpost.data.batch import strings
+from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import is_installed
 from rlpost.logprobs import token_log_probs
 from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
-from rlpost.policies import Request, vLLMWrapper
+from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vLLMWrapper
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
 
@@ -54,15 +56,17 @@ def build_qwen2(folder: Path, tied: bool) -> Path:
 def started(folder: Path, engine: Engine) -> vLLMWrapper:
     settings = VLLMSettings(engine=engine, dtype=DType.float32, max_num_seqs=16, timeout_seconds=120)
     policy = vLLMWrapper(
-        folder, load_tokenizer(folder), settings=settings, sampling=SamplingSettings(), max_model_len=128
+        folder, load_tokenizer(folder), settings=settings, sampling=SamplingSettings(), max_model_len=200
     )
     policy.start()
     return policy
 
 
-def gap(policy: vLLMWrapper, model: PreTrainedModel, temperature: float) -> float:
+def gap(
+    policy: vLLMWrapper, model: PreTrainedModel, temperature: float, requests: Sequence[Request] = REQUESTS
+) -> float:
     """Mean |log µ − log π| over freshly sampled completions."""
-    completions = policy.generate(REQUESTS, SamplingSettings(temperature=temperature))
+    completions = policy.generate(requests, SamplingSettings(temperature=temperature))
     rows = [
         Row(
             torch.tensor(request.prompt_ids),
@@ -71,7 +75,7 @@ def gap(policy: vLLMWrapper, model: PreTrainedModel, temperature: float) -> floa
             torch.tensor(done.log_probs),
             0.0,
         )
-        for request, done in zip(REQUESTS, completions, strict=True)
+        for request, done in zip(requests, completions, strict=True)
     ]
     [microbatch] = pack(rows, 10_000, model.device)
     with torch.no_grad():
@@ -110,6 +114,78 @@ def test_pushed_weights_change_the_output_and_agree_with_the_trainer(case: tuple
         ids = torch.tensor([REQUESTS[0].prompt_ids])
         likeliest = model(ids).logits[0, -1].argmax().item()
     assert policy.generate(REQUESTS[:1], greedy)[0].token_ids[0] == likeliest
+
+
+def test_weights_broadcast_through_a_group_arrive_and_empty_the_prefix_cache(case: tuple[Path, vLLMWrapper]) -> None:
+    folder, policy = case
+    model = load_model(folder, ModelSettings(path=str(folder)))
+    # longer than a block of the cache, so that the second request reads the first one's keys and values
+    long = [Request([5 + i % 50 for i in range(150)], 8, 1), Request([5 + i % 50 for i in range(151)], 8, 2)]
+    updater = vLLMUpdater(policy, master_address="127.0.0.1", timeout_seconds=60)
+    for changed in (0.1, 0.2):  # the group is formed at the first push
+        policy.generate(long, SamplingSettings())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(changed * torch.randn_like(parameter))
+        version = policy.version
+        assert updater.push(model) == version + 1  # type: ignore[operator]
+        assert gap(policy, model, 1.0, long) < 1e-3
+        assert gap(policy, model, 0.7) < 1e-3
+        assert policy.call_workers("check_weights_changed") == [True]
+    assert policy.call_workers("check_weights_changed") == [False]
+    with pytest.raises(PolicyError, match=r"keeps .*q_proj\.weight and .*k_proj\.weight as one weight"):
+        policy.call_workers("update_weight_broadcast", "model.layers.0.self_attn.q_proj.weight", "float32", [64, 64])
+
+
+def test_a_tensordict_is_answered_and_scored_as_transformers_does(case: tuple[Path, vLLMWrapper]) -> None:
+    folder, policy = case
+    model = load_model(folder, ModelSettings(path=str(folder)))
+    vLLMUpdater(policy).push(model)
+    prompts = TensorDict({"text": {"prompt": strings(["a longer prompt", "hi"])}}, batch_size=[2])
+    policy.face = Face(input_mode="text", generate_kwargs={"max_new_tokens": 12})
+    answered = policy(prompts)
+    reading = TransformersWrapper(model, policy.tokenizer, generate=False)
+    with torch.no_grad():
+        expected = reading(TensorDict({"tokens": answered["tokens"]}, batch_size=[2]))["log_probs", "full"]
+    sampled = answered["masks", "all_assistant_mask"].unbind()
+    pairs = list(zip(answered["log_probs", "full"].unbind(), expected.unbind(), sampled, strict=True))
+    assert [mask.sum().item() for mask in sampled] == [r.numel() for r in answered["tokens", "response"].unbind()]
+    for told, again, mask in pairs:
+        torch.testing.assert_close(told[mask], again[mask], atol=1e-4, rtol=0)
+        ratio = (again[mask] - told[mask]).exp()
+        assert ratio.sum() ** 2 / ratio.square().sum() / ratio.numel() > 0.99  # the effective sample size
+    policy.face = Face(input_mode="tokens", generate=False)
+    read = policy(TensorDict({"tokens": answered["tokens"]}, batch_size=[2]))["log_probs", "full"]
+    for whole, (_, again, _) in zip(read.unbind(), pairs, strict=True):
+        torch.testing.assert_close(whole, again, atol=1e-4, rtol=0)
+    with pytest.raises(DataError, match="a sequence has 200 tokens and vLLM reads at most 199"):
+        policy.token_log_probs([[5] * 200], SamplingSettings())
+    with pytest.raises(ConfigError, match=r"at temperature 1 and not at 0\.7"):
+        policy.token_log_probs([[5, 6]], SamplingSettings(temperature=0.7))
+    policy.face = Face()
+
+
+def test_an_engine_that_runs_may_be_given_and_stays_its_owners(case: tuple[Path, vLLMWrapper]) -> None:
+    folder, owner = case
+    if type(owner.model).__name__ != "LLM":
+        with pytest.raises(TypeError, match=r"AsyncLLM: give it a folder, a vllm\.LLM or what"):
+            vLLMWrapper(owner.model)
+        return
+    policy = vLLMWrapper(owner.model, seed=owner.seed)
+    policy.start()  # it has started
+    assert (policy.folder, policy.max_model_len) == (folder, 200)
+    assert policy.tokenizer("abc")["input_ids"] == owner.tokenizer("abc")["input_ids"]
+    assert [c.token_ids for c in policy.generate(REQUESTS, SamplingSettings())] == [
+        c.token_ids for c in owner.generate(REQUESTS, SamplingSettings())
+    ]
+    policy._log_probs_mode = "raw_logprobs"  # vLLM's own default
+    assert policy.generate(REQUESTS[:1], SamplingSettings())
+    with pytest.raises(ConfigError, match="build it with logprobs_mode='processed_logprobs'"):
+        policy.generate(REQUESTS[:1], SamplingSettings(temperature=0.7))
+    policy.close()
+    assert owner.generate(REQUESTS[:1], SamplingSettings())
+    with pytest.raises(PolicyError, match="the engine this policy was given is closed"):
+        policy.start()
 
 
 def test_completions_are_stamped_and_repeat_from_their_seeds(case: tuple[Path, vLLMWrapper]) -> None:
@@ -162,3 +238,18 @@ def test_a_dead_engine_is_named_and_not_waited_for(tiny_folder: Path, used: bool
     ):
         policy.generate(REQUESTS, SamplingSettings())
     policy.close()
+
+
+def test_an_engine_on_devices_is_one_in_a_process_of_its_own(tiny_folder: Path) -> None:
+    settings = VLLMSettings(dtype=DType.float32, max_num_seqs=16, timeout_seconds=120)
+    engine = make_vllm_worker(tiny_folder, settings=settings, max_model_len=64, enforce_eager=True)
+    assert isinstance(engine, LLMOnDevice)
+    policy = vLLMWrapper(engine)
+    model = load_model(tiny_folder, ModelSettings(path=str(tiny_folder)))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(0.3)  # type: ignore[union-attr]
+    vLLMUpdater(policy).push(model)
+    assert gap(policy, model, 0.7) < 1e-3
+    policy.close()
+    assert gap(vLLMWrapper(engine), model, 1.0) < 1e-3  # which its owner closes
+    engine.close()

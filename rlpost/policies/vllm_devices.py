@@ -1,0 +1,151 @@
+"""vLLM engines on chosen devices: in a process of their own here, or in a Ray actor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpost.errors import ConfigError
+from rlpost.extras import require_vllm
+from rlpost.policies.vllm import engine_arguments, start_engine
+from rlpost.policies.vllm_engines import NamedWeights, OwnProcessEngine
+from rlpost.settings import Engine, VLLMSettings
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class LLMOnDevice:
+    """A vLLM engine on `devices`, GPUs by their numbers on this machine, for a `vLLMWrapper` to sample with.
+
+    It runs in a process of its own, which sees no other GPU; several devices share the model
+    (tensor parallelism). None: on the first GPU, or, on a machine without any, on the CPU. `folder`
+    is a local HF folder, and `engine` any of vLLM's own arguments, which replace rlpost's. Building
+    one starts it. Raises MissingExtraError, ConfigError for a device that is not there, or what vLLM
+    raises.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        devices: Sequence[int] | None = None,
+        *,
+        settings: VLLMSettings | None = None,
+        max_model_len: int | None = None,
+        **engine: Any,
+    ) -> None:
+        require_vllm()
+        self.devices = None if devices is None else check_devices(devices)
+        settings = replace(settings or VLLMSettings(), engine=Engine.own_process)
+        arguments = engine_arguments(Path(folder), settings, max_model_len=max_model_len, seed=0)
+        if self.devices is not None:
+            arguments["tensor_parallel_size"] = len(self.devices)
+        with _only(self.devices):
+            started = start_engine(arguments | engine, settings)
+        assert isinstance(started, OwnProcessEngine)
+        self._engine = started
+        self.folder = Path(folder)
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's configuration of the model that runs."""
+        return self._engine.model_config
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer in the model's folder."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._engine.generate(prompts, params, adapter)
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """See `VLLMEngine`."""
+        self._engine.load_weights(weights)
+
+    def load_adapter(self, adapter: Any) -> None:
+        """See `VLLMEngine`."""
+        self._engine.load_adapter(adapter)
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._engine.call_workers(method, *args)
+
+    def reset_prefix_cache(self) -> None:
+        """See `VLLMEngine`."""
+        self._engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """See `VLLMEngine`."""
+        self._engine.close()
+
+
+def make_vllm_worker(
+    model_name: str | Path,
+    devices: Sequence[int] | None = None,
+    num_devices: int | None = None,
+    *,
+    make_ray_worker: bool = False,
+    enforce_eager: bool | None = None,
+    settings: VLLMSettings | None = None,
+    **engine: Any,
+) -> Any:
+    """A running vLLM engine that `vLLMWrapper` takes: an `LLMOnDevice` here, or one in a Ray actor.
+
+    It is on `devices`, or on the first `num_devices` GPUs; with neither, on one GPU or the CPU. Ray
+    chooses the GPUs of its actors itself, so there only their number counts. Other keyword arguments
+    are vLLM's. Raises ConfigError for both or for devices that are not there, MissingExtraError for
+    Ray where it is not installed.
+    """
+    if devices is not None and num_devices is not None:
+        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices} are two answers: give one of them")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices} must be at least 1")
+    chosen = settings or VLLMSettings()
+    if enforce_eager is not None:
+        chosen = replace(chosen, enforce_eager=enforce_eager)
+    if make_ray_worker:
+        from rlpost.policies.vllm_ray import RayLLM
+
+        number = len(devices) if devices is not None else num_devices
+        return RayLLM(model_name, num_devices=number, settings=chosen, **engine)
+    on = devices if num_devices is None else range(num_devices)
+    return LLMOnDevice(model_name, on, settings=chosen, **engine)
+
+
+def check_devices(devices: Sequence[int]) -> list[int]:
+    """`devices` as numbers of GPUs that are there. Raises ConfigError for others, none, or one named twice."""
+    numbers, there = list(devices), torch.cuda.device_count()
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"devices={numbers} must name at least one GPU, and none twice")
+    missing = [number for number in numbers if not 0 <= number < there]
+    if missing:
+        raise ConfigError(
+            f"there is no GPU {missing[0]}: this machine has {there}; leave devices out to use what there is"
+        )
+    return numbers
+
+
+@contextmanager
+def _only(devices: Sequence[int] | None) -> Iterator[None]:
+    """Processes that start meanwhile see these GPUs alone."""
+    if devices is None:
+        yield
+        return
+    before = os.environ.get(VISIBLE)
+    seen = before.split(",") if before else None  # what `devices` counts, where this process sees a part itself
+    os.environ[VISIBLE] = ",".join(str(number) if seen is None else seen[number] for number in devices)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
