@@ -17,11 +17,12 @@ from rlpost.extras import require
 
 LANGUAGE_SEED = 0  # of langdetect's sampling, which would otherwise differ from call to call
 
-# what nltk.data.find is given for each of NLTK's packages
+# what nltk.data.find is given for each of NLTK's packages; a folder inside a zip, as the downloader leaves it, is
+# found by its / alone
 _NLTK_PLACES = {
-    "punkt_tab": "tokenizers/punkt_tab/english",
+    "punkt_tab": "tokenizers/punkt_tab/english/",
     "stopwords": "corpora/stopwords/english",
-    "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng",
+    "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
 }
 _OPENING = threading.RLock()  # the libraries fill their tables when first used, which two threads must not do at once
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -289,6 +290,15 @@ def test_missing_nltk_data_is_an_error_where_an_instruction_needs_it(
         assert verdicts([other], [arguments], "", follows)[0] == [True]
 
 
+@needs_nltk_data
+def test_nltk_data_may_be_zipped_as_the_downloader_leaves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizers").mkdir()
+    shutil.make_archive(str(tmp_path / "tokenizers" / "punkt_tab"), "zip", NLTK_DATA / "tokenizers", "punkt_tab")
+    find_nltk_data_in([str(tmp_path)], monkeypatch)
+    for kind, kwargs, follows, _ in WITH_NLTK:
+        assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
+
+
 def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     checkers.ifeval_checkers.cache_clear()
     monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "if_verifiable")
@@ -354,7 +364,6 @@ def test_totals_are_those_that_were_measured(ours: Verdicts) -> None:
 def test_verdicts_take_seconds_need_no_network_and_are_the_same_in_another_process(ours: Verdicts) -> None:
     program = (
         "import json, socket, sys, time\n"
-        "began = time.perf_counter()\n"
         "def refused(*_): raise AssertionError('the network was asked for')\n"
         "socket.socket.connect = socket.getaddrinfo = refused\n"
         "from rlpost.rewards.ifeval import verdicts\n"
@@ -362,14 +371,14 @@ def test_verdicts_take_seconds_need_no_network_and_are_the_same_in_another_proce
         "replies = {r['prompt']: r['response'] for r in map(json.loads, open(sys.argv[2]))}\n"
         "judged = {r['key']: verdicts(r['instruction_id_list'], r['kwargs'], r['prompt'], replies[r['prompt']])"
         " for r in rows}\n"
-        "print(json.dumps([time.perf_counter() - began, judged]))\n"
+        "print(json.dumps([time.process_time(), judged]))\n"
     )
     surroundings = {**os.environ, "NLTK_DATA": str(NLTK_DATA), "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", program, str(IFEVAL_ROWS), str(IFEVAL_REPLIES)],
         capture_output=True, text=True, cwd=ROOT, env=surroundings, check=True,
     )  # fmt: skip
-    seconds, theirs = json.loads(done.stdout)
+    seconds, theirs = json.loads(done.stdout)  # of this process, imports included, whatever else the machine does
     assert {int(key): tuple(both) for key, both in theirs.items()} == ours
     assert done.stderr == ""
     assert seconds < 5
