@@ -65,6 +65,8 @@ class Execution:
             number = self.exit_code - 128
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return f"Python was ended by {name}"
+        if self.exit_code is None:
+            return "Python closed the pipes that it is run by"
         return f"Python ended early with exit code {self.exit_code}"
 
 

@@ -34,6 +34,7 @@ class Interpreter:
     packages: tuple[Path, ...]
 
     @classmethod
+    @cache
     def running(cls) -> Interpreter:
         """The Python that runs this program."""
         name = f"python{sys.version_info[0]}.{sys.version_info[1]}"

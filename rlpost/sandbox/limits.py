@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlpost.errors import ConfigError
 
 MIB = 1 << 20
 
@@ -27,6 +30,12 @@ class Limits:
     files: int = 10_000
     open_files: int = 128
     output_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        least = {"memory_mb": 64, "processes": 4, "disk_mb": 1, "files": 16, "open_files": 16, "output_bytes": 2}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name}={getattr(self, name)} is too little for Python: it must be at least {value}")
 
     @property
     def flood_bytes(self) -> int:
@@ -55,8 +64,9 @@ def tasks_counted_with(*, own_user: bool, own_namespace: bool) -> int:
     None where its user has no other processes, or, since Linux 5.14, where it is in a user
     namespace of its own, as processes are counted by user and namespace.
     """
-    release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    if own_user or (own_namespace and release >= (5, 14)):
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    counted_apart = release is not None and (int(release[1]), int(release[2])) >= (5, 14)
+    if own_user or (own_namespace and counted_apart):
         return 0
     return sum(_tasks(process) for process in Path("/proc").glob("[0-9]*"))
 

@@ -102,19 +102,31 @@ class Process:
             self._await_ready()
             self.init = json.loads(os.read(pipes.info, CHUNK))["child-pid"] if self.confined else self._popen.pid
             self._handle = os.pidfd_open(self.init)
+            self._look()
         except (OSError, ValueError, NotStarted) as error:
             self.kill()
             raise NotStarted(f"a sandbox cannot be started: {error}") from None
 
     def _await_ready(self) -> None:
         """Wait until the interpreter says that its limits hold."""
-        readable, _, _ = select.select([self._pipes.reports], [], [], START_SECONDS)
-        if not readable:
+        if not _readable(self._pipes.reports, START_SECONDS):
             raise NotStarted(f"it is not up after {START_SECONDS:g} seconds")
         if os.read(self._pipes.reports, 1) != runner.READY:
             said = Capture(2000)
             _read_all(self._err, said)
             raise NotStarted(" ".join(said.text().split()) or f"exit code {self._popen.wait()}")
+
+    def _look(self) -> None:
+        """See whether what has to be watched can be: /proc may be kept from us, or lack a part."""
+        if self.confined:
+            os.statvfs(self._folder)
+        if len(self.members()) < 1 + self.confined or not _memory_bytes(self.init):
+            raise NotStarted("its processes and their memory are not to be seen in /proc")
+
+    @property
+    def _folder(self) -> str:
+        """The folder in which a confined program may write, as reached from outside."""
+        return f"/proc/{self.init}/root/tmp"
 
     def run(self, request: Request, seconds: float) -> Execution:
         """Run one program for at most `seconds`; then the process has `ended`, or is stopped until the next."""
@@ -206,7 +218,7 @@ class Process:
         files = 0
         if self.confined:
             try:
-                disk = os.statvfs(f"/proc/{self.init}/root/tmp")
+                disk = os.statvfs(self._folder)
             except OSError:  # it has just ended
                 return None
             if disk.f_files - disk.f_ffree > self.limits.files:
@@ -230,7 +242,7 @@ class Process:
             self._kill_strays()
         try:
             self._popen.wait(DEATH_SECONDS)
-            gone = self._handle < 0 or bool(select.select([self._handle], [], [], DEATH_SECONDS)[0])
+            gone = self._handle < 0 or _readable(self._handle, DEATH_SECONDS)
         except subprocess.TimeoutExpired:
             gone = False
         for handle in [*self._frozen, self._handle]:
@@ -327,6 +339,13 @@ class _Exchange:
         """Take what the program had written when it ended."""
         for pipe, capture in ((self.process._out, self.out), (self.process._err, self.err)):
             _read_all(pipe, capture)
+
+
+def _readable(pipe: int, seconds: float) -> bool:
+    """Whether `pipe` can be read, or a process has ended, within `seconds`."""
+    poll = select.poll()  # knows no highest number of a file descriptor, as select does
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _read_some(pipe: int, into: Capture) -> bool:

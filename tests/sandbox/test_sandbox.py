@@ -324,6 +324,40 @@ def test_a_readable_folder_is_there_and_cannot_be_written(tmp_path: Path) -> Non
     assert "Read-only" in sandbox.run(f"open({place!r}, 'w')", timeout_seconds=SECONDS).stderr
 
 
+# Without the superuser's rights
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.getuid() != 0, reason="every other test runs as an ordinary user then")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no Python that other users may read")
+@pytest.mark.parametrize("mode", ["bubblewrap", "limits"])
+def test_an_ordinary_users_sandbox_holds_too(tmp_path: Path, mode: str) -> None:
+    """Processes are counted although the user has others, several that eat memory are ended, nothing is left."""
+    package = Path(__file__).parents[2] / "rlpost"
+    (tmp_path / "rlpost").mkdir()
+    for part in ("__init__.py", "errors.py", "lazy.py", "sandbox"):
+        copy = shutil.copytree if (package / part).is_dir() else shutil.copy
+        copy(package / part, tmp_path / "rlpost" / part)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    program = f"""
+from rlpost.sandbox import Limits, Sandbox, SandboxMode
+sandbox = Sandbox(SandboxMode({mode!r}), limits=Limits(memory_mb=128))
+forks = "import os, time\\nn = 0\\ntry:\\n  while os.fork() or time.sleep(60): n += 1\\nexcept OSError: print(n)"
+print(sandbox.run(forks, timeout_seconds=30).stdout.strip())
+eat = "import os, time\\nfor _ in range(3): os.fork()\\nheld = b'x' * (60 << 20)\\ntime.sleep(60)"
+print(sandbox.run(eat, timeout_seconds=30).killed_by.name)
+print(sandbox.session().run("import os; print(os.getuid())", timeout_seconds=30).stdout)
+"""
+    as_user = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups", "/usr/bin/python3", "-c", program]
+    ran = subprocess.run(as_user, capture_output=True, text=True, cwd=tmp_path, env={"HOME": "/nonexistent"})
+    forks, killed_by, user = ran.stdout.split()
+    assert 10 <= int(forks) <= 16
+    assert (killed_by, user) == ("memory", "54321")
+    left = [p for p in Path("/proc").glob("[0-9]*") if p.exists() and p.stat().st_uid == 54321]
+    assert [p for p in left if "\nState:\tZ" not in (p / "status").read_text()] == []
+
+
 # Where there is no sandbox
 
 
@@ -350,7 +384,7 @@ def test_without_bubblewrap_nothing_is_run_and_both_ways_on_are_named(
     [
         ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
         ("exit 1", "exit code 1"),
-        ('while [ "$1" != -- ]; do shift; done; shift; exec "$@"', "programs can see /"),
+        ('while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?', "programs can see /"),
     ],
     ids=["forbidden", "broken", "no walls"],
 )

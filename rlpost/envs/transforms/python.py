@@ -37,7 +37,7 @@ class PythonInterpreter(ToolTransform):
     interpreter, loses the names.
 
     `sandbox` is bubblewrap, or limits, a weaker mode for machines without it, or a `Sandbox` of your
-    own; `memory_mb`, `packages` (whether installed ones can be imported) and `python` (which
+    own; `memory_mb` (None: 512), `packages` (whether installed ones can be imported) and `python` (which
     interpreter; None: the one that runs this) are the sandbox's. With `show_last_value` the value of a
     final expression is printed too, as in a notebook.
 
@@ -52,7 +52,7 @@ class PythonInterpreter(ToolTransform):
         timeout: float = 10.0,
         *,
         sandbox: str | SandboxMode | Sandbox = SandboxMode.bubblewrap,
-        memory_mb: int = 512,
+        memory_mb: int | None = None,
         packages: bool = False,
         python: str | None = None,
         show_last_value: bool = False,
@@ -61,16 +61,17 @@ class PythonInterpreter(ToolTransform):
             raise ConfigError(f"tool_name={tool_name!r} cannot be called: use letters, digits, '_', '-' and '.'")
         if timeout <= 0:
             raise ConfigError(f"timeout={timeout} leaves a program no time: it must be above 0 seconds")
-        if memory_mb < 64:
-            raise ConfigError(f"memory_mb={memory_mb} is too little for Python: it must be at least 64")
         self.tool_name = tool_name
         self.persistent = persistent
         self.timeout = timeout
         self.show_last_value = show_last_value
-        if not isinstance(sandbox, Sandbox):
-            limits = Limits(memory_mb=memory_mb)
-            sandbox = Sandbox(_mode(sandbox), limits=limits, python=python, packages=packages)
-        self.sandbox = sandbox
+        if isinstance(sandbox, Sandbox):
+            if memory_mb is not None or packages or python is not None:
+                raise ConfigError("memory_mb, packages and python are for a sandbox that is named: give them to yours")
+            self.sandbox = sandbox
+        else:
+            limits = Limits() if memory_mb is None else Limits(memory_mb=memory_mb)
+            self.sandbox = Sandbox(_mode(sandbox), limits=limits, python=python, packages=packages)
         self._interpreters: dict[tuple[int, int], _Interpreter] = {}  # by the key of their conversation
         self._lock = threading.Lock()  # of that table
 
