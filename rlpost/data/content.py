@@ -93,6 +93,13 @@ class ContentBase:
     @classmethod
     def from_part(cls, part: Mapping[str, Any]) -> ContentBase:
         """The part that a dict of either form says. Raises DataError for one that cannot be read."""
+        try:
+            return cls._read(part)
+        except KeyError as missing:
+            raise DataError(f"a part of type {part.get('type')} has no {missing.args[0]}: give it") from missing
+
+    @classmethod
+    def _read(cls, part: Mapping[str, Any]) -> ContentBase:
         kind = part.get("type")
         match kind:
             case "image_url" | "audio_url" | "video_url":
@@ -121,7 +128,7 @@ class ContentBase:
             raise DataError(
                 f"a part of type {kind} holds a {type(source).__name__}: give its url, its path, or its bytes as base64"
             )
-        return cls._media(kind, source, more)
+        return cls._media(kind, source, more) if kind in part else cls(kind, url=source, **more)  # type: ignore[arg-type]
 
     @classmethod
     def _media(cls, kind: str, source: str | None, more: dict[str, Any]) -> ContentBase:

@@ -34,7 +34,13 @@ class LLMData(TensorClass["nocast"]):
     text_response: Any = None
 
     def __post_init__(self) -> None:
-        settle(fields_of(self), ("token_list", "tokens_response_list", "text", "text_response"))
+        fields = fields_of(self)
+        settle(fields, (*_LISTS, *_TEXTS))
+        for name in _LISTS:
+            rows = fields.get(name, None)
+            values = rows.tolist() if isinstance(rows, NonTensorStack) else []
+            if any(isinstance(row, torch.Tensor) for row in values):  # tensordict made tensors of uneven lists
+                fields.set(name, _lists([torch.as_tensor(row) for row in values]))
 
     @classmethod
     def from_batch(cls, batch: TensorDictBase, pad_id: int = 0) -> LLMData:
@@ -109,6 +115,7 @@ class LLMData(TensorClass["nocast"]):
         raise DataError(f"{name} does not say which of its ids are padding: give {needed}")
 
 
+_LISTS = ("token_list", "tokens_response_list")
 _TEXTS = {"text": ("text", "prompt"), "text_response": ("text", "response")}
 
 

@@ -1,12 +1,17 @@
+import json
 import pickle
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict, set_list_to_stack
 
-from rlpost.data import History
+from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.plain import from_plain, to_plain
 from rlpost.models import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -78,6 +83,120 @@ def test_a_history_stacks_indexes_and_pickles() -> None:
     stacked: Any = torch.stack([history[0], history[2]])  # type: ignore[arg-type]
     assert stacked.to_chats() == [[USER, ASSISTANT], [SYSTEM, USER]]
     assert pickle.loads(pickle.dumps(history)).to_chats() == history.to_chats()
+
+
+def test_histories_stack_whatever_columns_their_messages_need() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    plain, calling = History.from_chats([[USER]]), History.from_chats([[call]])
+    stacked: Any = torch.cat([plain, calling])  # type: ignore[arg-type]
+    assert stacked.to_chats() == [[USER], [call]]
+
+
+@pytest.fixture(params=[True, False], ids=["lists stack", "lists are kept"])
+def lists(request: pytest.FixtureRequest) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with set_list_to_stack(request.param):
+            yield
+
+
+def test_a_history_is_built_of_columns_whatever_tensordict_makes_of_lists(lists: None) -> None:
+    history = History(role=["user", "assistant"], content=["Hi", "Hello"], is_complete=[True, False], batch_size=[2])
+    cut = {**ASSISTANT, "is_complete": False}
+    assert history.to_chats() == [[USER, cut]]
+    assert (history[1].role, history[1].content, history[1].is_complete.item()) == ("assistant", "Hello", False)
+    rows = History(role=[["user"], ["user"]], content=[["Hi"], ["Yes?"]], batch_size=[2, 1])
+    assert rows.to_chats() == [[USER], [{"role": "user", "content": "Yes?"}]]
+    said_twice = History(role="user", content=["Hi", "Yes?"], batch_size=[2])
+    assert said_twice.to_chats() == [[USER, {"role": "user", "content": "Yes?"}]]
+
+
+def test_parts_stay_together_whatever_tensordict_makes_of_lists(lists: None) -> None:
+    parts = [ContentBase("text", text="What is it?"), ContentBase("image", url="cat.png")]
+    one = History(role="user", content=parts)
+    assert one.content == parts
+    two = History(role=["user", "user"], content=[parts, parts[:1]], batch_size=[2])
+    asked = [{"role": "user", "content": parts}, {"role": "user", "content": parts[:1]}]
+    assert two.to_chats() == [asked]
+    chats = [asked, [{"role": "user", "content": [{"type": "text", "text": "as a dict"}]}]]
+    history = History.from_chats(chats)
+    assert history.to_chats() == chats
+    assert history[0, 1].content == parts[:1]
+    assert History.from_chats([asked[:1]]).extend(history[:1]).to_chats() == [[asked[0], *asked]]
+
+
+def test_a_message_keeps_its_further_entries() -> None:
+    result = {"role": "tool", "content": "4", "tool_call_id": "abc", "name": "add"}
+    told = {"role": "user", "content": "", "tool_responses": ["4", "5"], "weight": 0}
+    history = History.from_chats([[USER, result], [told]])
+    assert history.to_chats() == [[USER, result], [told]]
+    assert history[0, 1].more == {"tool_call_id": "abc", "name": "add"}
+    assert history[1, 0].tool_responses == ["4", "5"]
+
+
+def test_in_place_only_when_asked() -> None:
+    history = History.from_chats([[SYSTEM, USER], [USER]])
+    replies = History.from_chats([[ASSISTANT], [ASSISTANT]])
+    batch = TensorDict({"history": history}, batch_size=[2])
+    assert history.append(replies[:, 0]) is not history
+    assert history.extend(replies) is not history
+    assert history.batch_size == torch.Size([2, 2])
+    assert history.extend(replies, inplace=True) is history
+    assert history.append(replies[:, 0], inplace=True) is history
+    expected = [[SYSTEM, USER, ASSISTANT, ASSISTANT], [USER, ASSISTANT, ASSISTANT]]
+    assert history.batch_size == torch.Size([2, 4])
+    assert history.to_chats() == batch["history"].to_chats() == expected
+    assert replies.to_chats() == [[ASSISTANT], [ASSISTANT]]
+    row = History.from_chats([[USER]])[0]
+    assert row.append(History(role="assistant", content="Hello"), inplace=True).to_chats() == [[USER, ASSISTANT]]
+    assert row.batch_size == torch.Size([2])
+
+
+def test_a_history_shares_no_list_with_what_it_was_made_of_or_what_is_made_of_it() -> None:
+    parts = [{"type": "text", "text": "Hi"}]
+    calls: list[Any] = [{"name": "add", "arguments": {"a": [1]}}]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "", "tool_calls": calls, "meta": {"seen": []}},
+    ]
+    history = History.from_chats([chat])
+    longer = history.append(History(role="user", content="More").unsqueeze(0))
+    before = [json.loads(json.dumps(chat))]
+    parts.append({"type": "text", "text": "!"})
+    calls[0]["arguments"]["a"].append(2)
+    chat[1]["meta"]["seen"].append(1)
+    out = longer.to_chats()
+    out[0][0]["content"].clear()
+    out[0][1]["tool_calls"][0]["arguments"].clear()
+    assert history.to_chats() == before
+    assert [row[:2] for row in longer.to_chats()] == before
+
+
+def test_one_text_is_one_chat_and_several_are_rows() -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    one = History.from_text(text)
+    assert one.batch_size == torch.Size([2])
+    assert one.to_chats() == [[USER, ASSISTANT]]
+    several = History.from_text([text, "<|im_start|>user\nHi<|im_end|>\n"], tokenizer=tiny_tokenizer())
+    assert several.to_chats() == [[USER, ASSISTANT], [USER]]
+    assert several.role == [["user", "assistant"], ["user", "<none>"]]
+
+
+def test_uneven_replies_are_filled_up_with_none() -> None:
+    prompts = History.from_chats([[USER], [USER]])
+    thinking = {"role": "assistant", "content": "Well"}
+    replies = History.from_chats([[thinking, ASSISTANT], [ASSISTANT]])
+    full = prompts.extend(replies)
+    assert full.role == [["user", "assistant", "assistant"], ["user", "assistant", "<none>"]]
+    assert full.to_chats() == [[USER, thinking, ASSISTANT], [USER, ASSISTANT]]
+
+
+def test_parts_survive_a_checkpoint() -> None:
+    parts = [ContentBase("text", text="What?"), ContentBase("audio", data="AAAA", mime_type="audio/wav", size=3)]
+    chats = [[{"role": "user", "content": parts}], [{"role": "user", "content": [{"type": "text", "text": "a dict"}]}]]
+    batch = TensorDict({"history": History.from_chats(chats)}, batch_size=[2])
+    back = from_plain(json.loads(json.dumps(to_plain(batch))))
+    assert back["history"].to_chats() == chats
 
 
 def test_a_batch_carries_the_messages_replies_included() -> None:

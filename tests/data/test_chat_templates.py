@@ -1,0 +1,547 @@
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpost.data import History, add_chat_template
+from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, template_to_read, template_to_write
+from rlpost.data.conversation import Message
+from rlpost.data.rendering import render
+from rlpost.data.templates.parsing import UnparsedTextError
+from rlpost.errors import DataError, RlpostError
+from rlpost.models import tiny_tokenizer
+from tests.chat_templates import CHATML, FAMILIES, bytes_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Two and two?"}
+ANSWER = {"role": "assistant", "content": "Four."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "zwei"}}}
+RESULT = {"role": "tool", "content": 'it is "4"'}
+
+# what each format writes of SYSTEM, USER, ANSWER
+WRITTEN = {
+    "chatml": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo and two?<|im_end|>\n"
+        "<|im_start|>assistant\nFour.<|im_end|>\n"
+    ),
+    "qwen": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo and two?<|im_end|>\n"
+        "<|im_start|>assistant\nFour.<|im_end|>\n"
+    ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nTwo and two?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nFour.<|eot_id|>"
+    ),
+    "llama4": (
+        "<|begin_of_text|><|header_start|>system<|header_end|>\n\nBe brief.<|eot|>"
+        "<|header_start|>user<|header_end|>\n\nTwo and two?<|eot|>"
+        "<|header_start|>assistant<|header_end|>\n\nFour.<|eot|>"
+    ),
+    "gemma": (
+        "<bos><start_of_turn>user\nBe brief.\n\nTwo and two?<end_of_turn>\n<start_of_turn>model\nFour.<end_of_turn>\n"
+    ),
+    "mistral": "<s>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Two and two?[/INST]Four.</s>",
+    "deepseek": "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Two and two?<｜Assistant｜>Four.<｜end▁of▁sentence｜>",
+}
+PROMPT = {
+    "chatml": "<|im_start|>assistant\n",
+    "qwen": "<|im_start|>assistant\n",
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "llama4": "<|header_start|>assistant<|header_end|>\n\n",
+    "gemma": "<start_of_turn>model\n",
+    "mistral": "",
+    "deepseek": "<｜Assistant｜>",
+}
+# what each format writes of USER, an answer with a call, its RESULT, ANSWER
+WITH_CALL = {
+    "qwen": (
+        "<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 2, "b": "zwei"}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>user\n<tool_response>\nit is "4"\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\nFour.<|im_end|>\n"
+    ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nTwo and two?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '{"name": "add", "parameters": {"a": 2, "b": "zwei"}}<|eot_id|>'
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"it is \\"4\\""<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\nFour.<|eot_id|>"
+    ),
+    "llama4": (
+        "<|begin_of_text|><|header_start|>user<|header_end|>\n\nTwo and two?<|eot|>"
+        "<|header_start|>assistant<|header_end|>\n\n"
+        '<|python_start|><|python_end|>{"name": "add", "parameters": {"a": 2, "b": "zwei"}}<|eot|>'
+        '<|header_start|>ipython<|header_end|>\n\n"it is \\"4\\""<|eot|>'
+        "<|header_start|>assistant<|header_end|>\n\nFour.<|eot|>"
+    ),
+    "mistral": (
+        '<s>[INST]Two and two?[/INST][TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "zwei"}}]</s>'
+        '[TOOL_RESULTS][TOOL_CONTENT]it is "4"[/TOOL_RESULTS]Four.</s>'
+    ),
+    "deepseek": (
+        "<｜begin▁of▁sentence｜><｜User｜>Two and two?<｜Assistant｜><｜tool▁calls▁begin｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 2, "b": "zwei"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>it is "4"<｜tool▁output▁end｜><｜tool▁outputs▁end｜>'
+        "Four.<｜end▁of▁sentence｜>"
+    ),
+}
+WITH_TOOLS = sorted(WITH_CALL)
+TOKENIZER = tiny_tokenizer()  # templates are given by name: it only lends its jinja
+
+
+def calling(content: str = "", *calls: Any) -> Message:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls or [CALL])}
+
+
+def write(chats: Sequence[Sequence[Message]], name: str, *, prompt: bool = False, **options: Any) -> list[str]:
+    history = History.from_chats(chats)
+    return history.apply_chat_template(TOKENIZER, add_generation_prompt=prompt, chat_template_name=name, **options)
+
+
+def read(texts: Sequence[str], name: str) -> list[list[Message]]:
+    return History.from_text(texts, chat_template_name=name).to_chats()
+
+
+@pytest.fixture
+def nothing_stays_added() -> Iterator[None]:
+    before = dict(TEMPLATES)
+    yield
+    TEMPLATES.clear()
+    TEMPLATES.update(before)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_chat_is_written_in_the_published_format(name: str) -> None:
+    assert write([[SYSTEM, USER, ANSWER]], name) == [WRITTEN[name]]
+    assert write([[SYSTEM, USER, ANSWER]], name, prompt=True) == [WRITTEN[name] + PROMPT[name]]
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_and_results_are_written_in_the_published_format(name: str) -> None:
+    chat = [USER, calling(), RESULT, ANSWER]
+    assert write([chat], name) == [WITH_CALL[name]]
+    assert read([WITH_CALL[name]], name) == [chat]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen", "llama3", "gemma"])
+def test_what_is_written_is_what_a_tokenizer_of_the_family_writes(name: str) -> None:
+    family = FAMILIES[name]
+    chats = {
+        "qwen": [SYSTEM, USER, calling("Let me see.", CALL, CALL), RESULT, RESULT, ANSWER, USER],
+        "llama3": [SYSTEM, USER, calling(), RESULT, ANSWER, USER],
+    }
+    chat = chats.get(name, [USER, ANSWER, USER])
+    own = bytes_tokenizer(family).apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    # Llama 3 dates its knowledge at the head of the system message
+    own = own.replace("Cutting Knowledge Date: December 2023\n\n", "")
+    assert write([chat], name, prompt=True) == [own]
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3", "llama4", "mistral"])
+def test_tools_are_shown_behind_the_system_message(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    for chat in ([SYSTEM, USER], [USER]):
+        (text,) = write([chat], name, tools=tools)
+        assert text.index('"add"') < text.index(USER["content"])
+        assert ("Be brief." in text) == (SYSTEM in chat)
+        assert write(read([text], name), name) == [text]
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "deepseek"])
+def test_a_format_without_tools_refuses_them(name: str) -> None:
+    with pytest.raises(DataError, match="no form for tools"):
+        write([[USER]], name, tools=[{"type": "function", "function": {"name": "add"}}])
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma"])
+def test_a_format_without_calls_refuses_them(name: str) -> None:
+    with pytest.raises(DataError, match="tool calls"):
+        write([[USER, calling()]], name)
+
+
+def test_llama3_writes_one_call_and_nothing_beside_it() -> None:
+    for message in (calling("Let me see."), calling("", CALL, CALL)):
+        with pytest.raises(DataError, match="writes one call"):
+            write([[USER, message]], "llama3")
+
+
+def test_ids_of_calls_and_results_are_written_where_the_format_has_them() -> None:
+    call = {**CALL, "id": "abcdefghi"}
+    chat = [USER, calling("", call), {**RESULT, "tool_call_id": "abcdefghi"}]
+    (text,) = write([chat], "mistral")
+    assert text.endswith(
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": "zwei"}, "id": "abcdefghi"}]</s>'
+        '[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]it is "4"[/TOOL_RESULTS]'
+    )
+    assert read([text], "mistral") == [chat]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_generation_tags_of_a_template_hold_what_the_assistant_mask_does(name: str) -> None:
+    chat: list[Message] = [USER, ANSWER, USER, {"role": "assistant", "content": " Four,\n\nas ever \n"}]
+    if name in WITH_TOOLS:
+        chat = [USER, calling(), RESULT, *chat]
+    tokenizer = bytes_tokenizer(FAMILIES.get(name, FAMILIES["chatml"]))
+    if name in ("llama4", "mistral", "deepseek"):
+        tokenizer = tokenizer_with(name)
+    by_tags = tokenizer.apply_chat_template(
+        chat, chat_template=TEMPLATES[name].template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = History.from_chats([chat]).apply_chat_template(
+        tokenizer, False, chat_template_name=name, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ours["input_ids"][0].tolist() == by_tags["input_ids"]
+    assert ours["assistant_masks"][0].int().tolist() == by_tags["assistant_masks"]
+
+
+def tokenizer_with(name: str) -> Any:
+    from tests.chat_templates import Family
+
+    special = {
+        "llama4": ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>"),
+        "mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_CONTENT]"),
+        "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    }[name]
+    eos = {"llama4": "<|eot|>", "mistral": "</s>", "deepseek": "<｜end▁of▁sentence｜>"}[name]
+    return bytes_tokenizer(Family("", special, eos, special[0]))
+
+
+# What is read
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_written_chat_is_read_back(name: str) -> None:
+    chat = [SYSTEM, USER, ANSWER]
+    if name == "gemma":  # which has no system turn: it is the head of the user's
+        chat = [{"role": "user", "content": "Be brief.\n\nTwo and two?"}, ANSWER]
+    assert read([WRITTEN[name]], name) == [chat]
+
+
+@pytest.mark.parametrize("name", [n for n in WRITTEN if n != "mistral"])
+def test_a_generation_prompt_is_read_as_an_empty_unfinished_answer(name: str) -> None:
+    (text,) = write([[USER]], name, prompt=True)
+    assert read([text], name) == [[USER, {"role": "assistant", "content": "", "is_complete": False}]]
+    assert write(read([text], name), name, prompt=True) == [text]  # it is gone on with, not begun anew
+
+
+@pytest.mark.parametrize("name", [n for n in WRITTEN if n != "deepseek"])
+def test_of_a_text_cut_short_the_last_message_alone_is_unfinished(name: str) -> None:
+    long = {"role": "assistant", "content": "It is four, as everybody knows."}
+    (text,) = write([[SYSTEM, USER, ANSWER, USER, long]], name)
+    history = History.from_text(text[:-20], chat_template_name=name)
+    assert history.is_complete.tolist() == [True] * (history.numel() - 1) + [False]
+    assert long["content"].startswith(history.content[-1].split("<")[0])
+    assert history.apply_chat_template(TOKENIZER, chat_template_name=name) == text[:-20]
+
+
+def test_an_unfinished_message_in_the_middle_stays_where_it_is() -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nI thi<|im_start|>user\nYes?<|im_end|>\n"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I thi", "is_complete": False}]
+    chat.append({"role": "user", "content": "Yes?"})
+    assert read([text], "chatml") == [chat]
+    assert write([chat], "chatml") == [text]
+
+
+def test_padding_and_the_token_that_ends_a_text_are_no_message() -> None:
+    text = "<|im_start|>user\nHi<|im_end|>\n"
+    for padded in ("<|endoftext|><|endoftext|>" + text, text + "<|endoftext|>", text.removesuffix("\n")):
+        assert read([padded], "chatml") == [[{"role": "user", "content": "Hi"}]]
+    ended = "<|im_start|>assistant\nHello<|endoftext|>"  # as a base model ends its answer
+    assert read([ended], "qwen") == [[{"role": "assistant", "content": "Hello"}]]
+
+
+def test_a_call_that_the_template_would_write_differently_keeps_its_text() -> None:
+    compact = '{"name":"add","arguments":{"a":2}}'
+    text = f"<|im_start|>assistant\nLet me see.\n<tool_call>\n{compact}\n</tool_call><|im_end|>\n"
+    (chat,) = read([text], "qwen")
+    function = {"name": "add", "arguments": {"a": 2}}
+    assert chat == [calling("Let me see.", {"type": "function", "function": function, "text": compact})]
+    assert write([chat], "qwen") == [text]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '<tool_call>\n{"name": "add", "arguments": }\n</tool_call>',  # no JSON
+        "<tool_call>\n[1]\n</tool_call>",  # no object
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',  # no name
+        '<tool_call>\n{"name": "add", "arguments": "2"}\n</tool_call>',  # arguments that are none
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',  # in one line
+        '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call> Done.',  # words behind it
+        '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',  # which the template would put higher
+        "<tool_call>\n" + "[" * 100_000 + "\n</tool_call>",
+    ],
+)
+def test_what_is_no_call_as_the_template_writes_it_stays_in_the_content(bad: str) -> None:
+    text = f"<|im_start|>assistant\n{bad}<|im_end|>\n"
+    assert read([text], "qwen") == [[{"role": "assistant", "content": bad}]]
+    assert write(read([text], "qwen"), "qwen") == [text]
+
+
+def test_a_bad_call_before_a_good_one_stays_in_the_content() -> None:
+    bad, good = "<tool_call>\n{}\n</tool_call>", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    text = f"<|im_start|>assistant\n{bad}\n{good}<|im_end|>\n"
+    function = {"name": "f", "arguments": {}}
+    assert read([text], "qwen") == [[calling(bad, {"type": "function", "function": function})]]
+    assert write(read([text], "qwen"), "qwen") == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("chatml", "Hello", "'Hello' stands outside of any message"),
+        ("chatml", "", "no <|im_start|> is in it"),
+        ("chatml", "<|im_start|>user\nHi<|im_end|> and so on", "' and so on' stands outside"),
+        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assis", "is no whole header"),
+        ("chatml", "<|im_start|><none>\nHi<|im_end|>\n", "is no whole header"),
+        ("qwen", "<|im_start|>tool\n4<|im_end|>\n", "role tool"),
+        ("llama3", "<|header_start|>user<|header_end|>\n\nHi<|eot|>", "outside of any message"),
+        ("llama4", "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>", "outside of any message"),
+        ("gemma", "<bos><start_of_turn>system\nHi<end_of_turn>\n", "user and model alone"),
+        ("mistral", "<s>[/INST]", "outside of any message"),
+        ("mistral", "<s>", "nothing is in it"),
+        ("deepseek", "user: Hi", "no <｜User｜>"),
+    ],
+)
+def test_a_text_of_no_messages_is_refused_with_the_usual_cause(name: str, text: str, reason: str) -> None:
+    with pytest.raises(UnparsedTextError, match="include_stop_str_in_output") as caught:
+        read([text], name)
+    assert reason in str(caught.value)
+    assert "special tokens" in str(caught.value)
+    assert isinstance(caught.value, RuntimeError | RlpostError)
+    assert "\n" not in str(caught.value)
+
+
+# Text and messages, both ways, whatever they say
+
+CONTROL = (
+    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>",
+    "<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>",
+    "<bos>", "<eos>", "<pad>", "<start_of_turn>", "<end_of_turn>",
+    "<s>", "</s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_CONTENT]",
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>",
+)  # fmt: skip
+ODD = st.sampled_from(
+    [
+        *(" ", "\n", "\n\n", "\t", "{", "}", "{{ x }}", "{% y %}", '"', "\\n", "é", "語", "🙂", "\u2028", "<", "|>"),
+        *("<|im_", "im_end|>", "<none>", "assistant\n", "[/INST", "[{", "<tool_call", '{"name": 1}', "Four", "#### 4"),
+    ]
+)
+WORDS = st.lists(st.one_of(ODD, st.text(st.characters(exclude_categories=["Cs"]), max_size=4)), max_size=6).map("".join)
+CONTENT = WORDS.filter(lambda text: not any(token in text for token in CONTROL))
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | CONTENT
+VALUES = LEAVES | st.lists(LEAVES, max_size=2) | st.dictionaries(CONTENT, LEAVES, max_size=2)
+NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": draw(NAMES), "arguments": draw(st.dictionaries(NAMES, VALUES, max_size=3))},
+    }
+
+
+@st.composite
+def chats(draw: st.DrawFn, name: str) -> list[Message]:
+    """A chat of the user and the assistant in turn, with all that the format can tell apart."""
+    system = {"role": "system", "content": draw(CONTENT.filter(bool))}
+    chat: list[Message] = [system] if name != "gemma" and draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        chat.append({"role": "user", "content": draw(CONTENT)})
+        if name in WITH_TOOLS and draw(st.booleans()):
+            said = "" if name == "llama3" else draw(CONTENT)
+            called = draw(st.lists(calls(), min_size=1, max_size=1 if name == "llama3" else 3))
+            chat.append({"role": "assistant", "content": said, "tool_calls": called})
+            chat.extend({"role": "tool", "content": draw(CONTENT)} for _ in called)
+        chat.append({"role": "assistant", "content": draw(CONTENT)})
+    if draw(st.booleans()):
+        # without a header before an answer, one that has not begun cannot be told from none
+        chat[-1] = {**chat[-1], "content": chat[-1]["content"] or "I", "is_complete": False}
+    return chat
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_messages_come_back_from_their_text_and_the_text_from_its_messages(name: str, data: st.DataObject) -> None:
+    batch = data.draw(st.lists(chats(name), min_size=1, max_size=3))
+    texts = write(batch, name)
+    assert read(texts, name) == batch  # uneven chats too, which "<none>" fills up
+    assert write(read(texts, name), name) == texts
+
+
+GOOD, COMPACT = '{"name": "f", "arguments": {"a": 1}}', '{"name":"f"}'
+LLAMA, LLAMA_COMPACT = GOOD.replace("arguments", "parameters"), COMPACT
+FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"
+DEEPSEEK_CALL, DEEPSEEK_COMPACT = (FENCED.replace("{}", arguments) for arguments in ('{"a": 1}', '{"a":1}'))
+# format -> what its turns begin with, what may stand in them, what they end with
+PIECES: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "chatml": (
+        ["<|im_start|>user\n", "<|im_start|>assistant\n"],
+        ["Hi", "\n", " ", f"<tool_call>\n{GOOD}\n</tool_call>"],
+        ["<|im_end|>\n", "<|im_end|>\n", "", "<|im_end|>"],
+    ),
+    "qwen": (
+        ["<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_start|>user\n<tool_response>\n"],
+        [
+            *("Hi", "\n", "\n", "</tool_call>", "<tool_call>\n", "<tool_call>\n{\n</tool_call>"),
+            *(f"<tool_call>\n{GOOD}\n</tool_call>", f"<tool_call>\n{COMPACT}\n</tool_call>"),
+            *("<tool_response>\n", "\n</tool_response>", "\n</tool_response>\n<tool_response>\n"),
+        ],
+        ["<|im_end|>\n", "<|im_end|>\n", "\n</tool_response><|im_end|>\n", "\n</tool_response><|im_end|>\n", ""],
+    ),
+    "llama3": (
+        [f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant", "ipython")],
+        ["Hi", "\n", '"4"', '"\\u0034"', LLAMA, LLAMA_COMPACT, "<|eom_id|>"],
+        ["<|eot_id|>", "<|eot_id|>", "<|eot_id|>", ""],
+    ),
+    "llama4": (
+        [f"<|header_start|>{role}<|header_end|>\n\n" for role in ("user", "assistant", "ipython")]
+        + ["<|header_start|>assistant<|header_end|>\n\n<|python_start|>"],
+        ["Hi", "\n", '"4"', '"\\u0034"', LLAMA, LLAMA_COMPACT, "<|python_end|>", f"<|python_end|>{LLAMA}"],
+        ["<|eot|>", "<|eot|>", "<|eot|>", ""],
+    ),
+    "gemma": (
+        ["<start_of_turn>user\n", "<start_of_turn>model\n"],
+        ["Hi", "\n", " "],
+        ["<end_of_turn>\n", "<end_of_turn>\n", ""],
+    ),
+    "mistral": (
+        ["[INST]", "[INST]", "", "", "[SYSTEM_PROMPT]", "[TOOL_RESULTS]", "[AVAILABLE_TOOLS]"],
+        [
+            *("Hi", "\n", "[TOOL_CALLS][", "]", ", ", f"[TOOL_CALLS][{GOOD}]", "[TOOL_CONTENT]", "abc[TOOL_CONTENT]"),
+            *(f"[TOOL_CALLS][{GOOD}, {COMPACT}]", f"[TOOL_CALLS][{GOOD},{GOOD}]"),
+        ],
+        ["[/INST]", "</s>", "</s>", "[/SYSTEM_PROMPT]", "[/TOOL_RESULTS]", "[/AVAILABLE_TOOLS]", ""],
+    ),
+    "deepseek": (
+        [
+            *("<｜User｜>", "<｜User｜>", "<｜Assistant｜>", "<｜Assistant｜>", ""),
+            "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>",
+        ],
+        [
+            *("Hi", "\n", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "\n<｜tool▁output▁begin｜>"),
+            f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}\n{DEEPSEEK_COMPACT}<｜tool▁calls▁end｜>",
+            *(DEEPSEEK_CALL, "<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>"),
+        ],
+        ["<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "", "<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"],
+    ),
+}
+BEGIN = {"llama3": "<|begin_of_text|>", "llama4": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"} | {
+    "deepseek": "<｜begin▁of▁sentence｜>"
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_text_that_can_be_read_is_written_the_same(name: str) -> None:
+    """Texts of the format's own pieces in many orders, most of which no template would write."""
+    chance = random.Random(name)
+    openings, inner, ends = PIECES[name]
+    readable = 0
+    for _ in range(1200):
+        turns = [
+            chance.choice(openings) + "".join(chance.choices(inner, k=chance.randint(0, 4))) + chance.choice(ends)
+            for _ in range(chance.randint(1, 4))
+        ]
+        text = BEGIN.get(name, "") + "".join(turns)
+        try:
+            chat = TEMPLATES[name].parse(text)  # type: ignore[misc]
+        except UnparsedTextError:
+            continue
+        readable += 1
+        written = render(TOKENIZER, list(chat), template=TEMPLATES[name].template)  # type: ignore[arg-type]
+        assert written.removesuffix("\n") == text.removesuffix("\n"), chat
+    assert readable > 150
+
+
+# Which format
+
+
+class Named:
+    """A tokenizer as far as the choice of a format sees it."""
+
+    def __init__(self, name_or_path: str = "", chat_template: str | None = None) -> None:
+        self.name_or_path, self.chat_template = name_or_path, chat_template
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "qwen"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek"),
+        ("meta-llama/Llama-3.2-1B", "llama3"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama4"),
+        ("meta-llama/Llama-2-7b-hf", "chatml"),  # whose format is none of those
+        ("google/gemma-2-2b", "gemma"),
+        ("mistralai/Mistral-Small-24B", "mistral"),
+        ("HuggingFaceTB/SmolLM2-135M", "chatml"),
+        ("/models/unheard-of", "chatml"),
+    ],
+)
+def test_a_tokenizer_without_a_template_has_the_one_of_its_name(name: str, format_name: str) -> None:
+    assert template_to_write(Named(name)) == TEMPLATES[format_name].template
+    assert template_to_read(Named(name)).name == format_name
+
+
+def test_what_is_asked_for_goes_before_the_tokenizers_own_and_that_before_its_name() -> None:
+    qwen = Named("Qwen/Qwen2.5-0.5B", "own")
+    assert template_to_write(qwen, "{{ 1 }}", "gemma") == "{{ 1 }}"
+    assert template_to_write(qwen, None, "gemma") == TEMPLATES["gemma"].template
+    assert template_to_write(qwen) is None  # its own
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_text_is_read_as_what_the_tokenizers_own_template_writes(name: str) -> None:
+    assert template_to_read(Named("runs/my-run", TEMPLATES[name].template)).name == name
+    assert template_to_read(Named("Qwen/Qwen2.5-0.5B", TEMPLATES[name].template), "gemma").name == "gemma"
+
+
+def test_an_unknown_format_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UnknownTemplateError, match=r"'lama3'.*chatml, deepseek, gemma, llama3.*did you mean llama3\?"):
+        History.from_text("Hi", chat_template_name="lama3")
+    with pytest.raises(NotImplementedError):
+        write([[USER]], "falcon")
+
+
+SHOUTING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content + '!' }}{% endgeneration %}"
+    "{% else %}{{ m.role + ':' + m.content + '!' }}{% endif %}{% endfor %}"
+)
+
+
+def parse_shouting(text: str) -> list[Message]:
+    pairs = [said.split(":", 1) for said in text.split("!") if said]
+    return [{"role": "assistant" if role == "A" else role, "content": content} for role, content in pairs]
+
+
+def test_an_added_format_is_written_read_and_found_by_keyword(nothing_stays_added: None) -> None:
+    add_chat_template("shouting", SHOUTING, parse_shouting, ["Shout"])
+    text = "user:Two and two?!A:Four.!"
+    assert write([[USER, ANSWER]], "shouting") == [text]
+    assert read([text], "shouting") == [[USER, ANSWER]]
+    assert template_to_write(Named("acme/shout-qwen-7b")) == SHOUTING  # before the shipped ones
+    add_chat_template("histories", SHOUTING, lambda text: History.from_chats([parse_shouting(text)]))
+    assert read([text], "histories") == [[USER, ANSWER]]
+
+
+def test_a_format_cannot_be_added_twice_without_generation_or_read_without_a_parser(nothing_stays_added: None) -> None:
+    with pytest.raises(ValueError, match="'qwen' already"):
+        add_chat_template("qwen", SHOUTING)
+    with pytest.raises(ValueError, match=r"no \{% generation %\}"):
+        add_chat_template("plain", CHATML)
+    add_chat_template("unread", SHOUTING)
+    with pytest.raises(UnknownTemplateError, match="without an inverse_parser"):
+        read(["user:Hi!"], "unread")
+    add_chat_template("empty", SHOUTING, lambda text: [])
+    with pytest.raises(UnparsedTextError, match="found no message"):
+        read(["user:Hi!"], "empty")

@@ -1,0 +1,230 @@
+"""Histories as text, ids and masks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.data import ContentBase, History
+from rlpost.data.batch import ragged_rows
+from rlpost.data.chat_mask import MaskError
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import tiny_tokenizer
+from tests.chat_templates import FAMILIES, Family, bytes_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+CUT = {"role": "assistant", "content": "Hel", "is_complete": False}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+RESULT = {"role": "tool", "content": "1"}
+HEADED = ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>")
+DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+
+
+def tokenizer_of(name: str) -> Any:
+    families = {
+        **FAMILIES,
+        "llama4": Family("", HEADED, "<|eot|>", "<|begin_of_text|>"),
+        "deepseek": Family("", DEEPSEEK, DEEPSEEK[3], DEEPSEEK[0]),
+    }
+    return bytes_tokenizer(families[name])
+
+
+def said(name: str, *chats: list[dict[str, Any]], **options: Any) -> list[str]:
+    """Of each chat what the assistant mask is True on, as text."""
+    tokenizer = tokenizer_of(name)
+    given = History.from_chats(chats).apply_chat_template(
+        tokenizer, chat_template_name=name, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    pairs = zip(ragged_rows(given["input_ids"]), ragged_rows(given["assistant_masks"]), strict=True)
+    return [tokenizer.decode(ids[mask]) for ids, mask in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("chatml", "<|im_end|>"),
+        ("qwen", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("llama4", "<|eot|>"),
+        ("gemma", "<end_of_turn>"),
+        ("mistral", "</s>"),
+        ("deepseek", "<｜end▁of▁sentence｜>"),
+    ],
+)
+def test_the_assistant_mask_holds_what_is_said_and_its_end(name: str, end: str) -> None:
+    two_turns = [USER, ASSISTANT, USER, {"role": "assistant", "content": "\nBye "}]
+    unfinished = [USER, CUT]
+    mixed = [USER, ASSISTANT, USER, CUT]
+    empty = [USER, {"role": "assistant", "content": ""}]
+    expected = [f"Hello{end}\nBye {end}", "Hel", f"Hello{end}Hel", end, ""]
+    for prompted in (True, False):
+        assert said(name, two_turns, unfinished, mixed, empty, [USER], add_generation_prompt=prompted) == expected
+
+
+def test_the_assistant_mask_holds_calls_and_no_results() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert said("qwen", [USER, CALL, RESULT, ASSISTANT]) == [call + "Hello<|im_end|>"]
+    assert said("llama3", [USER, CALL, RESULT, ASSISTANT]) == [
+        '{"name": "add", "parameters": {"a": 1}}<|eot_id|>Hello<|eot_id|>'
+    ]
+
+
+def test_the_mask_of_a_tokenizers_own_template_is_the_same() -> None:
+    tokenizer = tiny_tokenizer()
+    given = History.from_chats([[USER, ASSISTANT]]).apply_chat_template(
+        tokenizer, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert tokenizer.decode(given["input_ids"][0]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(given["input_ids"][0][given["assistant_masks"][0]]) == "Hello<|im_end|>"
+
+
+def test_a_mask_that_cannot_be_found_is_refused() -> None:
+    with pytest.raises(MaskError, match="message 1 is the assistant's"):
+        said("chatml", [ASSISTANT])
+
+
+def test_ids_come_ragged_or_padded_on_the_left() -> None:
+    tokenizer = tiny_tokenizer()
+    history = History.from_chats([[USER, ASSISTANT], [USER]])
+    options: dict[str, Any] = {
+        "add_generation_prompt": False,
+        "return_dict": True,
+        "return_assistant_tokens_mask": True,
+    }
+    rows = history.apply_chat_template(tokenizer, add_generation_prompt=False, tokenize=True)
+    ragged = history.apply_chat_template(tokenizer, **options)
+    assert [row.tolist() for row in ragged_rows(ragged["input_ids"])] == rows
+    assert [row.tolist() for row in ragged_rows(ragged["attention_mask"])] == [[1] * len(row) for row in rows]
+    padded = history.apply_chat_template(tokenizer, **options, padding=True)
+    missing = len(rows[0]) - len(rows[1])
+    assert padded["input_ids"].tolist() == [rows[0], [tokenizer.pad_token_id] * missing + rows[1]]
+    assert padded["attention_mask"].tolist() == [[1] * len(rows[0]), [0] * missing + [1] * len(rows[1])]
+    masks = [row.tolist() for row in ragged_rows(ragged["assistant_masks"])]
+    assert padded["assistant_masks"].tolist() == [masks[0], [False] * len(rows[0])]
+    assert padded["assistant_masks"].dtype == torch.bool
+    plain = history.apply_chat_template(tokenizer, add_generation_prompt=False, tokenize=True, padding=True)
+    assert torch.equal(plain, padded["input_ids"])
+    assert set(history.apply_chat_template(tokenizer, return_dict=True).keys()) == {"input_ids", "attention_mask"}
+
+
+def test_one_chat_gives_its_row() -> None:
+    tokenizer = tiny_tokenizer()
+    row = History.from_chats([[USER]])[0].apply_chat_template(tokenizer, return_dict=True)
+    assert tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_unfinished_answer_is_gone_on_with() -> None:
+    texts = History.from_chats([[USER, CUT], [USER, ASSISTANT]]).apply_chat_template(tiny_tokenizer())
+    assert texts == [
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n",
+    ]
+
+
+def test_a_template_that_strips_content_ends_an_unfinished_message_as_it_strips_it() -> None:
+    cut = {**CUT, "content": "Hel "}
+    text = History.from_chats([[USER, cut]]).apply_chat_template(bytes_tokenizer(FAMILIES["gemma"]))[0]
+    assert text == "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHel"
+
+
+def test_a_message_that_cannot_be_left_unfinished_is_refused() -> None:
+    history = History.from_chats([[USER, CALL, {**RESULT, "is_complete": False}, RESULT]])
+    with pytest.raises(DataError, match=r"chat 1: message 3 is unfinished .* set is_complete=True"):
+        history.apply_chat_template(tiny_tokenizer(), chat_template_name="qwen")
+
+
+def test_tool_responses_are_written_as_messages_of_tools() -> None:
+    together = {"role": "tool", "content": "", "tool_responses": ["1", {"content": "2", "tool_call_id": "b"}]}
+    behind = {**USER, "tool_responses": ["1"]}
+    apart = [USER, CALL, RESULT, {"role": "tool", "content": "2", "tool_call_id": "b"}]
+    for name in ("qwen", "mistral"):
+        one, other, third, fourth = History.from_chats(
+            [[USER, CALL, together], apart, [behind], [USER, RESULT]]
+        ).apply_chat_template(tiny_tokenizer(), chat_template_name=name)
+        assert one == other
+        assert third == fourth
+
+
+def test_tools_and_variables_reach_the_template() -> None:
+    history = History.from_chats([[USER]])
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    shown = "{{ tools[0].function.name }} {{ mood }}"
+    assert history.apply_chat_template(tiny_tokenizer(), tools=tools, chat_template=shown, mood="calm") == ["add calm"]
+
+
+def test_a_chat_that_the_template_refuses_is_named() -> None:
+    history = History.from_chats([[USER], [{"role": "system", "content": "Be brief."}, USER]])
+    with pytest.raises(DataError, match="refuses chat 2: System role not supported"):
+        history.apply_chat_template(bytes_tokenizer(FAMILIES["gemma"]))
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    history = History.from_chats([[USER]])
+    with pytest.raises(ConfigError, match="return_dict=True"):
+        history.apply_chat_template(tiny_tokenizer(), return_assistant_tokens_mask=True)
+    with pytest.raises(ConfigError, match="tokenize=True"):
+        history.apply_chat_template(tiny_tokenizer(), padding=True)
+    bare = tiny_tokenizer()
+    bare.pad_token = bare.eos_token = None
+    with pytest.raises(ConfigError, match="neither pad_token nor eos_token"):
+        history.apply_chat_template(bare, tokenize=True, padding=True)
+
+
+# Content of several parts
+
+PICTURE = ContentBase("image", url="https://example.org/cat.png")
+QUESTION = ContentBase("text", text="What is this?")
+WITH_PICTURES = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+    "{{ '<image ' + part.url + '>' if part.type == 'image' else part.text if part.type == 'text' }}"
+    "{% endfor %};{% endfor %}"
+)
+
+
+class PictureProcessor:
+    """A processor as far as text goes: it holds a tokenizer and has its templates read parts."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tiny_tokenizer()
+        self.tokenizer.chat_template = self.chat_template = WITH_PICTURES
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+
+def test_parts_of_text_render_with_a_tokenizer() -> None:
+    parts = [QUESTION, ContentBase("text", text=" And why?")]
+    as_dicts = [{"type": "text", "text": "What is this?"}, {"type": "text", "text": " And why?"}]
+    whole = {"role": "user", "content": "What is this? And why?"}
+    history = History.from_chats([[{**USER, "content": parts}], [{**USER, "content": as_dicts}], [whole]])
+    texts = history.apply_chat_template(tiny_tokenizer())
+    assert texts == [texts[2]] * 3
+    assert "user\nWhat is this? And why?<|im_end|>" in texts[0]
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video", "file"])
+def test_other_parts_are_refused_by_a_tokenizer_that_would_drop_them(kind: Any) -> None:
+    history = History.from_chats([[{**USER, "content": [QUESTION, ContentBase(kind, url="x")]}]])
+    with pytest.raises(DataError, match=f"chat 1: message 1 has a part of type {kind}.*AutoProcessor"):
+        history.apply_chat_template(tiny_tokenizer())
+
+
+def test_a_processor_is_given_the_parts() -> None:
+    history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE]}]])
+    text = history.apply_chat_template(PictureProcessor())
+    assert text == ["user:What is this?<image https://example.org/cat.png>;"]
+    with pytest.raises(ConfigError, match="take the text"):
+        history.apply_chat_template(PictureProcessor(), tokenize=True)
+
+
+def test_a_processor_that_leaves_a_part_out_is_refused() -> None:
+    sound = ContentBase("audio", url="https://example.org/cat.wav")
+    history = History.from_chats([[{**USER, "content": [QUESTION, PICTURE, sound]}]])
+    with pytest.raises(DataError, match="leaves parts of type audio out"):
+        history.apply_chat_template(PictureProcessor())
+
+
+def test_a_list_of_anything_else_is_refused() -> None:
+    with pytest.raises(DataError, match="a list of int as its content"):
+        History.from_chats([[{**USER, "content": [1, 2]}]]).apply_chat_template(tiny_tokenizer())

@@ -1,0 +1,86 @@
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, set_list_to_stack
+
+from rlpost.data import LLMData
+from rlpost.data.batch import batch_from_conversations, ragged_rows
+from rlpost.data.conversation import Conversation
+from rlpost.errors import DataError
+
+
+@pytest.fixture(params=[True, False], ids=["lists stack", "lists are kept"])
+def lists(request: pytest.FixtureRequest) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with set_list_to_stack(request.param):
+            yield
+
+
+@pytest.fixture
+def two(conversation: Callable[..., Conversation]) -> TensorDict:
+    first = conversation(prompt_ids=[1, 2, 3], response_ids=[4], log_probs=[-0.5], text="4", query="a")
+    second = conversation(prompt_ids=[5], response_ids=[6, 7], log_probs=[-1.0, -2.0], text="67", query="b")
+    return batch_from_conversations([first, second])
+
+
+def test_a_batch_is_read_under_the_flat_names(two: TensorDict, lists: None) -> None:
+    flat: Any = LLMData.from_batch(two, pad_id=9)
+    assert flat.batch_size == torch.Size([2])
+    assert flat.tokens.tolist() == [[1, 2, 3], [9, 9, 5]]
+    assert flat.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert flat.tokens_response.tolist() == [[4, 9], [6, 7]]
+    assert flat.log_probs.tolist() == [[-0.5, 0.0], [-1.0, -2.0]]
+    assert flat.token_list == [[1, 2, 3], [5]]
+    assert flat.tokens_response_list == [[4], [6, 7]]
+    assert flat.text == ["<user>a", "<user>b"]
+    assert flat.text_response == ["4", "67"]
+    assert flat.logits is None
+    assert (flat[1].token_list, flat[1].text_response) == ([5], "67")
+
+
+def test_and_goes_back_to_the_nested_keys(two: TensorDict) -> None:
+    back = LLMData.from_batch(two, pad_id=9).to_batch()
+    keys = [("tokens", "prompt"), ("tokens", "response"), ("tokens", "full"), ("log_probs", "response")]
+    for key in [*keys, ("masks", "all_attention_mask")]:
+        rows, expected = ragged_rows(back[key]), ragged_rows(two[key])
+        assert [row.tolist() for row in rows] == [row.tolist() for row in expected]
+    assert list(back["text", "prompt"]) == ["<user>a", "<user>b"]
+    assert list(back["text", "response"]) == ["4", "67"]
+
+
+def test_a_part_of_the_keys_is_enough() -> None:
+    only_text = LLMData(text=["a", "b"], text_response=["c", "d"], batch_size=[2])
+    assert list(only_text.to_batch()["text", "response"]) == ["c", "d"]
+    assert LLMData.from_batch(only_text.to_batch()).text == ["a", "b"]
+    flat = only_text.to_tensordict()
+    assert flat["text_response"] == ["c", "d"]
+
+
+def test_the_attention_mask_says_where_prompts_are_padded() -> None:
+    flat = LLMData(tokens=torch.tensor([[0, 1], [2, 3]]), attention_mask=torch.tensor([[0, 1], [1, 1]]), batch_size=[2])
+    assert [row.tolist() for row in ragged_rows(flat.to_batch()["tokens", "prompt"])] == [[1], [2, 3]]
+
+
+def test_lists_of_ids_stay_lists(lists: None) -> None:
+    flat: Any = LLMData(token_list=[[1], [2, 3]], text=["a", "b"], batch_size=[2])
+    assert flat.token_list == [[1], [2, 3]]
+    assert (flat[1].token_list, flat[1].text) == ([2, 3], "b")
+    assert [row.tolist() for row in ragged_rows(flat.to_batch()["tokens", "prompt"])] == [[1], [2, 3]]
+
+
+def test_padding_that_nothing_tells_apart_is_refused() -> None:
+    with pytest.raises(DataError, match="give attention_mask or token_list"):
+        LLMData(tokens=torch.ones(1, 2, dtype=torch.int64), batch_size=[1]).to_batch()
+    with pytest.raises(DataError, match="give tokens_response_list"):
+        LLMData(tokens_response=torch.ones(1, 2, dtype=torch.int64), batch_size=[1]).to_batch()
+    with pytest.raises(DataError, match="log_probs without tokens_response_list"):
+        LLMData(log_probs=torch.zeros(1, 2), batch_size=[1]).to_batch()
+
+
+def test_a_batch_with_nothing_to_read_is_refused() -> None:
+    with pytest.raises(DataError, match="none that a collector delivered"):
+        LLMData.from_batch(TensorDict({"a": torch.zeros(2)}, batch_size=[2]))
