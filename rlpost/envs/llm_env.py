@@ -125,6 +125,15 @@ class LLMEnv(ChatEnv):
 
     # Beginning
 
+    def draw(self, count: int | None = None) -> list[Conversation]:
+        """See `EnvBase.draw`; raises NoPromptError without a dataloader."""
+        if self.primer is None:
+            raise NoPromptError(
+                f"this LLMEnv has no prompts of its own: reset it with a TensorDict that holds {self.data_key!r}, or "
+                "make it with LLMEnv.from_dataloader"
+            )
+        return super().draw(count)
+
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
         names = list(map(str, tensordict.keys()))

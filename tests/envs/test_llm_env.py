@@ -221,6 +221,8 @@ def test_drawing_resumes_exactly() -> None:
 
 
 def test_a_missing_prompt_is_a_missing_key() -> None:
+    with pytest.raises(KeyError, match=r"reset it with a TensorDict that holds 'text', or make it with LLMEnv"):
+        LLMEnv().reset()
     with pytest.raises(KeyError, match="reset was given other and no 'text'"):
         LLMEnv().reset(TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
     with pytest.raises(DataError, match=r"reset was given text and no 'tokens'.*from_text=False"):

@@ -101,6 +101,8 @@ def test_a_folder_is_read_when_it_is_needed(tiny_folder: Path) -> None:
 
 
 def test_no_tokenizer_is_downloaded_unasked() -> None:
+    with pytest.raises(ConfigError, match="no tokenizer to write messages with"):
+        TemplateTransform(None)
     with pytest.raises(ConfigError, match="give one of transformers, or the path of a model's folder"):
         Tokenizer()
 

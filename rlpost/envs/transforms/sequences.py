@@ -42,7 +42,9 @@ class Sequences:
         """Those under `("tokens", "full")`, ragged or, beside an attention mask, padded. Raises DataError for none."""
         tokens = batch.get(TOKENS, None)
         if tokens is None:
-            raise DataError(f"the batch has no {TOKENS}: it is for finished completions with their ids, of any policy")
+            raise DataError(
+                f"the batch has no {TOKENS}: log-probs are those of ids, which the policy has to write there"
+            )
         if tokens.is_nested:
             return cls(ragged_rows(tokens), None)
         attention = batch.get(ATTENTION, None)

@@ -11,7 +11,7 @@ from rlpost.data.batch import strings
 from rlpost.data.history import History
 from rlpost.envs.replies import column
 from rlpost.envs.transforms.base import Transform
-from rlpost.errors import DataError
+from rlpost.errors import ConfigError, DataError
 
 Key = str | tuple[str, ...]
 
@@ -21,7 +21,7 @@ class TemplateTransform(Transform):
 
     The template is `chat_template` (jinja), else the one named `chat_template_name`, else that of
     `tokenizer`; `template_kwargs` are variables for it. Reading back needs a format that
-    `History.from_text` knows.
+    `History.from_text` knows. Raises ConfigError without a tokenizer.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class TemplateTransform(Transform):
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if tokenizer is None:
+            raise ConfigError("TemplateTransform has no tokenizer to write messages with: give the model's")
         self.tokenizer = tokenizer
         self.in_key = in_key
         self.out_key = out_key
@@ -65,5 +67,5 @@ class TemplateTransform(Transform):
         if self.out_key not in tensordict.keys(include_nested=True):
             raise DataError(f"there is no text under {self.out_key!r} to read: set out_key to where it is")
         texts = column(tensordict, self.out_key)
-        messages = History.from_text(texts, chat_template_name=self.chat_template_name, tokenizer=self.tokenizer)
+        messages: Any = History.from_text(texts, chat_template_name=self.chat_template_name, tokenizer=self.tokenizer)
         return tensordict.set(self.in_key, messages)

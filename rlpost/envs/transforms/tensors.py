@@ -19,9 +19,14 @@ def as_nested_tensor(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> 
     """`elements` as one TensorDict (B,) whose 1-D tensors are ragged: jagged nested tensors (B, *).
 
     Tensors of other dimensions, and numbers, are stacked; everything else is one value a row.
-    Raises DataError for no elements, other fields in one of them, or shapes that cannot be stacked.
+    Raises DataError for no elements, other fields in one of them, or shapes that cannot be stacked,
+    TypeError for an element without fields.
     """
-    return _together(elements, lambda name, values: ragged(values) if values[0].ndim == 1 else _stacked(name, values))
+
+    def nested(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        return ragged(values) if values[0].ndim == 1 else _stacked(name, values, "rows alone become ragged")
+
+    return _together(elements, nested)
 
 
 def as_padded_tensor(
@@ -40,13 +45,14 @@ def as_padded_tensor(
     if side not in ("left", "right"):
         raise ValueError(f"side={side!r} is unknown: it must be left or right")
 
-    def padded(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+    def filled(name: str, values: list[torch.Tensor]) -> torch.Tensor:
         if values[0].ndim == 0:
-            return _stacked(name, values)
+            return torch.stack(values)
         longest = max(tensor.shape[dim] for tensor in values)
-        return _stacked(name, [_pad_to(longest, tensor, dim, side, value) for tensor in values])
+        padded = [_pad_to(longest, tensor, dim, side, value) for tensor in values]
+        return _stacked(name, padded, f"they may differ along dim={dim} alone")
 
-    return _together(elements, padded)
+    return _together(elements, filled)
 
 
 def stack_equal(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
@@ -54,7 +60,8 @@ def stack_equal(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> Tenso
 
     Raises DataError for no elements, other fields in one of them, or tensors of different shapes.
     """
-    return _together(elements, _stacked)
+    hint = "as_padded_tensor and as_nested_tensor take such (stack_method= of a DataLoadingPrimer)"
+    return _together(elements, lambda name, values: _stacked(name, values, hint))
 
 
 def _together(
@@ -63,6 +70,9 @@ def _together(
     """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
     if not elements:
         raise DataError("no elements to put together: give at least one")
+    wrong = next((e for e in elements if not isinstance(e, Mapping | TensorDictBase)), None)
+    if wrong is not None:
+        raise TypeError(f"an element is no mapping but {type(wrong).__name__}: each has to name its fields")
     rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
     names = list(rows[0])
     for number, row in enumerate(rows):
@@ -77,21 +87,21 @@ def _column(name: str, values: list[Any], join: Callable[[str, list[torch.Tensor
         return _together(values, join)
     if all(isinstance(value, torch.Tensor) for value in values):
         if len({value.ndim for value in values}) > 1:
-            return _stacked(name, values)  # which says what is wrong
+            raise DataError(f"the elements' {name!r} have other numbers of dimensions: {_shapes(values)}")
         return join(name, values)
     if all(isinstance(value, bool | int | float) for value in values):
         return torch.tensor(values)
     return NonTensorStack(*values)
 
 
-def _stacked(name: str, values: list[torch.Tensor]) -> torch.Tensor:
-    shapes = list(dict.fromkeys(tuple(value.shape) for value in values))
-    if len(shapes) > 1:
-        raise DataError(
-            f"the elements' {name!r} have the shapes {', '.join(map(str, shapes))}, which cannot be stacked: put them "
-            "together with as_nested_tensor or as_padded_tensor"
-        )
+def _stacked(name: str, values: list[torch.Tensor], hint: str) -> torch.Tensor:
+    if len({value.shape for value in values}) > 1:
+        raise DataError(f"the elements' {name!r} have the shapes {_shapes(values)}, which cannot be stacked: {hint}")
     return torch.stack(values)
+
+
+def _shapes(values: Sequence[torch.Tensor]) -> str:
+    return ", ".join(map(str, dict.fromkeys(tuple(value.shape) for value in values)))
 
 
 def _pad_to(length: int, tensor: torch.Tensor, dim: int, side: Side, value: float) -> torch.Tensor:
