@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlpost.envs.llm_env import LLMEnv as LLMEnv
     from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
+    from rlpost.envs.text_game import TextGameEnv as TextGameEnv
     from rlpost.envs.tools import ToolCall as ToolCall
     from rlpost.envs.tools import ToolLimits as ToolLimits
     from rlpost.envs.tools import ToolResult as ToolResult
@@ -52,6 +53,7 @@ __getattr__, __dir__ = lazy_names(
         "ToolTransform": "tools",
         "MathEnv": "math_problems",
         "ReasoningGymEnv": "reasoning",
+        "TextGameEnv": "text_game",
         "make_gsm8k_env": "gsm8k",
     },
 )

@@ -14,6 +14,7 @@ from rlpost.envs.ifeval import IFBenchEnv, IFEvalEnv
 from rlpost.envs.math_problems import SYSTEM_PROMPT as MATH_SYSTEM_PROMPT
 from rlpost.envs.math_problems import MathEnv
 from rlpost.envs.reasoning import ReasoningGymEnv
+from rlpost.envs.text_game import TextGameEnv
 from rlpost.envs.tool_choice import add_tools
 from rlpost.errors import ConfigError
 from rlpost.settings import (
@@ -27,6 +28,7 @@ from rlpost.settings import (
     IFEvalSettings,
     MathSettings,
     ReasoningGymSettings,
+    TextGameSettings,
     ToolsSettings,
 )
 from rlpost.settings.more_envs import named_values
@@ -149,6 +151,20 @@ def _reasoning_gym(settings: ReasoningGymSettings, *, seed: int, **common: Any) 
     )
 
 
+def _text_game(settings: TextGameSettings, *, seed: int, **common: Any) -> TextGameEnv:
+    return TextGameEnv(
+        settings.id,
+        arguments=named_values("env.arguments", settings.arguments),
+        moves=settings.moves,
+        success_return=settings.success_return,
+        invalid_reward=settings.invalid_reward,
+        step_seconds=settings.step_seconds,
+        held_out=settings.held_out,
+        seed=order_seed(seed, settings.seed),
+        **common,
+    )
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
     """One number for the two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed
@@ -161,6 +177,7 @@ BUILDERS: dict[type[EnvSettings], Callable[..., DatasetChatEnv]] = {
     GSM8KSettings: _gsm8k,
     MathSettings: _math,
     ReasoningGymSettings: _reasoning_gym,
+    TextGameSettings: _text_game,
     IFBenchSettings: _ifeval,
     IFEvalSettings: _ifeval,
 }

@@ -45,6 +45,7 @@ from rlpost.settings.more_envs import CountdownOperation as CountdownOperation
 from rlpost.settings.more_envs import CountdownSettings as CountdownSettings
 from rlpost.settings.more_envs import MathSettings as MathSettings
 from rlpost.settings.more_envs import ReasoningGymSettings as ReasoningGymSettings
+from rlpost.settings.more_envs import TextGameSettings as TextGameSettings
 from rlpost.settings.policy import AutoPolicySettings as AutoPolicySettings
 from rlpost.settings.policy import Engine as Engine
 from rlpost.settings.policy import PolicySettings as PolicySettings

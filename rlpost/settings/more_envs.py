@@ -100,6 +100,31 @@ class ReasoningGymSettings(EnvSettings):
         named_values("env.task_config", self.task_config)
 
 
+@dataclass
+class TextGameSettings(EnvSettings):
+    """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
+
+    id: str = MISSING  # of the game, such as FrozenLake-v1
+    arguments: list[str] = field(default_factory=list)  # the game is made with: [is_slippery:false]
+    moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
+    success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured
+    invalid_reward: float = 0.0  # what a reply earns that is no action
+    step_seconds: float = 10.0  # longest wait for a game to answer a move, after which its completion is an error
+    held_out: float = 0.2  # share of the starts kept for test; 0: test is the starts of train too
+    seed: int = 0  # of the order in which starts are made
+    limit: int | None = None  # use only the first starts, over and over; null: 10,000 a pass, without end
+    max_turns: int = 10  # moves in an episode
+    max_prompt_tokens: int = 512  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 64  # of each turn; a longer completion is cut
+    eval_limit: int = 50  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        between("env.held_out", self.held_out, 0.0, 0.99)
+        between("env.step_seconds", self.step_seconds, 0.01, 3600.0)
+        named_values("env.arguments", self.arguments)
+
+
 def named_values(key: str, words: list[str]) -> dict[str, Any]:
     """Name -> value of words like `name:value` or `name=value`, values as JSON where they are it, else as text.
 

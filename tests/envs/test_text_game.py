@@ -1,0 +1,320 @@
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from rlpost.collectors import LLMCollector
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import TextGameEnv
+from rlpost.envs.build import build_env
+from rlpost.envs.games import action_parser, plain, text_of_action
+from rlpost.envs.proof import prove
+from rlpost.errors import ConfigError, DataError, MissingExtraError
+from rlpost.policies import ScriptedPolicy
+from rlpost.settings import SamplingSettings, TextGameSettings
+
+LAKE_MOVES = ("left", "down", "right", "up")
+LAKE_PATH = ("right", "right", "down", "down", "down", "right")  # of the 4x4 map, around its holes
+
+
+class Guess:
+    """Find a number from 0 to 9, drawn by the seed; five guesses. Kept: every game that was made."""
+
+    made: ClassVar[list["Guess"]] = []
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.guesses: list[str] = []
+        Guess.made.append(self)
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
+        self.number = seed % 10
+        return f"Guess a number from 0 to 9. Hint: it is {'even' if self.number % 2 == 0 else 'odd'}.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.guesses.append(action)
+        if action == "crash":
+            raise RuntimeError("the board fell over")
+        if action == "sleep":
+            time.sleep(60)
+        guess = int(action)
+        right = guess == self.number
+        return ("yes" if right else "no"), (1.0 if right else -0.25), right, len(self.guesses) == 5, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def none_made() -> None:
+    Guess.made.clear()
+
+
+def digits(game: Any, text: str) -> str:
+    if text in ("crash", "sleep") or (text.isdigit() and len(text) == 1):
+        return text
+    raise ValueError("write one digit")
+
+
+def guessing(**settings: Any) -> TextGameEnv:
+    return TextGameEnv(Guess, parse=digits, **{"step_seconds": 2.0, **settings})
+
+
+def say(env: TextGameEnv, conversations: Sequence[Conversation], *replies: str, reason: str = "stop") -> None:
+    for conversation, reply in zip(conversations, replies, strict=True):
+        conversation.add_completion(Completion([1], [0.0], reply, reason, 0))
+    env.advance(conversations)
+
+
+def number_of(conversation: Conversation) -> int:
+    return conversation.task["start"] % 10
+
+
+def wrong_for(conversation: Conversation) -> str:
+    return str((number_of(conversation) + 1) % 10)
+
+
+def test_a_conversation_is_an_episode_and_earns_the_sum_of_its_moves() -> None:
+    env = guessing(success_return=0.5)
+    conversation = env.draw()[0]
+    assert conversation.query.startswith("You play Guess. A move is a text. Write your next move")
+    assert "Guess a number from 0 to 9. Hint:" in conversation.query
+    say(env, [conversation], f"<action>{wrong_for(conversation)}</action>")
+    assert not conversation.done
+    assert conversation.messages[-1] == {"role": "user", "content": "no"}
+    say(env, [conversation], f"Then it is <action>{number_of(conversation)}</action>")
+    assert (conversation.terminated, conversation.truncated) == (True, False)
+    assert conversation.reward == pytest.approx(0.75)
+    assert conversation.reward_parts == {"earned": 0.75, "invalid_actions": 0.0}
+    assert (conversation.accuracy_strict, conversation.accuracy_lenient) == (1.0, 1.0)
+
+
+def test_the_conversations_of_a_group_begin_alike_and_go_on_apart() -> None:
+    env = guessing(num_envs=2, repeats=3, group_repeats=True)
+    conversations = env.draw()
+    starts = [conversation.task["start"] for conversation in conversations]
+    assert starts[0] == starts[1] == starts[2] != starts[3] == starts[4] == starts[5]
+    say(env, conversations, *[str(number_of(c)) if c.sample == 0 else wrong_for(c) for c in conversations])
+    assert [c.reward for c in conversations] == [1.0, None, None] * 2
+    say(env, [c for c in conversations if not c.done], *[str(number_of(c)) for c in conversations if not c.done])
+    assert [c.reward for c in conversations] == [1.0, 0.75, 0.75] * 2
+
+
+def test_an_action_that_is_none_is_told_counted_and_costs_a_turn() -> None:
+    env = guessing(invalid_reward=-0.5, max_steps=3)
+    conversation = env.draw()[0]
+    say(env, [conversation], "eleven")
+    assert conversation.messages[-1]["content"] == "That is no valid action: write one digit"
+    say(env, [conversation], "")
+    say(env, [conversation], str(number_of(conversation)))
+    assert conversation.reward == 0.0
+    assert conversation.reward_parts == {"earned": 0.0, "invalid_actions": 2.0}
+
+
+def test_the_game_or_the_turns_may_cut_an_episode_short() -> None:
+    env = guessing()
+    conversation = env.draw()[0]
+    for _ in range(5):  # the game's own end
+        say(env, [conversation], wrong_for(conversation))
+    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -1.25)
+    env = guessing(max_steps=2)
+    conversation = env.draw()[0]
+    for _ in range(2):
+        say(env, [conversation], wrong_for(conversation))
+    assert (conversation.terminated, conversation.truncated, conversation.reward) == (False, True, -0.5)
+
+
+def test_a_reply_that_was_cut_is_no_move() -> None:
+    env = guessing()
+    conversation = env.draw()[0]
+    say(env, [conversation], wrong_for(conversation))
+    say(env, [conversation], str(number_of(conversation)), reason="length")
+    assert (conversation.truncated, conversation.reward) == (True, -0.25)
+    conversation = env.draw()[0]
+    say(env, [conversation], wrong_for(conversation))
+    conversation.finish_reason = "context"  # no room for a reply
+    env.advance([conversation])
+    assert (conversation.truncated, conversation.reward) == (True, -0.25)
+
+
+def test_a_game_that_raises_or_hangs_is_an_error_of_its_conversation_alone() -> None:
+    env = guessing(num_envs=3, step_seconds=0.3)
+    crashing, hanging, right = conversations = env.draw()
+    began = time.monotonic()
+    say(env, conversations, "crash", "sleep", str(number_of(right)))
+    assert time.monotonic() - began < 5
+    assert (right.valid, right.reward) == (True, 1.0)
+    assert (crashing.valid, crashing.reward, crashing.done) == (False, None, True)
+    assert crashing.error == "Guess: step failed: RuntimeError: the board fell over"
+    assert (hanging.valid, hanging.reward, hanging.done) == (False, None, True)
+    assert hanging.error == "Guess: step did not return within 0.3 s"
+
+
+def test_games_are_closed_with_their_conversations() -> None:
+    env = guessing(num_envs=2)
+    conversations = env.draw()
+    say(env, conversations, str(number_of(conversations[0])), wrong_for(conversations[1]))
+    env.close()
+    deadline = time.monotonic() + 5
+    while not all(game.closed for game in Guess.made) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play
+    assert all(game.closed for game in Guess.made)
+    assert env._games == {}
+
+
+def test_a_saved_conversation_goes_on_by_playing_its_replies_again() -> None:
+    env = guessing(seed=3)
+    conversation = env.draw()[0]
+    say(env, [conversation], "eleven")
+    say(env, [conversation], wrong_for(conversation))
+    saved, state = conversation.copy(), env.state_dict()
+    resumed = guessing(seed=3)
+    resumed.load_state_dict(state)
+    say(resumed, [saved], str(number_of(saved)))
+    assert (saved.reward, saved.reward_parts["invalid_actions"]) == (0.75, 1.0)
+    assert [c.task for c in resumed.draw()] == [c.task for c in env.draw()]
+
+
+def test_a_step_taken_again_from_the_same_turn_is_played_from_that_turn() -> None:
+    env = guessing()
+    conversation = env.draw()[0]
+    say(env, [conversation], wrong_for(conversation))
+    other = conversation.copy()
+    say(env, [conversation], wrong_for(conversation))
+    say(env, [other], str(number_of(other)))
+    assert other.reward == 0.75
+
+
+def test_a_game_that_cannot_be_replayed_says_so() -> None:
+    env = guessing(replays=False)
+    conversation = env.draw()[0]
+    say(env, [conversation], wrong_for(conversation))
+    env.abandon()
+    say(env, [conversation], str(number_of(conversation)))
+    assert not conversation.valid
+    assert "cannot be begun again" in str(conversation.error)
+
+
+def test_a_game_that_does_not_begin_the_same_twice_is_an_error() -> None:
+    class Moody(Guess):
+        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            return f"game {len(Guess.made)}", {}
+
+    env = TextGameEnv(Moody, parse=digits)
+    conversation = env.draw()[0]
+    say(env, [conversation], "1")
+    assert not conversation.valid
+    assert "does not always begin with the same observation" in str(conversation.error)
+
+
+def test_a_game_that_cannot_begin_stops_the_run_before_it_begins() -> None:
+    class Broken(Guess):
+        def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            raise OSError("no such level")
+
+    with pytest.raises(DataError, match="a game cannot be begun: Broken: reset failed: OSError: no such level"):
+        TextGameEnv(Broken).start()
+
+
+def test_a_step_of_four_values_has_done_alone() -> None:
+    class Old(Guess):
+        def step(self, action: str) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, reward, terminated or truncated, info
+
+    env = TextGameEnv(Old, parse=digits)
+    conversation = env.draw()[0]
+    say(env, [conversation], str(number_of(conversation)))
+    assert (conversation.terminated, conversation.reward) == (True, 1.0)
+
+
+def test_starts_are_divided_by_seed() -> None:
+    train, test = (guessing(split=split) for split in ("train", "test"))
+    sides = [{env.open_rows(0).at(position)["start"] for position in range(60)} for env in (train, test)]
+    assert len(sides[0]) == len(sides[1]) == 60
+    assert not sides[0] & sides[1]
+
+
+def test_frozen_lake_is_drawn_as_text_and_won() -> None:
+    pytest.importorskip("gymnasium")
+    env = TextGameEnv(
+        "FrozenLake-v1", arguments={"is_slippery": False}, moves=LAKE_MOVES, success_return=1.0, num_envs=2
+    )
+    won, lost = env.draw()
+    assert won.query == (
+        "You play FrozenLake-v1. Your moves are left, down, right, up. Write your next move between <action> and "
+        "</action>.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    )
+    say(env, [won, lost], "<action>Right</action>", "down")
+    assert won.messages[-1]["content"] == "  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG"
+    say(env, [won, lost], "right", "right")  # into a hole
+    assert (lost.terminated, lost.reward, lost.accuracy_strict) == (True, 0.0, 0.0)
+    for move in LAKE_PATH[2:]:
+        say(env, [won], move)
+    assert (won.terminated, won.reward, won.accuracy_strict) == (True, 1.0, 1.0)
+    env.close()
+
+
+def test_a_collector_plays_whole_episodes_of_frozen_lake(tiny_tokenizer: Any) -> None:
+    pytest.importorskip("gymnasium")
+    settings = TextGameSettings(
+        id="FrozenLake-v1", arguments=["is_slippery:false"], moves=list(LAKE_MOVES), success_return=1.0, max_turns=3
+    )
+    env = build_env(settings, num_prompts=1, group_size=2, seed=0)
+    policy = ScriptedPolicy(["<action>down</action>", "fly"], tiny_tokenizer, sampling=SamplingSettings())
+    collector = LLMCollector(env, policy=policy, yield_only_last_steps=True)
+    batch = next(iter(collector))
+    assert batch is not None
+    assert batch["next", "reward"].tolist() == [[0.0], [0.0]]
+    assert batch["next", "reward_parts", "invalid_actions"].tolist() == [[0.0], [3.0]]  # down, down, down: a hole
+    told = [tiny_tokenizer.decode(ids) for ids in batch["tokens", "response"].unbind()]
+    assert told[0].count("<action>down</action>") == 3
+    assert "(Down)\nSFFF\n[F]HFH" in told[0]
+    assert told[1].count("no valid action: 'fly' is none of left, down, right, up") == 2
+    collector.env.close()
+
+
+def test_a_number_is_the_action_of_a_game_without_names() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    game = gymnasium.make("FrozenLake-v1")
+    parse = action_parser()
+    assert parse(game, "3") == 3
+    for text in ("4", "-1", "two", "", "9" * 30):
+        with pytest.raises(ValueError, match="is no number from 0 to 3"):
+            parse(game, text)
+
+
+def test_a_game_or_argument_that_is_not_there_is_named() -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(
+        ConfigError, match=r"env.id=FrozenLake-v7 is no game of gymnasium's; did you mean FrozenLake-v1\?"
+    ):
+        TextGameEnv("FrozenLake-v7").start()
+    with pytest.raises(
+        ConfigError, match=r"env.id=FrozenLake-v1 cannot be made: .* unexpected keyword argument 'slip'"
+    ):
+        TextGameEnv("FrozenLake-v1", arguments={"slip": False}).start()
+
+
+def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[gymnasium\]'"):
+        TextGameEnv("FrozenLake-v1").start()
+
+
+def test_no_single_reply_wins_a_game() -> None:
+    with pytest.raises(DataError, match="Guess is a game, and no single reply wins it"):
+        prove(guessing())
+
+
+def test_text_stands_out_by_brackets_where_it_did_by_colour() -> None:
+    assert plain("\n\x1b[41mS\x1b[0mFFF\n") == "[S]FFF"
+    assert plain("\x1b[35;1mR\x1b[m: \x1b[2Kx") == "[R]: x"
+
+
+def test_the_last_action_tags_count() -> None:
+    assert text_of_action("<action>a</action> no <action> b\n</action>") == "b"
+    assert text_of_action(" c ") == "c"
