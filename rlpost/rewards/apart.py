@@ -159,14 +159,14 @@ def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, second
         [whole] = reward.said(outcome, [count], seconds)
         if whole.errors[0] is not None and count > 1:
             log.warning("%d rows are scored one by one, since together: %s", count, whole.errors[0])
-            whole = _one_by_one(reward, offer, count, seconds)
+            whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
         said[reward.reference] = whole
     return [said[reward.reference] for reward in rewards]
 
 
-def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float) -> RowValues:
-    """What the function says of each row alone; of an async one's all at the same time, unless that is lost."""
-    if reward.about()["is_async"]:
+def _one_by_one(reward: WorkerReward, offer: Offer, count: int, seconds: float, *, together: bool) -> RowValues:
+    """What the function says of each row alone; of an async one's all at the same time, if `together` may be tried."""
+    if together and reward.about()["is_async"]:
         [outcome] = call_each([reward.request(offer, [[i] for i in range(count)], seconds)])
         if not outcome.lost:
             return joined(reward.said(outcome, [1] * count, seconds))

@@ -1,0 +1,82 @@
+"""Rewards that fail in a training: the group stays complete, its baseline leaves them out, the log names them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlpost.config.compose import compose
+from rlpost.config.registry import TRAIN_GRPO
+from rlpost.errors import RewardError
+from rlpost.settings.run import RunRequest
+from rlpost.train.grpo import train
+
+REWARD = """
+import os, time
+
+def score(completions, **columns):
+    if "hang" in completions:
+        time.sleep(60)
+    if "leave" in completions:
+        os._exit(1)
+    return [float(len(text)) for text in completions]
+"""
+WORDS = [
+    "env=dataset",
+    "env.held_out=0",
+    "env.reward_timeout_seconds=0.5",
+    "model=tiny",
+    "model.autocast=none",
+    "policy=scripted",
+    "prompts_per_step=2",
+    "group_size=4",
+    "steps=1",
+    "eval.enabled=false",
+    "checkpoint.every=0",
+]
+
+
+def run(folder: Path, *words: str) -> int:
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(4)))
+    (folder / "fails.py").write_text(REWARD)
+    own = [f"env.path={folder}/rows.jsonl", f"env.reward={folder}/fails.py:score"]
+    composed = compose(TRAIN_GRPO, [*WORDS, *own, *words])
+    request = RunRequest(folder / "run", None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    return train(composed.settings, request)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "run" / "rollouts" / "step-000001.parquet").to_pylist()
+
+
+def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(tmp_path: Path) -> None:
+    """Groups of rewards 1, hang, 3, 5 and 2, 4, leave, 6: means 3 and 4 of the three that count."""
+    replies = ["a", "hang", "aaa", "aaaaa", "aa", "aaaa", "leave", "aaaaaa"]
+    assert run(tmp_path, f"policy.replies=[{','.join(replies)}]", "advantage.estimator=dr_grpo") == 0
+    told = rows(tmp_path)
+    assert [row["completion"] for row in told] == replies
+    assert [row["reward"] for row in told] == [1.0, None, 3.0, 5.0, 2.0, 4.0, None, 6.0]
+    assert [row["advantage"] for row in told] == [-2.0, 0.0, 0.0, 2.0, -2.0, 0.0, 0.0, 2.0]
+    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (step["reward/failed"], step["reward/mean"]) == (2.0, 3.5)  # 21 / 6: a failed one is no 0
+    assert step["reward/std"] == pytest.approx(math.sqrt(17.5 / 5))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "2 of 8 rewards failed; the first: " in log
+    assert "fails.py:score did not return within 0.5 s, at line 6" in log
+
+
+def test_a_step_of_which_most_rewards_fail_stops_the_run(tmp_path: Path) -> None:
+    words = ["policy.replies=[leave,leave,a,aa]", "env.max_failed_share=0.25"]
+    with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share env.max_failed_share="):
+        run(tmp_path, *words)
+    assert "its process ended with exit code 1" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_no_reward_at_all_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"no reward for any of 8 completions; the first: .*exit code 1"):
+        run(tmp_path, "policy.replies=[leave]")
