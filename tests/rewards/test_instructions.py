@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from rlpost.errors import ConfigError
@@ -59,3 +61,14 @@ def test_blocks_are_complete_and_in_order() -> None:
 def test_blocks_of_a_very_long_reply_take_no_time() -> None:
     assert blocks("<a>" * 200_000, "a") == []
     assert len(blocks("<a></a>" * 20_000, "a")) == 20_000
+
+
+def test_rewards_stay_between_nothing_and_the_best() -> None:
+    verdicts = [(False, False), (False, True), (True, True)]  # what is followed strictly is followed loosely
+    for one, other in product(verdicts, repeat=2):
+        for thinks, answers in product(range(3), repeat=2):
+            judged = Judged([one[0], other[0]], [one[1], other[1]], [""] * thinks, [""] * answers)
+            for answer_only in (False, True):
+                reward = score(judged, answer_only=answer_only).reward
+                assert 0.0 <= reward <= best_reward(answer_only=answer_only)
+                assert (reward == 0.0) == (not any(one + other) and not (answer_only and 1 in (thinks, answers)))
