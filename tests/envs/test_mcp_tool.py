@@ -144,14 +144,14 @@ def test_an_answer_that_is_late_is_a_failure_and_the_server_goes_on() -> None:
 
 def test_calls_of_several_conversations_run_at_once(tools: MCPToolTransform) -> None:
     results: list[ToolResult] = []
-    threads = [threading.Thread(target=lambda: results.append(ask(tools, "sleep", seconds=0.4))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(ask(tools, "sleep", seconds=0.5))) for _ in range(8)]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [ToolResult("awake")] * 8
-    assert time.monotonic() - begun < 2.4, "one after the other they take 3.2 s"
+    assert time.monotonic() - begun < 3, "one after the other they take 4 s"
 
 
 # In an environment

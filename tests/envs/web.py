@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,16 +14,21 @@ from urllib.parse import parse_qs, unquote
 
 @dataclass
 class Site:
-    """Serves `pages` by path; `/to?URL` redirects, `/file` is a download, and a form posted to `/said` is shown."""
+    """Serves `pages` by path, those below `/slow` after a second.
+
+    `/to?URL` redirects, `/file` is a download, and what is posted to `/said` is shown.
+    """
 
     pages: dict[str, str] = field(default_factory=dict)
     visits: list[str] = field(default_factory=list)
     port: int = 0
+    most_at_once: int = 0  # requests below `/slow`
 
 
 @contextlib.contextmanager
 def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Site]:
     site = Site(dict(pages))
+    waiting: list[int] = []
 
     class Page(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -30,6 +36,11 @@ def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Sit
         def do_GET(self) -> None:
             site.visits.append(f"{self.command} {self.path}")
             path, _, query = self.path.partition("?")
+            if path.startswith("/slow"):
+                waiting.append(1)
+                site.most_at_once = max(site.most_at_once, len(waiting))
+                time.sleep(1)
+                waiting.pop()
             if path == "/to":
                 self.send_response(302)
                 self.send_header("Location", unquote(query))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,8 @@ class BrowserTransform(ToolTransform):
     page, with cookies of its own, is closed with the conversation; of more than `max_pages` the one that
     was not used for longest is. `executable_path` is the Chromium to run, by default the system's.
 
-    Raises ConfigError for a list that names no host, MissingExtraError without playwright or a Chromium,
-    and when it is used ToolError where Chromium does not start.
+    Raises ConfigError for a list that names no host or a program that is none, MissingExtraError without
+    playwright; and when it is used MissingExtraError without a Chromium, ToolError for one that does not start.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class BrowserTransform(ToolTransform):
         require("playwright", "browser", "BrowserTransform")
         if timeout <= 0 or max_pages < 1:
             raise ConfigError(f"timeout={timeout:g} must be above 0, and max_pages={max_pages} at least 1")
+        if executable_path is not None and shutil.which(executable_path) is None:
+            raise ConfigError(f"executable_path={executable_path!r} is no program: name a Chromium, or leave it out")
         self.allowed = AllowedHosts(allowed_domains)
         self.timeout = timeout
         self._pages = Pages(
@@ -188,13 +191,16 @@ class BrowserTransform(ToolTransform):
 
     async def _checked(self, tab: Tab, result: ToolResult, notes: list[str]) -> ToolResult:
         """The result with notes of what was refused, or why it does not count: the page may not be where it is."""
+        from playwright.async_api import Error
+
         if tab.refused_pages:
             return ToolResult(f"refused: {tab.refused_pages[-1]}", ok=False)
         url = tab.page.url
         if url not in ("", "about:blank") and not url.startswith("chrome-error:"):
             refusal = self.allowed.refusal(url)
             if refusal is not None:  # a redirect, which the proxy answered
-                await tab.page.goto("about:blank")
+                with contextlib.suppress(Error):  # an error page on its way in comes before this one
+                    await tab.page.goto("about:blank")
                 return ToolResult(f"refused: {refusal}", ok=False)
         if tab.refused_parts:
             notes = [*notes, f"of its parts were refused: {'; '.join(sorted(set(tab.refused_parts)))[:500]}"]
