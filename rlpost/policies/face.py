@@ -50,7 +50,7 @@ class Face:
     is written into and returned; False: a copy of it; "empty": a new one with what is written
     alone; None: itself where the batch keeps its shape, which has to be one row or one dimension.
     What is written goes to `device`. A group whose `..._key` is None is not written.
-    `chat_template_name` names a template that `rlpost.data.history` knows, for the tokenizer's own.
+    `chat_template_name` names a template of `rlpost.data.chat_templates`, for the tokenizer's own.
 
     Raises ConfigError for what contradicts itself or is unknown.
     """
@@ -128,10 +128,10 @@ class Face:
         """`tokenizer`, with the chat template that this face names: a copy then. Raises ConfigError for none."""
         if self.chat_template_name is None:
             return tokenizer
-        from rlpost.data.history import chat_template
+        from rlpost.data.chat_templates import chat_template
 
         changed = copy.copy(tokenizer)
-        changed.chat_template = chat_template(self.chat_template_name)
+        changed.chat_template = chat_template(self.chat_template_name).template
         return changed
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.batch import ragged, select_rows, strings
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
@@ -139,9 +139,9 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """
     for name, value in written.items():
         there = into.get(name, None)
-        if isinstance(there, History) and isinstance(value, TensorDictBase):
+        if isinstance(there, History) and _is_group(value):
             into.set(name, value["full"])
-        elif isinstance(there, TensorDictBase) and isinstance(value, TensorDictBase) and not _is_leaf(value):
+        elif _is_group(there) and _is_group(value):
             for part, leaf in value.items():
                 there.set(part, leaf)
         else:
@@ -193,5 +193,6 @@ def _versions(labels: Sequence[PolicyVersionLabel]) -> Any:
     return strings([str(label) for label in labels])
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, History)
+def _is_group(value: Any) -> bool:
+    """Whether an entry is a TensorDict of entries; a stack of Python values, which is one too, is not meant."""
+    return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack)

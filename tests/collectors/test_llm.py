@@ -131,6 +131,15 @@ def test_the_last_turns_alone_are_counted_and_hold_everything() -> None:
     assert [m["content"] for m in batch["history"].to_chats()[2]] == ["q1", "b", "more 1", "b", "more 2", "b"]
 
 
+def test_without_beginning_ahead_a_batch_is_all_that_is_sampled() -> None:
+    """Conversations of 1, 2 and 3 turns: with it a free place begins the next one, which the batch does not need."""
+    ahead = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True)
+    exact = make(talk(), dialog_turns_per_batch=2, yield_only_last_steps=True, begin_ahead=False)
+    assert (told(next_of(ahead)), told(next_of(exact))) == ([("q0", 1), ("q2", 2)], [("q0", 1), ("q1", 3)])
+    assert [len(collector.state_dict()["live"][i]) for collector in (ahead, exact) for i in (0, 1)] == [0, 1, 0, 0]
+    assert told(next_of(exact)) == [("q2", 2), ("q3", 1)] or told(next_of(exact)) is None
+
+
 def test_without_a_number_of_turns_a_batch_is_one_round() -> None:
     collector = make(talk(4), yield_completed_trajectories=True)
     assert collector.dialog_turns_per_batch == 4

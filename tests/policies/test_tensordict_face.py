@@ -196,6 +196,27 @@ def test_a_turn_is_ready_for_the_environments_step(tokenizer: Any, pad_output: b
     assert [chat[-1]["content"] for chat in observed["history"].to_chats()] == ["yes", "no, never"]
 
 
+def test_a_second_turn_replaces_the_first(tokenizer: Any) -> None:
+    observed = ChatEnv(1, tokenizer=tokenizer).reset(TensorDict({"query": strings(["hi"])}, batch_size=[1]))
+    ScriptedPolicy(["a long reply"], tokenizer, generate_kwargs={"max_new_tokens": 3})(observed)
+    assert (observed["finish_reason"][0], observed["text", "response"][0]) == ("length", "a l")
+    [conversation] = observed["conversation"]
+    assert conversation.prompt_ids == tokenizer(rendered("hi"))["input_ids"]  # carried forward, without the reply
+    assert (conversation.response_ids, conversation.turns) == ([], 0)
+    ScriptedPolicy(["b"], tokenizer)(observed)
+    assert (observed["finish_reason"][0], observed["text", "response"][0]) == ("stop", "b")
+    assert observed["history"].to_chats() == [[*CHATS[0], {"role": "assistant", "content": "b"}]]
+
+
+def test_another_template_may_be_named(tokenizer: Any) -> None:
+    answered = ScriptedPolicy(["a"], tokenizer, chat_template_name="gemma")(asked("history", tokenizer))
+    assert answered["text", "prompt"][0] == "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+    assert "gemma" not in (tokenizer.chat_template or "")
+    assert "start_of_turn" not in tokenizer.chat_template
+    with pytest.raises(ConfigError, match=r"no chat template is named 'gema': .*did you mean gemma"):
+        ScriptedPolicy(["a"], tokenizer, chat_template_name="gema")
+
+
 def test_ids_that_are_there_are_asked_with_and_must_say_what_the_messages_say(tokenizer: Any) -> None:
     prompts = asked("history", tokenizer)
     # "hi" in another tokenisation than the tokenizer's own: the ids are the truth
