@@ -74,8 +74,8 @@ class Continuation:
         return whole[len(kept) :]
 
     def text(self, conversation: Conversation) -> str:
-        """All that was said, and the opening of the model's turn. Raises DataError where the template refuses it."""
-        return self._render(conversation, len(conversation.messages), asking=True)
+        """All that was said and, unless it is over, the opening of the model's turn; DataError where it is refused."""
+        return self._render(conversation, len(conversation.messages), asking=not conversation.done)
 
     def check(self, role: str, tools: Sequence[dict[str, Any]] = ()) -> None:
         """Raise DataError, naming the template, unless it can go on after a message of `role`."""

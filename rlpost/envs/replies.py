@@ -107,32 +107,29 @@ class _Written:
     def part(self, group: str, name: str) -> list[Any]:
         """`prompt` or `response` of a group, a list without its pads a row; None where it was not written."""
         rows = self.entries((group, name), None)
-        masks = self._masks(name, rows)
-        return [
-            None if row is None else row[mask].tolist() if mask is not None else row.tolist()
-            for row, mask in zip(rows, masks, strict=True)
-        ]
+        return self._unpadded(rows, ATTENTION, first=name == "prompt")
 
-    def _masks(self, name: str, rows: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Which values are no pads: of padded fields, prompts are the beginning of the mask and responses its end."""
-        if ATTENTION not in self._keys or rows[0] is None or self._tensordict.get(ATTENTION).is_nested:
-            return [None] * len(rows)
+    def _unpadded(self, rows: Sequence[torch.Tensor | None], key: Key, *, first: bool) -> list[Any]:
+        """The rows as lists without pads: those of prompts are told by the first places of the mask `key`, if it is
+        padded too, those of responses by its last.
+        """
+        if key not in self._keys or rows[0] is None or self._tensordict.get(key).is_nested:
+            return [None if row is None else row.tolist() for row in rows]
         width = rows[0].numel()
-        masks = [mask.bool() for mask in column(self._tensordict, ATTENTION)]
+        masks = [mask.bool() for mask in column(self._tensordict, key)]
         if masks[0].numel() < width:
-            raise DataError(
-                f"{name} has {width} places and {ATTENTION} {masks[0].numel()}: it is for the whole sequence"
-            )
-        return [mask[:width] if name == "prompt" else mask[mask.numel() - width :] for mask in masks]
+            raise DataError(f"a row has {width} places and {key!r} {masks[0].numel()}: it is for the whole sequence")
+        kept = [mask[:width] if first else mask[mask.numel() - width :] for mask in masks]
+        return [None if row is None else row[mask].tolist() for row, mask in zip(rows, kept, strict=True)]
 
     def ids(self) -> list[list[int] | None]:
         """The sampled ids of each row: as such, or what `full` has behind the prompt."""
         if "tokens_response" in self._keys:
-            return [row.tolist() for row in column(self._tensordict, "tokens_response")]
+            return self._unpadded(column(self._tensordict, "tokens_response"), "attention_mask", first=False)
         if ("tokens", "response") in self._keys or ("tokens", "full") not in self._keys:
             return self.part("tokens", "response")
         prompts = self.part("tokens", "prompt")
-        rows = [row.tolist() for row in column(self._tensordict, ("tokens", "full"))]
+        rows = self._unpadded(column(self._tensordict, ("tokens", "full")), ATTENTION, first=True)
         return [self._behind(full, prompt, ("tokens", "full")) for full, prompt in zip(rows, prompts, strict=True)]
 
     def log_probs(self) -> list[list[float] | None]:

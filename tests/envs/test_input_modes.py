@@ -247,6 +247,22 @@ def test_padded_replies_lose_their_pads() -> None:
     ]
 
 
+def test_flat_replies_lose_the_pads_that_their_mask_says() -> None:
+    env = ChatEnv(2, input_mode="tokens", tokenizer=tokenizer, max_steps=1)
+    shown = env.reset(TensorDict(text="one?", batch_size=[2]))
+    shown["tokens_response"] = torch.tensor([[*ids_of("a"), 0], ids_of("bc")])
+    shown["attention_mask"] = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])  # of two ids of a prompt, and the reply
+    assert [c.response_text for c in env.step(shown)["next", "conversation"]] == ["a", "bc"]
+
+
+def test_nothing_is_asked_once_a_conversation_is_over() -> None:
+    for mode in ("history", "text"):
+        env = ChatEnv(1, input_mode=mode, tokenizer=tokenizer, max_steps=1)
+        stepped = env.step(answered(env, asked(env), ["1"]))
+        text = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        assert stepped["next", "text", "prompt"] == [text]
+
+
 def test_a_turn_in_another_form_is_refused() -> None:
     tokens, text = (GSM8KEnv(GSM8K, input_mode=mode, tokenizer=tokenizer) for mode in ("tokens", "text"))
     with pytest.raises(DataError, match=r"input_mode='tokens' the reply is \('tokens', 'response'\)"):
