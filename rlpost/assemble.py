@@ -171,6 +171,7 @@ def _assemble_sampling(
         replay_buffer=buffer,
         weight_updater=build_updater(policy),
         track_policy_version=PolicyVersion(),
+        begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
     )
     return SamplingParts(
         model_folder=trainable.folder,
@@ -370,8 +371,9 @@ def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
     """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
     if env.max_steps is not None and env.max_steps < 2:
         return
-    schemas = [schema for tool in env.tools.transforms for schema in tool.schemas()]
-    Continuation(tokenizer).check(env.tools.role if schemas else env.user_role, schemas)
+    tools = env.tools.transforms
+    schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
+    Continuation(tokenizer).check(env.tools.role if tools else env.user_role, schemas)
 
 
 def build_updater(policy: Policy) -> WeightUpdater:

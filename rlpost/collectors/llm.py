@@ -37,7 +37,9 @@ class LLMCollector(Collector):
     dimension, until a batch has its turns (left out: B); what is complete beyond it waits for the
     next, and so does what is under way, unless `reset_at_each_iter` abandons the latter.
     `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
-    counts those alone. Iteration ends once `total_dialog_turns` are delivered; -1: never.
+    counts those alone. With `begin_ahead` a place whose conversation is over begins one for a later
+    batch at once; without, only as many begin as the batch still lacks, so that none of it is sampled
+    under weights that will be old when it is delivered. Iteration ends once `total_dialog_turns` are delivered; -1: never.
 
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
     its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
@@ -67,6 +69,7 @@ class LLMCollector(Collector):
         weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
         queue: Any | None = None,
         track_policy_version: bool | PolicyVersion = False,
+        begin_ahead: bool = True,
         verbose: bool = False,
         wait_seconds: float = 600.0,
     ) -> None:
@@ -99,6 +102,7 @@ class LLMCollector(Collector):
         self.postproc = postproc
         self.queue = queue
         self.verbose = verbose
+        self.begin_ahead = begin_ahead
         self.on_phase: Callable[[str, str], None] = lambda kind, what: None  # told what is under way
         self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
@@ -293,9 +297,16 @@ class LLMCollector(Collector):
         chosen: list[Conversation] = []
         while len(chosen) < self.dialog_turns_per_batch:
             while not self._ready:
-                self._play_turn()
+                self._play_turn(self._wanted(len(chosen)))
             chosen += self._ready.popleft()
         return self._batch(chosen)
+
+    def _wanted(self, turns_chosen: int) -> int:
+        """How many conversations to begin: as many as there is place for, or as the batch lacks with those under way."""
+        if self.begin_ahead:
+            return len(self._live)
+        expected = sum(1 if self.yield_only_last_steps else len(turns) + 1 for turns in self._live if turns)
+        return max(0, self.dialog_turns_per_batch - turns_chosen - expected)
 
     def _batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The batch of `conversations` (B,), with the numbers of their trajectories."""
@@ -306,15 +317,16 @@ class LLMCollector(Collector):
         self._live = [[] for _ in self._live]
         self.env.abandon()
 
-    def _play_turn(self) -> list[Conversation]:
-        """Let every conversation take one turn, a fresh one in each free place; their snapshots."""
-        free = sum(not turns for turns in self._live)
-        drawn = self.env.draw(free) if free else []
+    def _play_turn(self, most_begun: int | None = None) -> list[Conversation]:
+        """Let every conversation take one turn, a fresh one in each free place, or `most_begun` of them; snapshots."""
+        free = [i for i, turns in enumerate(self._live) if not turns][:most_begun]
+        drawn = self.env.draw(len(free)) if free else []
         for conversation in drawn:
             conversation.trajectory = self._trajectories_begun
             self._trajectories_begun += 1
-        fresh = iter(drawn)
-        conversations = [turns[-1].copy() if turns else next(fresh) for turns in self._live]
+        fresh = dict(zip(free, drawn, strict=True))
+        places = [i for i, turns in enumerate(self._live) if turns or i in fresh]
+        conversations = [fresh[i] if i in fresh else self._live[i][-1].copy() for i in places]
         completions = f"{len(conversations)} completions"
         self.on_phase("sampling", completions)
         started = time.perf_counter()
@@ -326,7 +338,7 @@ class LLMCollector(Collector):
         self._seconds["time/reward"] += time.perf_counter() - sampled
         self.on_phase("building", "the batch")
         keeps_turns = self.yield_completed_trajectories and not self.yield_only_last_steps
-        for i, conversation in enumerate(conversations):
+        for i, conversation in zip(places, conversations, strict=True):
             trajectory = [*self._live[i], conversation] if keeps_turns else [conversation]
             if self.yield_completed_trajectories and conversation.done:
                 self._ready.append(trajectory)

@@ -19,7 +19,9 @@ def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
     limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
     env.tools = Tools(settings.role.value, limits)
     for name in settings.use:
-        env.append_transform(BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings))
+        tool = BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings)
+        tool.described = settings.describe
+        env.append_transform(tool)
 
 
 def _registered(name: str, settings: ToolsSettings) -> ToolTransform:

@@ -54,6 +54,8 @@ class ToolTransform(Transform):
     kept from turn to turn belongs to `conversation.key`, until `on_end`.
     """
 
+    described: bool = True  # False: the model is not shown the schemas; its prompt says what it may call
+
     role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one
 
     @abstractmethod
@@ -87,8 +89,8 @@ class ToolTransform(Transform):
         return name in self.names()
 
     def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """Show the functions to the model."""
-        for conversation in conversations:
+        """Show the functions to the model, where they are to be described."""
+        for conversation in conversations if self.described else ():
             conversation.tools = [*conversation.tools, *self.schemas()]
 
 

@@ -36,6 +36,7 @@ class ToolsSettings:
     """
 
     use: list[str] = field(default_factory=list)  # python, mcp, browser, or what a plugin registers
+    describe: bool = True  # show the functions as the chat template does; false: env.system_prompt says what to call
     role: ToolRole = ToolRole.user  # of the messages that answer calls
     max_calls: int | None = None  # in a conversation; null: as many as its turns hold
     max_calls_per_turn: int | None = 8  # further ones in a reply are refused; null: no limit
