@@ -39,7 +39,8 @@ class LLMCollector(Collector):
     `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
     counts those alone. With `begin_ahead` a place whose conversation is over begins one for a later
     batch at once; without, only as many begin as the batch still lacks, so that none of it is sampled
-    under weights that will be old when it is delivered. Iteration ends once `total_dialog_turns` are delivered; -1: never.
+    under weights that will be old when it is delivered. Iteration ends once `total_dialog_turns` are
+    delivered; -1: never.
 
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
     its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
@@ -302,7 +303,7 @@ class LLMCollector(Collector):
         return self._batch(chosen)
 
     def _wanted(self, turns_chosen: int) -> int:
-        """How many conversations to begin: as many as there is place for, or as the batch lacks with those under way."""
+        """How many conversations to begin: in every place, or as many as the batch lacks with those under way."""
         if self.begin_ahead:
             return len(self._live)
         expected = sum(1 if self.yield_only_last_steps else len(turns) + 1 for turns in self._live if turns)
