@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from jinja2.exceptions import TemplateError
-from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.chat_templates import parse_chat, template_to_read, template_to_write
@@ -43,11 +43,14 @@ class History(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         """One value a message, whether lists were given as they are or stacked (`set_list_to_stack`)."""
-        settle(fields_of(self), _COLUMNS)
+        fields = fields_of(self)
+        if isinstance(fields, LazyStackedTensorDict):  # of histories that are settled, perhaps of uneven lengths
+            return
+        settle(fields, _COLUMNS)
         for name in _OPTIONAL:
-            if fields_of(self).get(name, None) is None:  # a column of its own, so that histories stack with any others
+            if fields.get(name, None) is None:  # a column all the same, so that histories stack with any others
                 setattr(self, name, NonTensorData(None, batch_size=self.batch_size))
-        complete = fields_of(self).get("is_complete")
+        complete = fields.get("is_complete")
         if not isinstance(complete, torch.Tensor):
             given = complete.tolist() if isinstance(complete, NonTensorStack) else complete.data
             self.is_complete = torch.as_tensor(given, dtype=torch.bool).expand(self.batch_size).clone()
@@ -123,6 +126,9 @@ class History(TensorClass["nocast"]):
         """
         if self.ndim not in (1, 2):
             raise ValueError(f"a history of batch size {tuple(self.batch_size)} is no list of chats: flatten it first")
+        fields = fields_of(self)
+        if self.ndim == 2 and isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
+            return [chat for row in self.unbind(0) for chat in row.to_chats()]  # whose lengths may differ
         columns = [self._rows_of(name) for name in ("role", "content", "is_complete", *_OPTIONAL)]
         return [
             [_message(*fields) for fields in zip(*row, strict=True) if fields[0] != PADDING_ROLE]
@@ -182,14 +188,14 @@ class History(TensorClass["nocast"]):
         return_dict: bool = False,
         return_assistant_tokens_mask: bool = False,
         tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """The chats as a chat template writes them.
 
         The template is `chat_template` (jinja), else the one named `chat_template_name`, else the
         tokenizer's own, else the one a keyword of which the tokenizer's name holds, else ChatML. It
-        reads `tools`, JSON schemas of functions, and any further `variables`. A message with
-        `is_complete` False ends with its content; where it is the last one, it is what the model
+        reads `tools`, JSON schemas of functions, and further variables, `template_kwargs`. A message
+        with `is_complete` False ends with its content; where it is the last one, it is what the model
         goes on with, and no generation prompt is put behind it.
 
         Returns one str a row; if `tokenize`, one list of token ids a row, or with `padding` a tensor
@@ -207,12 +213,12 @@ class History(TensorClass["nocast"]):
         """
         _check_asked(tokenizer, tokenize or return_dict, padding, return_dict, return_assistant_tokens_mask)
         template = template_to_write(tokenizer, chat_template, chat_template_name)
-        options: dict[str, Any] = {"template": template, "tools": tools, "variables": variables}
+        options: dict[str, Any] = {"template": template, "tools": tools, "variables": template_kwargs}
         chats = self.to_chats()
         prompts = [add_generation_prompt and not (c and not c[-1].get("is_complete", True)) for c in chats]
         rows: list[Any]
         if return_assistant_tokens_mask:
-            mask = ChatMask(tokenizer, template, variables)
+            mask = ChatMask(tokenizer, template, template_kwargs)
             rows = [mask.encode(c, tools, add_generation_prompt=p) for c, p in zip(chats, prompts, strict=True)]
         else:
             pairs = enumerate(zip(chats, prompts, strict=True))

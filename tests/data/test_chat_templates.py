@@ -232,14 +232,17 @@ def test_a_generation_prompt_is_read_as_an_empty_unfinished_answer(name: str) ->
     assert write(read([text], name), name, prompt=True) == [text]  # it is gone on with, not begun anew
 
 
-@pytest.mark.parametrize("name", [n for n in WRITTEN if n != "deepseek"])
-def test_of_a_text_cut_short_the_last_message_alone_is_unfinished(name: str) -> None:
+@pytest.mark.parametrize("cut", [10, 25])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_of_a_text_cut_short_the_last_message_alone_is_unfinished(name: str, cut: int) -> None:
     long = {"role": "assistant", "content": "It is four, as everybody knows."}
     (text,) = write([[SYSTEM, USER, ANSWER, USER, long]], name)
-    history = History.from_text(text[:-20], chat_template_name=name)
+    if name == "mistral":
+        cut -= 5  # its end of turn is so short that 10 characters less would still be whole words
+    history = History.from_text(text[:-cut], chat_template_name=name)
     assert history.is_complete.tolist() == [True] * (history.numel() - 1) + [False]
     assert long["content"].startswith(history.content[-1].split("<")[0])
-    assert history.apply_chat_template(TOKENIZER, chat_template_name=name) == text[:-20]
+    assert history.apply_chat_template(TOKENIZER, chat_template_name=name) == text[:-cut]
 
 
 def test_an_unfinished_message_in_the_middle_stays_where_it_is() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, set_list_to_stack
+from tensordict import TensorDict, lazy_stack, set_list_to_stack
 
 from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
@@ -90,6 +90,16 @@ def test_histories_stack_whatever_columns_their_messages_need() -> None:
     plain, calling = History.from_chats([[USER]]), History.from_chats([[call]])
     stacked: Any = torch.cat([plain, calling])  # type: ignore[arg-type]
     assert stacked.to_chats() == [[USER], [call]]
+
+
+def test_histories_of_uneven_lengths_that_are_stacked_lazily_are_read() -> None:
+    rows = [
+        TensorDict({"history": History.from_chats([chat])[0]}, batch_size=[]) for chat in ([USER, ASSISTANT], [USER])
+    ]
+    history = lazy_stack(rows)["history"]
+    assert history.to_chats() == [[USER, ASSISTANT], [USER]]
+    replies = History.from_chats([[USER], [ASSISTANT]])
+    assert history.extend(replies).to_chats() == [[USER, ASSISTANT, USER], [USER, ASSISTANT]]
 
 
 @pytest.fixture(params=[True, False], ids=["lists stack", "lists are kept"])

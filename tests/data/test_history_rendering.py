@@ -150,7 +150,10 @@ def test_tools_and_variables_reach_the_template() -> None:
     history = History.from_chats([[USER]])
     tools = [{"type": "function", "function": {"name": "add"}}]
     shown = "{{ tools[0].function.name }} {{ mood }}"
-    assert history.apply_chat_template(tiny_tokenizer(), tools=tools, chat_template=shown, mood="calm") == ["add calm"]
+    options: dict[str, Any] = {"tools": tools, "chat_template": shown, "template_kwargs": {"mood": "calm"}}
+    assert history.apply_chat_template(tiny_tokenizer(), **options) == ["add calm"]
+    with pytest.raises(TypeError, match="add_generation_promt"):
+        history.apply_chat_template(tiny_tokenizer(), add_generation_promt=False)
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
