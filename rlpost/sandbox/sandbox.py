@@ -21,7 +21,7 @@ from rlpost.sandbox.interpreter import Interpreter
 from rlpost.sandbox.launcher import Launch, NotStarted
 from rlpost.sandbox.limits import Limits, tasks_counted_with
 from rlpost.sandbox.process import Pipes, Process, Request
-from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, Bubblewrap, limits_command, user_for_one
+from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, WEAKER, Bubblewrap, limits_command, user_for_one
 
 SESSION_CPU_SECONDS = 3600  # of each of its processes over a session's life; each program has its own time limit too
 CODE_CHARS = 1_000_000  # of one program
@@ -113,7 +113,7 @@ class Sandbox:
         return (
             "it needs bubblewrap 0.8 or newer and user namespaces (in a container: allow them with its security "
             "options), and a Python that other users may read (python=/usr/bin/python3); or ask for the weaker mode "
-            "with sandbox=limits"
+            f"with {WEAKER}"
         )
 
     def _run(self, code: str, timeout_seconds: float, show_last_value: bool) -> Execution:

@@ -113,7 +113,7 @@ def program(machine: str | None = None) -> bytes:
     if name not in _MACHINES:
         raise SandboxError(
             f"the sandbox knows the system calls of {' and '.join(_MACHINES)}, not of {name}: ask for the weaker "
-            "mode with sandbox=limits"
+            "mode with sandbox=limits (on the command line: tools.python_sandbox=limits)"
         )
     this = _MACHINES[name]
     code = [

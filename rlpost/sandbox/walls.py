@@ -20,6 +20,8 @@ _USERS = (range(1_900_000_000, 1_901_000_000), range(61_184, 65_520))
 _LIBRARIES = ("lib", "lib64", "lib32")  # of the system, in / and in /usr
 _SHOWN = [Path(f"/usr/{name}") for name in _LIBRARIES]
 
+WEAKER = "sandbox=limits (on the command line: tools.python_sandbox=limits)"
+
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -50,7 +52,7 @@ class Bubblewrap:
         if bwrap is None:
             raise SandboxError(
                 "programs that a model writes are run in bubblewrap, which is not installed: apt install bubblewrap, "
-                "or ask for the weaker mode with sandbox=limits, which keeps them from no file and no network"
+                f"or ask for the weaker mode, which keeps them from no file and no network, with {WEAKER}"
             )
         return cls(bwrap, interpreter, packages, tuple(readable), limits)
 
@@ -103,7 +105,7 @@ def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | 
         return [_setpriv(), "--no-new-privs", "--pdeathsig", "KILL", *python]
     if closed_to_others(interpreter.readable()):
         raise SandboxError(
-            f"sandbox=limits runs programs as another user, who may not enter {interpreter.prefix}: name another "
+            f"the mode limits runs programs as another user, who may not enter {interpreter.prefix}: name another "
             "Python with python=, for example /usr/bin/python3"
         )
     return [*_as_user(user), "--pdeathsig", "KILL", *python]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +21,11 @@ from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
     return Sandbox()
 
 
@@ -327,3 +330,14 @@ def test_without_bubblewrap_it_refuses_before_anything_is_sampled(monkeypatch: p
 
 def messages_of(stepped: Any) -> list[Message]:
     return stepped["next", "conversation"][0].messages
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_the_page_about_it_shows_what_happens() -> None:
+    page = Path(__file__).parents[2] / "docs" / "python-tool.md"
+    shown = "\n".join(re.findall(r"^```pycon\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(shown, {}, page.name, str(page), 0)
+    assert len(examples.examples) == 16
+    seen: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(examples, out=seen.append)
+    assert seen == []
