@@ -340,7 +340,7 @@ def test_a_collectors_completions_are_compared_with_their_own_model_and_another(
     def collected(reference: Any) -> TensorDict:
         if as_policy:
             reference = TransformersWrapper(reference, tiny_tokenizer, sampling=sampling, generate=False)
-        penalty = KLRewardTransform(reference, coef=0.5, temperature=0.7)
+        penalty = KLRewardTransform(reference, coef=0.5, temperature=None if as_policy else 0.7)
         env = Scored([{"question": "q"}], num_envs=2, max_completion_tokens=5)
         in_env = place == "environment"
         collector = LLMCollector(
@@ -379,6 +379,8 @@ def test_what_lacks_something_is_refused(model: nn.Module, transform: Callable[.
         transform("gpt2")
     with pytest.raises(ConfigError, match="temperature=0"):
         transform(model, temperature=0.0)
+    with pytest.raises(ConfigError, match=r"temperature=0\.7 is for a causal LM: give the Policy its own"):
+        transform(log_prob_policy(model), temperature=0.7)
     with pytest.raises(ConfigError, match="generate=False"):
         transform(log_prob_policy(model, face=SimpleNamespace(generate=True)))
 

@@ -11,6 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.sequences import (
     ASSISTANT,
+    LOG_PROBS,
     TOKENS,
     Key,
     LogProbModel,
@@ -21,7 +22,6 @@ from rlpost.envs.transforms.sequences import (
 )
 from rlpost.errors import ConfigError, DataError
 
-LOG_PROBS: Key = ("log_probs", "full")
 REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
 REWARD: Key = ("next", "reward")
 DONE: Key = ("next", "done")
@@ -50,9 +50,10 @@ class _OfPlayed(Transform):
 class RetrieveLogProb(_OfPlayed):
     """Writes a frozen model's log-probs of the sequences, one an id, where `GRPOLoss` and `SFTLoss` read a reference's.
 
-    `model` is a causal LM of transformers, whose log-probs are taken at `temperature`, or a function
-    of a TensorDict that writes `("log_probs", "full")`, such as a policy made with `generate=False`;
-    `model_factory` makes one when it is first needed. With `assistant_only` every other token has 0;
+    `model` is a causal LM of transformers, whose log-probs are taken at `temperature` (None: 1), that of
+    the sampler where both are compared; or a function of a TensorDict that writes `("log_probs", "full")`,
+    such as a policy made with `generate=False`, which has a temperature of its own. `model_factory` makes
+    one when it is first needed. With `assistant_only` every other token has 0;
     a sequence's first id, which nothing predicts, always has.
 
     The sequences are `("tokens", "full")`, with the mask `("masks", "all_assistant_mask")`, or, where a
@@ -60,7 +61,7 @@ class RetrieveLogProb(_OfPlayed):
     What is written under `log_probs_full_key` is ragged (B, *), or (B, T) where the tokens are padded.
 
     Raises ValueError for both or neither model, ConfigError where the sampler's log-probs would be
-    overwritten or the policy samples; DataError for a batch that lacks what is read.
+    overwritten, the policy samples or has no use for a temperature; DataError for a batch that lacks what is read.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class RetrieveLogProb(_OfPlayed):
         log_probs_full_key: Key = REF_LOG_PROBS,
         assistant_only: bool = True,
         tokenizer: object = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
     ) -> None:
         if log_probs_full_key == LOG_PROBS:
             raise ConfigError(
@@ -120,7 +121,7 @@ class KLRewardTransform(_OfPlayed):
         log_prob_key: Key = LOG_PROBS,
         add_to_reward: bool = True,
         assistant_only: bool = True,
-        temperature: float = 1.0,
+        temperature: float | None = None,
     ) -> None:
         if log_prob_key == REF_LOG_PROBS:
             raise ConfigError(f"log_prob_key={REF_LOG_PROBS} is where the reference's log-probs go: choose another key")
@@ -185,14 +186,14 @@ class _Frozen:
         self,
         model: LogProbModel | None,
         factory: Callable[[], LogProbModel] | None,
-        temperature: float,
+        temperature: float | None,
     ) -> None:
         if (model is None) == (factory is None):
             raise ValueError("give exactly one of a model and a factory that makes one")
-        if not temperature > 0:
+        if temperature is not None and not temperature > 0:
             raise ConfigError(f"temperature={temperature:g} gives no probabilities: it must be above 0")
         if model is not None:
-            check_model(model)
+            check_model(model, temperature)
         self._made = model
         self._factory = factory
         self._temperature = temperature
@@ -201,8 +202,9 @@ class _Frozen:
         if self._made is None:
             assert self._factory is not None
             self._made = self._factory()
-            check_model(self._made)
-        return log_probs_of(self._made, batch, sequences, masks, key=LOG_PROBS, temperature=self._temperature)
+            check_model(self._made, self._temperature)
+        temperature = 1.0 if self._temperature is None else self._temperature
+        return log_probs_of(self._made, batch, sequences, masks, temperature)
 
 
 def _is_shown(tensordict: TensorDictBase) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from tensordict import TensorDictBase
@@ -21,7 +21,7 @@ from rlpost.logprobs import token_log_probs
 Key = str | tuple[str, ...]
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
-TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
+TOKENS, HISTORY, LOG_PROBS = ("tokens", "full"), ("history", "full"), ("log_probs", "full")
 ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 TOKENS_A_PASS = 8192  # of a batch that a model reads at once
 
@@ -113,13 +113,17 @@ def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[tor
     return Sequences([torch.tensor(ids) for ids, _ in encoded], None), masks
 
 
-def check_model(model: Any) -> None:
-    """Raise TypeError for what gives no log-probs, ConfigError for a policy that samples."""
+def check_model(model: Any, temperature: float | None) -> None:
+    """Raise TypeError for what gives no log-probs, ConfigError for a policy that samples, or given a temperature."""
     if not callable(model):
         raise TypeError(f"{type(model).__name__} gives no log-probs: give a causal LM of transformers, or a policy")
     face = getattr(model, "face", None)
     if getattr(face, "generate", False):
         raise ConfigError("the model given for log-probs is a policy that samples: make it with generate=False")
+    if temperature is not None and not _is_language_model(model):
+        raise ConfigError(
+            f"temperature={temperature:g} is for a causal LM: give the {type(model).__name__} its own and leave it out"
+        )
 
 
 def log_probs_of(
@@ -127,30 +131,32 @@ def log_probs_of(
     batch: TensorDictBase,
     sequences: Sequences,
     masks: Sequence[torch.Tensor],
-    *,
-    key: Key,
     temperature: float,
 ) -> list[torch.Tensor]:
     """The model's log-probs of the ids where `masks` is True, 0 elsewhere; float32, one 1-D tensor a row.
 
     A causal LM of transformers reads the ids here, at `temperature`; anything else is called on the
-    batch without its log-probs and `next`, and has to write `key`. Raises DataError where it does not.
+    batch without its log-probs and `next`, and has to write `("log_probs", "full")`. Raises DataError
+    where it does not.
     """
-    if hasattr(model, "get_output_embeddings"):
-        assert isinstance(model, nn.Module)
+    if _is_language_model(model):
         rows = _read(model, sequences, masks, temperature)
     else:
         # a model that wrote into the batch itself would replace the sampler's log-probs by its own
         seen = batch.exclude("log_probs", "next").clone(recurse=False)
         with torch.no_grad():
-            written = model(seen).get(key, None)
+            written = model(seen).get(LOG_PROBS, None)
         if written is None:
             raise DataError(
-                f"the {type(model).__name__} wrote no {key}: it has to give the log-probs of {TOKENS} there"
+                f"the {type(model).__name__} wrote no {LOG_PROBS}: it has to give the log-probs of {TOKENS} there"
             )
-        rows = sequences.rows(written.detach(), key)
+        rows = sequences.rows(written.detach(), LOG_PROBS)
     zero = torch.zeros((), dtype=torch.float32)
     return [torch.where(mask.cpu(), row.float().cpu(), zero) for row, mask in zip(rows, masks, strict=True)]
+
+
+def _is_language_model(model: Any) -> TypeGuard[nn.Module]:
+    return isinstance(model, nn.Module) and hasattr(model, "get_output_embeddings")
 
 
 def _read(
