@@ -65,7 +65,7 @@ DOORS = {
     "mlflow": ["tracking/mlflow.py"],
     "math_verify": ["rewards/math_answers.py"],
     "reasoning_gym": ["rewards/reasoning_tasks.py"],
-    "gymnasium": ["envs/text_game.py"],
+    "gymnasium": ["envs/text_game.py", "envs/mlgym_env.py"],
     "mlgym": ["envs/mlgym_env.py"],
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
     from rlpost.envs.llm_env import LLMEnv as LLMEnv
     from rlpost.envs.math_problems import MathEnv as MathEnv
+    from rlpost.envs.mlgym_env import MLGymWrapper as MLGymWrapper
+    from rlpost.envs.mlgym_env import make_mlgym as make_mlgym
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
     from rlpost.envs.tools import ToolCall as ToolCall
@@ -54,6 +56,8 @@ __getattr__, __dir__ = lazy_names(
         "MathEnv": "math_problems",
         "ReasoningGymEnv": "reasoning",
         "TextGameEnv": "text_game",
+        "MLGymWrapper": "mlgym_env",
         "make_gsm8k_env": "gsm8k",
+        "make_mlgym": "mlgym_env",
     },
 )

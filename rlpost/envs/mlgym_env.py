@@ -1,0 +1,232 @@
+"""MLGym: machine learning tasks solved at the shell of a container, a command a turn.
+
+MLGym is https://github.com/facebookresearch/MLGym, which is on no package index.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from rlpost.envs.text_game import TextGameEnv
+from rlpost.errors import MissingExtraError
+
+INSTALL = "pip install git+https://github.com/facebookresearch/MLGym"
+SYSTEM_PROMPT = (
+    "You solve a machine learning task at the shell of a Linux machine. In each turn you may think first; then write "
+    "the one command to run, alone in a block that begins and ends with a line of three backticks. You are shown what "
+    "it prints."
+)
+START_SECONDS = 3600.0  # a container is made, and its baseline may be trained
+STEP_SECONDS = 3900.0  # MLGym ends a command after an hour by itself
+
+_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_SCORE = r"{} Score: *\{{ *['\"][^'\"]*['\"] *: *([-+0-9.eE]+|[-+]?inf|nan) *[,}}]"
+_BASELINE, _EVALUATION = (re.compile(_SCORE.format(name)) for name in ("Baseline", "Evaluation"))
+
+
+class MLGymWrapper(TextGameEnv):
+    """Conversations with an environment of MLGym's interface.
+
+    That is `reset(seed=)` -> (observation, info) and `step(command)` -> (observation, reward, done, info).
+    `env` is such an object, which one conversation at a time plays, or a callable that makes one for each.
+    A move is what stands in the reply's last block of three backticks; a reply without one earns
+    `reward_wrong_format` and runs nothing. A move whose output tells both scores earns the evaluation's minus
+    the baseline's, on top of what the step itself rewards. Other arguments are `TextGameEnv`'s.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        reward_wrong_format: float | None = None,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        prompt_template: str | None = "{observation}",
+        start_seconds: float = START_SECONDS,
+        step_seconds: float = STEP_SECONDS,
+        replays: bool = False,
+        **game: Any,
+    ) -> None:
+        super().__init__(
+            _Shared(env).played_by_one if hasattr(env, "step") and not isinstance(env, type) else env,
+            name=game.pop("name", "MLGym"),
+            show=_shown,
+            parse=_command,
+            earned=score_above_baseline,
+            invalid_reward=reward_wrong_format or 0.0,
+            system_prompt=system_prompt,
+            prompt_template=prompt_template,
+            start_seconds=start_seconds,
+            step_seconds=step_seconds,
+            replays=replays,
+            **game,
+        )
+
+
+def make_mlgym(
+    *,
+    task: str | None = None,
+    tasks: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    reward_wrong_format: float | None = None,
+    max_steps: int = 10,
+    device: str = "cpu_0",
+    container_type: str = "docker",
+    **game: Any,
+) -> MLGymWrapper:
+    """MLGym's `task`, or one of `tasks` each episode, chosen by the seed of its start.
+
+    `device` and `container_type` (docker or podman) are MLGym's. Other arguments are `MLGymWrapper`'s. Raises
+    ValueError unless exactly one of `task` and `tasks` is given, MissingExtraError without MLGym.
+    """
+    names = [task] if task is not None else list(tasks or [])
+    if (task is None) == (tasks is None) or not names:
+        raise ValueError(f"give make_mlgym exactly one of task and tasks, and at least one: task={task}, tasks={tasks}")
+    require_mlgym()
+    games = {name: _maker(name, max_steps=max_steps, device=device, container_type=container_type) for name in names}
+    return MLGymWrapper(
+        lambda: _OneOf(games),
+        reward_wrong_format=reward_wrong_format,
+        tokenizer=tokenizer,
+        max_steps=max_steps,
+        name=f"MLGym {', '.join(names)}",
+        **game,
+    )
+
+
+def require_mlgym() -> None:
+    """Raise MissingExtraError unless MLGym is there; says so where another project of that name is instead."""
+    if importlib.util.find_spec("mlgym") is not None and importlib.util.find_spec("mlgym.environment") is not None:
+        return
+    try:
+        other = distribution("mlgym")
+    except PackageNotFoundError:
+        raise MissingExtraError(
+            f"make_mlgym needs facebookresearch's MLGym, which is not installed: {INSTALL}"
+        ) from None
+    raise MissingExtraError(
+        f"make_mlgym needs facebookresearch's MLGym, and the package mlgym {other.version} that is installed is "
+        f"another project: pip uninstall mlgym, then {INSTALL}"
+    )
+
+
+def score_above_baseline(observation: Any, reward: float) -> float:
+    """`reward`, and the evaluation's score minus the baseline's where an observation tells both."""
+    text = observation if isinstance(observation, str) else ""
+    baseline, evaluation = _BASELINE.search(text), _EVALUATION.search(text)
+    if baseline is None or evaluation is None:
+        return float(reward)
+    return float(reward) + float(evaluation.group(1)) - float(baseline.group(1))
+
+
+def _shown(game: Any, observation: Any, info: Any) -> str:
+    """What a command printed; before the first one, what the task is."""
+    if isinstance(observation, dict):
+        observation = observation.get("observation")
+    if observation is not None:
+        return str(observation).strip() or "(It printed nothing.)"
+    arguments = getattr(game, "task_args", None)
+    return str(getattr(arguments, "description", None) or "Begin.").strip()
+
+
+def _command(game: Any, text: str) -> str:
+    blocks = [block.strip() for block in _BLOCK.findall(text + "\n")]
+    if not blocks or not blocks[-1]:
+        raise ValueError("write the command to run in a block that begins and ends with a line of three backticks")
+    return blocks[-1]
+
+
+def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Callable[[], Any]:
+    """Registers a task with MLGym; returns what makes its environment."""
+
+    def make() -> Any:
+        import gymnasium
+        import mlgym
+        from mlgym.environment.env import EnvironmentArguments
+        from mlgym.environment.registration import register_task
+
+        arguments = EnvironmentArguments(
+            task_config_path=f"tasks/{task}.yaml",
+            max_steps=max_steps,
+            seed=42,
+            container_type=container_type,
+            verbose=False,
+            aliases_file=str(Path(mlgym.__file__).parents[1] / "docker" / "aliases.sh"),
+        )
+        if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
+            register_task(arguments)
+        return gymnasium.make(f"mlgym/{arguments.task.id}", devices=[device]).unwrapped  # its step gives four values
+
+    return make
+
+
+class _OneOf:
+    """An environment of one of several tasks, the one that the seed of `reset` falls on."""
+
+    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
+        self._makers = list(makers.values())
+        self._env: Any = None
+
+    @property
+    def task_args(self) -> Any:
+        """What the task is."""
+        return getattr(self._env, "task_args", None)
+
+    def reset(self, *, seed: int) -> Any:
+        self._env = self._makers[seed % len(self._makers)]()
+        return self._env.reset(seed=seed)
+
+    def step(self, action: str) -> Any:
+        return self._env.step(action)
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+
+class _Shared:
+    """One environment object that one conversation at a time plays; it is not begun twice from the same seed."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.player: _Player | None = None
+        self.begun: tuple[int, Any] | None = None  # the seed that it stands at the beginning of, and what that showed
+
+    def played_by_one(self) -> _Player:
+        return _Player(self)
+
+
+class _Player:
+    """The turn of one conversation with a shared environment."""
+
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+
+    @property
+    def task_args(self) -> Any:
+        """What the task is."""
+        return getattr(self._shared.env, "task_args", None)
+
+    def reset(self, *, seed: int) -> Any:
+        shared = self._shared
+        if shared.player is not None:
+            raise RuntimeError(
+                "one environment is played by one conversation at a time: give a callable that makes one"
+            )
+        shared.player = self
+        if shared.begun is None or shared.begun[0] != seed:
+            shared.begun = (seed, shared.env.reset(seed=seed))
+        return shared.begun[1]
+
+    def step(self, action: str) -> Any:
+        self._shared.begun = None
+        return self._shared.env.step(action)
+
+    def close(self) -> None:
+        """The environment itself stays, for the next conversation."""
+        if self._shared.player is self:
+            self._shared.player = None

@@ -1,0 +1,186 @@
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import MLGymWrapper, make_mlgym, mlgym_env
+from rlpost.envs.mlgym_env import score_above_baseline
+from rlpost.errors import MissingExtraError
+
+BASELINE = 0.25
+
+
+class Fitting:
+    """A small task with MLGym's interface: choose the slope that fits y = 3x, by commands.
+
+    `set N` writes a slope down, `show` prints it, `validate` tells the scores and `submit` ends the episode.
+    """
+
+    def __init__(self) -> None:
+        self.task_args = SimpleNamespace(description="Find the slope that fits the points (1, 3) and (2, 6).")
+        self.resets: list[int] = []
+        self.closed = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, None], dict[str, Any]]:
+        assert seed is not None
+        self.resets.append(seed)
+        self.slope = 0.0
+        return {"observation": None}, {}
+
+    def step(self, action: str) -> tuple[str | None, int, bool, dict[str, Any]]:
+        verb, _, argument = action.partition(" ")
+        if verb == "set":
+            self.slope = float(argument)
+            return "", 0, False, {}
+        if verb == "show":
+            return f"slope = {self.slope:g}", 0, False, {}
+        if verb == "validate":
+            score = 1.0 - abs(self.slope - 3) / 3
+            told = f"Baseline Score: {{'Score': {BASELINE}}}\nEvaluation Score: {{'Score': {score}}}"
+            return f"Your code produced a valid submission artefact.\n{told}", 0, False, {}
+        if verb == "submit":
+            return "Exited (submit)", 0, True, {"exit_status": "submitted"}
+        return f"{verb}: command not found", 0, False, {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def say(env: MLGymWrapper, conversations: Sequence[Conversation], *replies: str) -> None:
+    for conversation, reply in zip(conversations, replies, strict=True):
+        conversation.add_completion(Completion([1], [0.0], reply, "stop", 0))
+    env.advance(conversations)
+
+
+def block(command: str) -> str:
+    return f"I run this.\n```bash\n{command}\n```"
+
+
+def test_the_task_is_told_and_commands_are_answered_by_what_they_print() -> None:
+    env = MLGymWrapper(Fitting)
+    conversation = env.draw()[0]
+    assert [message["role"] for message in conversation.messages] == ["system", "user"]
+    assert conversation.query == "Find the slope that fits the points (1, 3) and (2, 6)."
+    say(env, [conversation], block("set 2"))
+    assert conversation.messages[-1]["content"] == "(It printed nothing.)"
+    say(env, [conversation], f"First ```ls```.\n{block('ls')}\nNo:\n{block('show')}")  # the last block
+    assert conversation.messages[-1]["content"] == "slope = 2"
+
+
+def test_an_evaluation_earns_what_it_is_above_the_baseline() -> None:
+    env = MLGymWrapper(Fitting)
+    conversation = env.draw()[0]
+    for command in ("set 1.5", "validate", "submit"):
+        say(env, [conversation], block(command))
+    assert conversation.terminated
+    assert conversation.reward == pytest.approx(0.5 - BASELINE)
+    assert conversation.reward_parts == {"earned": pytest.approx(0.25), "invalid_actions": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("observation", "earned"),
+    [
+        ("Baseline Score: {'Score': 0.5}\nEvaluation Score: {'Score': 0.75}", 1.25),
+        ("Baseline Score: {'accuracy': 50.0, 'f1': 1}\nEvaluation Score: {'accuracy': -1e1, 'f1': 1}", -59.0),
+        ("Baseline Score: {'Score': 0.5}", 1.0),  # a baseline alone says nothing of the model's work
+        ("Evaluation Score: {'Score': 0.5}", 1.0),
+        ("", 1.0),
+        (None, 1.0),
+    ],
+)
+def test_scores_are_read_out_of_what_is_printed(observation: str | None, earned: float) -> None:
+    assert score_above_baseline(observation, 1) == earned
+
+
+def test_a_reply_without_a_block_runs_nothing_and_earns_what_is_set() -> None:
+    env = MLGymWrapper(Fitting, reward_wrong_format=-0.5)
+    conversation = env.draw()[0]
+    say(env, [conversation], "set 3")
+    assert "three backticks" in conversation.messages[-1]["content"]
+    say(env, [conversation], "```\n\n```")
+    for command in ("show", "submit"):
+        say(env, [conversation], block(command))
+    assert conversation.messages[-2]["content"] == "slope = 0"
+    assert (conversation.reward, conversation.reward_parts["invalid_actions"]) == (-1.0, 2.0)
+
+
+def test_one_object_is_played_by_one_conversation_after_the_other() -> None:
+    fitting = Fitting()
+    env = MLGymWrapper(fitting)
+    for _ in range(2):
+        conversation = env.draw()[0]
+        say(env, [conversation], block("show"))
+        assert conversation.messages[-1]["content"] == "slope = 0"
+        say(env, [conversation], block("set 3"))
+        say(env, [conversation], block("submit"))
+        assert conversation.valid
+        wait_until_free(env)
+    env.close()
+    assert len(fitting.resets) == len(set(fitting.resets)) == 2  # each start begun once
+    assert fitting.closed == 0
+
+
+def wait_until_free(env: MLGymWrapper) -> None:
+    """The game's thread gives the object back a moment after the conversation has ended."""
+    shared = env.rules.make()._shared
+    deadline = time.monotonic() + 5
+    while shared.player is not None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def test_one_object_is_not_played_by_two_conversations_at_once() -> None:
+    env = MLGymWrapper(Fitting(), num_envs=1, repeats=2, group_repeats=True)
+    conversations = env.draw()
+    say(env, conversations, block("show"), block("show"))
+    assert [c.valid for c in conversations].count(False) == 1
+    failed = next(c for c in conversations if not c.valid)
+    assert "one environment is played by one conversation at a time" in str(failed.error)
+
+
+def test_each_conversation_has_its_own_where_they_are_made() -> None:
+    env = MLGymWrapper(Fitting, num_envs=1, repeats=2, group_repeats=True)
+    conversations = env.draw()
+    say(env, conversations, block("set 1"), block("set 2"))
+    say(env, conversations, block("show"), block("show"))
+    assert [c.messages[-1]["content"] for c in conversations] == ["slope = 1", "slope = 2"]
+
+
+def test_exactly_one_of_task_and_tasks_is_given() -> None:
+    for wrong in ({}, {"task": "a", "tasks": ["b"]}, {"tasks": []}):
+        with pytest.raises(ValueError, match="exactly one of task and tasks"):
+            make_mlgym(**wrong)
+
+
+def test_without_mlgym_it_is_said_how_to_install_it_and_which_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        MissingExtraError, match=r"which is not installed: pip install git\+https://github.com/facebook"
+    ):
+        make_mlgym(task="battleOfSexes")
+    monkeypatch.setattr(mlgym_env, "distribution", lambda name: SimpleNamespace(version="0.0.75"))
+    with pytest.raises(MissingExtraError, match=r"the package mlgym 0.0.75 that is installed is another project"):
+        make_mlgym(task="battleOfSexes")
+
+
+def test_several_tasks_are_chosen_from_by_the_seed_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def maker(task: str, **settings: Any) -> Any:
+        assert settings == {"max_steps": 4, "device": "cpu_0", "container_type": "podman"}
+
+        def make() -> Fitting:
+            fitting = Fitting()
+            fitting.task_args = SimpleNamespace(description=f"This is {task}.")
+            return fitting
+
+        return make
+
+    monkeypatch.setattr(mlgym_env, "require_mlgym", lambda: None)
+    monkeypatch.setattr(mlgym_env, "_maker", maker)
+    env = make_mlgym(tasks=["one", "two"], max_steps=4, container_type="podman", num_envs=20)
+    conversations = env.draw()
+    told = ["This is one.", "This is two."]
+    assert [c.query for c in conversations] == [told[c.task["start"] % 2] for c in conversations]
+    assert len({c.query for c in conversations}) == 2
+    say(env, conversations, *[block("submit")] * 20)
+    assert all(c.valid and c.terminated for c in conversations)
