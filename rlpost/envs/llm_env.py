@@ -156,8 +156,13 @@ class LLMEnv(ChatEnv):
         """The text of the prompt; empty where it is ids and no tokenizer can tell."""
         if self.data_key not in task:
             raise NoPromptError(f"a task has {_listed(list(task))} and no {self._wanted()}")
+        prompt = task[self.data_key]
         if self.from_text:
-            return str(task[self.data_key])
+            if not isinstance(prompt, str):
+                raise DataError(
+                    f"{self.data_key!r} of a task is a {type(prompt).__name__} and no str: give a str a row"
+                )
+            return prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(self._ids(task))
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:

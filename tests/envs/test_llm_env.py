@@ -232,6 +232,12 @@ def test_a_missing_prompt_is_a_missing_key() -> None:
     assert str(caught.value).startswith("a task has question")
 
 
+def test_what_was_shown_is_no_prompt_to_reset_with() -> None:
+    env = LLMEnv()
+    with pytest.raises(DataError, match="'text' of a task is a TensorDict and no str"):
+        env.reset(env.reset(TensorDict(text="x", batch_size=[1])))
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
