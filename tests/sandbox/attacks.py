@@ -76,7 +76,7 @@ class Attacked:
 
 @pytest.fixture
 def attacked(monkeypatch: pytest.MonkeyPatch) -> Attacked:
-    return Attacked(monkeypatch, Sandbox(limits=Limits(memory_mb=256)))
+    return Attacked(monkeypatch, Sandbox(limits=Limits(memory_mb=128)))
 
 
 def outcomes(execution: Execution) -> dict[str, str]:
