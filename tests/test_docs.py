@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlpost.cli.main import run
 from rlpost.objectives.variants import VARIANTS
+from rlpost.rewards.attacks import BREAKING, PAYING
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,10 +26,10 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def obey(command: str) -> None:
-    """Run one command line of a page, rlpost's in this process."""
-    program, *arguments = shlex.split(command)
+    """Run one command line of a page, rlpost's in this process; `# exits with 3` at its end says so."""
+    program, *arguments = shlex.split(command, comments=True)
     if program == "rlpost":
-        assert run(arguments) == 0, command
+        assert run(arguments) == int(command.partition("# exits with ")[2] or 0), command
     else:
         assert program == "python", command
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -60,6 +62,25 @@ def test_own_environment_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
     assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 3
     program = next(text for _, name, text in blocks("own-environment.md") if name == "capitals.py")
     assert len(program.splitlines()) <= 40  # with its settings, blank lines and docstrings
+
+
+def test_rewards_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("rewards.md")
+    assert '"reward/failed": 2.0' in Path("runs/fragile/metrics.jsonl").read_text()
+    log = Path("runs/fragile/log.txt").read_text()
+    assert "2 of 5 rewards failed; the first: ./fragile.py:score did not return within 0.5 s, at line 8" in log
+
+
+def test_every_attack_stands_on_its_page() -> None:
+    page = (DOCS / "rewards.md").read_text()
+    named = [name for row in re.findall(r"^\| ([a-z, ]+) \|", page, re.MULTILINE) for name in row.split(", ")]
+    assert named[1:] == [*map(as_words, (*PAYING, *BREAKING))]
+
+
+def as_words(attack: Callable[..., object]) -> str:
+    """The name of a check as it is printed."""
+    return {"hidden": "hidden in thinking"}.get(attack.__name__, attack.__name__.replace("_", " "))
 
 
 def test_the_reward_of_the_page_is_about_thirty_lines() -> None:
