@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.envs.transforms.browser_hosts import AllowedHosts
+from rlpost.envs.transforms.browser_hosts import AllowedHosts, host_of
 from rlpost.envs.transforms.browser_proxy import FilterProxy
 from tests.envs.web import Site, served
 
@@ -86,7 +86,6 @@ def test_any_other_host_is_refused_and_not_contacted(good: Site, bad: Site, requ
     assert "is not among the allowed domains" in answer
     assert bad.visits == []
     assert proxy.num_refused == 1
-    assert proxy.refused[0].endswith(f":{bad.port}")
 
 
 def test_a_tunnel_to_an_allowed_host_carries_both_ways(good: Site) -> None:
@@ -149,6 +148,20 @@ def test_names_of_the_own_network_are_reached_where_that_is_wanted(
 def test_a_name_with_several_addresses_is_tried_at_each(good: Site) -> None:
     """localhost often stands for ::1 first, where this server does not listen."""
     assert told(FilterProxy(AllowedHosts(["localhost"])), get(f"localhost:{good.port}")).endswith("welcome")
+
+
+def test_why_a_host_is_not_reached_is_known_until_it_is(good: Site) -> None:
+    proxy = FilterProxy(AllowedHosts(["127.0.0.1", "nowhere.invalid"]))
+    address = host_of("127.0.0.1")
+    told(proxy, get("127.0.0.1:1"))
+    assert "Connect call failed" in (proxy.fault_of(address, 1) or "")
+    told(proxy, get("nowhere.invalid"))
+    assert proxy.fault_of("nowhere.invalid", 80)
+    told(proxy, get("example.com"))
+    assert proxy.fault_of("example.com", 80) == "example.com:80 is not among the allowed domains"
+    proxy._note(address, good.port, "it was down")
+    told(proxy, get(f"127.0.0.1:{good.port}"))
+    assert proxy.fault_of(address, good.port) is None
 
 
 def test_closing_ends_connections_that_are_open() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
-from rlpost.envs.transforms.browser_hosts import AllowedHosts
+from rlpost.envs.transforms.browser_hosts import AllowedHosts, parts_of
 from rlpost.envs.transforms.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, LAUNCHES, Pages, Tab
 from rlpost.envs.transforms.loop_thread import LoopThread
 from rlpost.errors import ConfigError
@@ -176,11 +176,11 @@ class BrowserTransform(ToolTransform):
                 tab.forget()
                 try:
                     result = await _ACTIONS[arguments["action"]](tab, arguments)
-                    return await self._checked(tab, result, earlier)
+                    return await self._checked(tab, arguments, result, earlier)
                 except Error as error:
                     if tab.is_lost:
                         return ToolResult(f"the page is lost, navigate again: {_said(error)}", ok=False)
-                    return await self._checked(tab, ToolResult(_said(error), ok=False), earlier)
+                    return await self._checked(tab, arguments, ToolResult(_said(error), ok=False), earlier)
                 finally:
                     tab.forget()  # it is told
         except TimeoutError:
@@ -189,7 +189,9 @@ class BrowserTransform(ToolTransform):
         except Error as error:
             return ToolResult(f"the browser failed, and the page is lost: {_said(error)}; navigate again", ok=False)
 
-    async def _checked(self, tab: Tab, result: ToolResult, notes: list[str]) -> ToolResult:
+    async def _checked(
+        self, tab: Tab, arguments: Mapping[str, Any], result: ToolResult, notes: list[str]
+    ) -> ToolResult:
         """The result with notes of what was refused, or why it does not count: the page may not be where it is."""
         from playwright.async_api import Error
 
@@ -202,6 +204,10 @@ class BrowserTransform(ToolTransform):
                 with contextlib.suppress(Error):  # an error page on its way in comes before this one
                     await tab.page.goto("about:blank")
                 return ToolResult(f"refused: {refusal}", ok=False)
+        if arguments["action"] == "navigate" and not result.ok:
+            _, host, port = parts_of(arguments["url"])
+            if why := self._pages.proxy.fault_of(host, port):
+                return ToolResult(f"{arguments['url']} cannot be reached: {why}", ok=False)
         if tab.refused_parts:
             notes = [*notes, f"of its parts were refused: {'; '.join(sorted(set(tab.refused_parts)))[:500]}"]
         if tab.closed_windows:
@@ -241,7 +247,10 @@ async def _scroll(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
     if missing := _no_page(tab):
         return missing
     direction, amount = arguments.get("direction", "down"), arguments.get("amount")
-    top, height, window = await tab.page.evaluate(_SCROLL, [direction, amount])
+    where = await tab.page.evaluate(_SCROLL, [direction, amount])
+    if not isinstance(where, list) or [type(each) for each in where] != [int] * 3:  # its scripts may say anything
+        return ToolResult("the page does not say which part of it is in view", ok=False)
+    top, height, window = where
     return ToolResult(f"pixels {top} to {top + window} of {max(height, window)} are in view")
 
 
@@ -254,7 +263,8 @@ async def _extract(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
     values = await elements.evaluate_all(_EXTRACT, [kind, attribute, MAX_CHARS])
     if kind == "attribute" and not values:
         return ToolResult(f"no element that matches has an attribute {attribute!r}", ok=False)
-    return ToolResult("\n".join(values))
+    text = "\n".join(map(str, values)) if isinstance(values, list) else str(values)  # scripts may give anything
+    return ToolResult(text[:MAX_CHARS])
 
 
 _ACTIONS = {"navigate": _navigate, "click": _click, "type": _type, "scroll": _scroll, "extract": _extract}

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlpost.envs.transforms.browser_hosts import AllowedHosts, Host, host_of, pa
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 60.0  # for a browser that opened a connection to say what it wants
 MAX_HEAD_BYTES = 256 * 1024
-REFUSALS_KEPT = 100
+FAULTS_KEPT = 100
 
 _CHUNK = 65536
 _END_OF_HEAD = b"\r\n\r\n"
@@ -42,7 +42,7 @@ class FilterProxy:
         self.allowed = allowed
         self.private_addresses = private_addresses
         self.num_refused = 0
-        self.refused: deque[str] = deque(maxlen=REFUSALS_KEPT)  # the newest, as host:port
+        self._faults: OrderedDict[str, str] = OrderedDict()  # host:port -> why it is not reached, the newest last
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
@@ -77,7 +77,7 @@ class FilterProxy:
             await self._answer((reader, writer))
         except Refused as error:
             await _say(writer, "403 Forbidden", str(error))
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             await _say(writer, "502 Bad Gateway", str(error) or "no connection in time")
         except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             await _say(writer, "400 Bad Request", "this is no request to a proxy")
@@ -112,8 +112,13 @@ class FilterProxy:
         """A connection to an allowed host."""
         if not self.allowed.allows(host, port):
             self._refuse(host, port, f"{shown(host)}:{port} is not among the allowed domains")
-        async with asyncio.timeout(CONNECT_SECONDS):
-            streams = await self._first_that_answers(await self._addresses_of(host, port), port)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                streams = await self._first_that_answers(await self._addresses_of(host, port), port)
+        except OSError as error:  # TimeoutError is one
+            self._note(host, port, str(error) or "no connection in time")
+            raise
+        self._faults.pop(f"{shown(host)}:{port}", None)
         try:
             yield streams
         finally:
@@ -137,10 +142,19 @@ class FilterProxy:
             self._refuse(host, port, f"{host} leads to {addresses[0]}, an address of this machine or its network")
         return usable
 
+    def fault_of(self, host: Host, port: int) -> str | None:
+        """Why the last connection to it came to nothing, if it did."""
+        return self._faults.get(f"{shown(host)}:{port}")
+
     def _refuse(self, host: Host, port: int, why: str) -> None:
         self.num_refused += 1
-        self.refused.append(f"{shown(host)}:{port}")
+        self._note(host, port, why)
         raise Refused(why)
+
+    def _note(self, host: Host, port: int, why: str) -> None:
+        self._faults[f"{shown(host)}:{port}"] = why
+        while len(self._faults) > FAULTS_KEPT:
+            self._faults.popitem(last=False)
 
 
 def _plain(address: Address) -> Address:
