@@ -173,7 +173,7 @@ def action_parser(moves: Sequence[str] = ()) -> Callable[[Any, str], Any]:
     places = {move.casefold(): place for place, move in enumerate(moves)}
 
     def parse(game: Any, text: str) -> Any:
-        space = getattr(game, "action_space", None)
+        space: Any = getattr(game, "action_space", None)
         if places:
             if text.casefold() not in places:
                 raise ValueError(f"{text[:80]!r} is none of {', '.join(moves)}")
@@ -189,7 +189,7 @@ def action_parser(moves: Sequence[str] = ()) -> Callable[[Any, str], Any]:
 
 def moves_of(game: Any, moves: Sequence[str] = ()) -> str:
     """The moves of a game in words."""
-    space = getattr(game, "action_space", None)
+    space: Any = getattr(game, "action_space", None)
     if not moves and hasattr(space, "n"):
         moves = [str(number) for number in range(int(space.start), int(space.start) + int(space.n))]
     return ", ".join(moves)

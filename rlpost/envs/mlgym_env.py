@@ -145,9 +145,9 @@ def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Ca
 
     def make() -> Any:
         import gymnasium
-        import mlgym
-        from mlgym.environment.env import EnvironmentArguments
-        from mlgym.environment.registration import register_task
+        from mlgym import CONFIG_DIR  # type: ignore[import-not-found]
+        from mlgym.environment.env import EnvironmentArguments  # type: ignore[import-not-found]
+        from mlgym.environment.registration import register_task  # type: ignore[import-not-found]
 
         arguments = EnvironmentArguments(
             task_config_path=f"tasks/{task}.yaml",
@@ -155,7 +155,7 @@ def _maker(task: str, *, max_steps: int, device: str, container_type: str) -> Ca
             seed=42,
             container_type=container_type,
             verbose=False,
-            aliases_file=str(Path(mlgym.__file__).parents[1] / "docker" / "aliases.sh"),
+            aliases_file=str(Path(CONFIG_DIR).parent / "docker" / "aliases.sh"),
         )
         if f"mlgym/{arguments.task.id}" not in gymnasium.registry:
             register_task(arguments)

@@ -41,7 +41,7 @@ class Fault(Enum):
     numbers = "not every number exactly once"
     malformed = "no well-formed expression"
     division_by_zero = "a division by zero"
-    value = "another value than the target"
+    other_value = "another value than the target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def judge(expression: str, numbers: Sequence[int], target: int, signs: str = SIG
         return Verdict(text, None, Fault.division_by_zero)
     if value is None:
         return Verdict(text, None, Fault.malformed)
-    return Verdict(text, value, None if value == target else Fault.value)
+    return Verdict(text, value, None if value == target else Fault.other_value)
 
 
 def score(

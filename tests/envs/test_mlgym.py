@@ -149,7 +149,8 @@ def test_each_conversation_has_its_own_where_they_are_made() -> None:
 
 
 def test_exactly_one_of_task_and_tasks_is_given() -> None:
-    for wrong in ({}, {"task": "a", "tasks": ["b"]}, {"tasks": []}):
+    wrongs: list[dict[str, Any]] = [{}, {"task": "a", "tasks": ["b"]}, {"tasks": []}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="exactly one of task and tasks"):
             make_mlgym(**wrong)
 

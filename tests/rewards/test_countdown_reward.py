@@ -26,7 +26,7 @@ from rlpost.rewards.countdown import MAX_CHARACTERS, Fault, judge, score
 def test_values_are_exact_and_in_the_usual_order(expression: str, value: Fraction | int) -> None:
     verdict = judge(expression, [25, 5, 2], 60)
     assert verdict.value == value
-    assert verdict.fault == (None if value == 60 else Fault.value)
+    assert verdict.fault == (None if value == 60 else Fault.other_value)
 
 
 @pytest.mark.parametrize(
