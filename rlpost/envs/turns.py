@@ -77,11 +77,11 @@ def observation(
 
 def prompt_text(conversation: Conversation, continuation: Continuation | None) -> str:
     """The conversation so far as the text that the next turn goes on from."""
-    if not conversation.chat and (continuation is None or not conversation.response_ids):
+    if not conversation.chat:
+        if continuation is not None and conversation.response_ids:  # with the special tokens that were sampled
+            return conversation.prompt_text + continuation.tokenizer.decode(conversation.response_ids)
         return "".join(message["content"] for message in conversation.messages)
-    assert continuation is not None
-    if not conversation.chat:  # with the special tokens that were sampled, which messages leave out
-        return conversation.prompt_text + continuation.tokenizer.decode(conversation.response_ids)
+    assert continuation is not None  # which a chat's mode asks a tokenizer for
     if conversation.turns and _is_asked(conversation):
         continuation.observation_text(conversation)  # raises where the text would not go on from what was said
     return continuation.text(conversation)
