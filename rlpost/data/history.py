@@ -60,17 +60,19 @@ class History(TensorClass["nocast"]):
         """History (B, M) of B chats, M the length of the longest, and at least 1.
 
         A message has `role` and `content`, and may have `is_complete`, `tool_calls`,
-        `tool_responses` and whatever else its template reads. Raises ValueError for no chats, or a
+        `tool_responses` and whatever else its template reads. Raises DataError for no chats, or a
         message without role or content.
         """
         if not chats:
-            raise ValueError("History.from_chats was given no chats: a history holds at least one")
+            raise DataError("History.from_chats was given no chats: a history holds at least one")
         width = max(1, *(len(chat) for chat in chats))
         bare = True  # whether all have role and content alone, as most do: then the rest need not be looked for
         for row, chat in enumerate(chats):
+            if isinstance(chat, Mapping):
+                raise DataError(f"chat {row} is a message, not a list of them: give [chat] for a single chat")
             for place, message in enumerate(chat):
                 if "role" not in message or "content" not in message:
-                    raise ValueError(f"message {place} of chat {row} lacks role or content: {dict(message)!r:.100}")
+                    raise DataError(f"message {place} of chat {row} lacks role or content: {dict(message)!r:.100}")
                 bare = bare and len(message) == 2
         padding = {"role": PADDING_ROLE, "content": ""}
         rows = [[*chat, *[padding] * (width - len(chat))] for chat in chats]
@@ -122,10 +124,10 @@ class History(TensorClass["nocast"]):
         """One list of messages a row, padding left out; a history of one dimension is one row.
 
         A message has `role` and `content`, `is_complete` only where it is False, and its other
-        entries only where it has some. Raises ValueError for other than one or two dimensions.
+        entries only where it has some. Raises DataError for other than one or two dimensions.
         """
         if self.ndim not in (1, 2):
-            raise ValueError(f"a history of batch size {tuple(self.batch_size)} is no list of chats: flatten it first")
+            raise DataError(f"a history of batch size {tuple(self.batch_size)} is no list of chats: flatten it first")
         fields = fields_of(self)
         if self.ndim == 2 and isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
             return [chat for row in self.unbind(0) for chat in row.to_chats()]  # whose lengths may differ
@@ -149,18 +151,23 @@ class History(TensorClass["nocast"]):
     def append(self, message: History, *, inplace: bool = False) -> History:
         """The history with one more message at the end: `message` is () for (M,), (B,) for (B, M).
 
-        A new one, unless `inplace`; raises what `extend` raises.
+        A new one, unless `inplace`. Raises DataError for other than one message a row.
         """
+        if message.batch_size != self.batch_size[:-1]:
+            raise DataError(
+                f"cannot append messages of batch size {tuple(message.batch_size)} to a history of "
+                f"{tuple(self.batch_size)}: give one a row, or extend it"
+            )
         return self.extend(cast(History, message.unsqueeze(-1)), inplace=inplace)
 
     def extend(self, messages: History, *, inplace: bool = False) -> History:
         """The history with `messages`, of as many dimensions, behind the last message of each row.
 
-        A new one, unless `inplace`: this one is then changed and returned. Raises ValueError when the
+        A new one, unless `inplace`: this one is then changed and returned. Raises DataError when the
         numbers of rows differ.
         """
         if self.batch_size[:-1] != messages.batch_size[:-1]:
-            raise ValueError(
+            raise DataError(
                 f"cannot extend a history of batch size {tuple(self.batch_size)} by one of "
                 f"{tuple(messages.batch_size)}: all but the last must be equal"
             )

@@ -12,6 +12,7 @@ from rlpost.data import ContentBase, History
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.plain import from_plain, to_plain
+from rlpost.errors import DataError
 from rlpost.models import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -68,6 +69,8 @@ def test_append_and_extend_leave_the_original_alone() -> None:
 def test_extending_by_other_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         History.from_chats([[USER]]).extend(History.from_chats([[USER], [USER]]))
+    with pytest.raises(DataError, match="give one a row, or extend it"):
+        History.from_chats([[USER]]).append(History(role="user", content="Hi"))
 
 
 def test_messages_without_content_and_no_chats_are_refused() -> None:
@@ -75,6 +78,10 @@ def test_messages_without_content_and_no_chats_are_refused() -> None:
         History.from_chats([[USER], [{"role": "user"}]])
     with pytest.raises(ValueError, match="no chats"):
         History.from_chats([])
+    with pytest.raises(DataError, match=r"chat 0 is a message.* give \[chat\]"):
+        History.from_chats([USER])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="flatten it first"):
+        History.from_chats([[USER]]).unsqueeze(0).to_chats()  # type: ignore[attr-defined]
 
 
 def test_a_history_stacks_indexes_and_pickles() -> None:
