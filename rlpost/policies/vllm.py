@@ -233,8 +233,15 @@ class vLLMWrapper(Policy):
         return getattr(self._engine, "llm", self._engine)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the engine's workers, such as those of `vLLMWorker`; what each returned."""
-        return self._running_engine().call_workers(method, *args)
+        """Call a method of the engine's workers, such as those of `vLLMWorker`; what each returned.
+
+        Raises PolicyError for what one of them raised.
+        """
+        engine = self._running_engine()
+        try:
+            return engine.call_workers(method, *args)
+        except Exception as error:
+            raise PolicyError(f"a worker of vLLM failed in {method}: {_first_line(error)}") from error
 
     def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
         """Like `load_weights`, but each weight is sent through `group`, whose rank 0 this process is.
