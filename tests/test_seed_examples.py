@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, set_list_to_stack
 
 from rlpost.extras import is_installed
+
+SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate your code with ```python``` tags."
 
 
 @pytest.mark.vllm
@@ -27,7 +30,7 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
     from rlpost.testing import DummyStrDataLoader
 
     threads = torch.get_num_threads()
-    llm_model = vllm.LLM(str(tiny_folder), max_model_len=512)  # on a machine whose memory is shared
+    llm_model = vllm.LLM(str(tiny_folder), max_model_len=512, enforce_eager=True)  # a small machine, and no compiling
     tokenizer: Any = llm_model.get_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     policy = vLLMWrapper(llm_model)
@@ -68,3 +71,96 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
     del collector
     llm_model.llm_engine.engine_core.shutdown()
     torch.set_num_threads(threads)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
+@pytest.mark.timeout(240)
+def test_the_version_of_the_policy_is_written_in_the_data(tiny_folder: Path) -> None:
+    from rlpost.collectors import LLMCollector, vLLMUpdater
+    from rlpost.envs import ArithmeticEnv
+    from rlpost.models import load_model
+    from rlpost.policies import vLLMWrapper
+    from rlpost.settings import DType, ModelSettings, VLLMSettings
+
+    def make_env() -> ArithmeticEnv:
+        return ArithmeticEnv(num_envs=2, max_completion_tokens=4)
+
+    def make_policy() -> vLLMWrapper:
+        policy = vLLMWrapper(tiny_folder, settings=VLLMSettings(kv_cache_gb=1), max_model_len=256)
+        policy.start()
+        return policy
+
+    env = make_env()
+    policy = make_policy()
+    try:
+        collector = LLMCollector(env, policy=policy, weight_updater=vLLMUpdater(), track_policy_version=True)
+        collector.weight_updater.init(policy)
+        model = load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))
+        collector.update_policy_weights_(state_dict=model.state_dict())
+        assert collector.policy_version_tracker.version == 1
+        for data in islice(collector, 2):
+            assert data["policy_version"].flatten().tolist() == [1, 1]
+        collector.update_policy_weights_(state_dict=model.state_dict())
+        assert collector.policy_version_tracker.version == 2
+        assert next(iter(collector))["policy_version"].flatten().tolist() == [2, 2]
+    finally:
+        policy.close()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_the_python_interpreter_answers_a_block_of_code(
+    tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pprint import pprint
+
+    from rlpost.envs import ChatEnv
+    from rlpost.envs.transforms import PythonInterpreter
+
+    with set_list_to_stack(True):
+        base_env = ChatEnv(
+            tokenizer=tiny_tokenizer,
+            system_prompt=SYSTEM_PROMPT,
+            user_role="user",
+            system_role="system",
+            batch_size=[1],
+        )
+        env = base_env.append_transform(PythonInterpreter())
+        env.set_seed(0)
+        reset_data = env.reset(
+            TensorDict(text="Let's write a Python function that returns the square of a number.", batch_size=[1])
+        )
+        action = """Here is a block of code to be executed in python:
+```python
+def square(x):
+    return x * x
+print('testing the square function with input 2:', square(2))
+```
+<|im_end|>
+"""
+        step_data = reset_data.set("text_response", [action])
+        assert step_data is reset_data
+        _, s_ = env.step_and_maybe_reset(reset_data)
+        pprint(s_["history"].apply_chat_template(tokenizer=tiny_tokenizer))
+        env.close()
+    printed = eval(capsys.readouterr().out)
+    assert printed == [
+        "<|im_start|>system\n"
+        f"{SYSTEM_PROMPT}<|im_end|>\n"
+        "<|im_start|>user\n"
+        "Let's write a Python function that returns the square of a number.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        "Here is a block of code to be executed in python:\n"
+        "```python\n"
+        "def square(x):\n"
+        "    return x * x\n"
+        "print('testing the square function with input 2:', square(2))\n"
+        "```<|im_end|>\n"
+        "<|im_start|>user\n"
+        "\n"
+        "Code block 1 executed successfully:\n"
+        "testing the square function with input 2: 4\n"
+        "\n"
+        "<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ]

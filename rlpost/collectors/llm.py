@@ -29,12 +29,12 @@ class LLMCollector(Collector):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
-    is rounded up to a multiple of the environment's size B.
+    is rounded up to a multiple of the environment's size B, which it is where it is left out.
 
     Plain mode delivers every turn as it comes, stacked to (B, T), or (B*T,) with `flatten_data`; a
     conversation goes on in the next batch unless `reset_at_each_iter`.
     `yield_completed_trajectories` delivers whole trajectories, one after the other on a single
-    dimension, until a batch has its turns (left out: B); what is complete beyond it waits for the
+    dimension, until a batch has its turns; what is complete beyond it waits for the
     next, and so does what is under way, unless `reset_at_each_iter` abandons the latter.
     `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
     counts those alone. With `begin_ahead` a place whose conversation is over begins one for a later
@@ -86,8 +86,6 @@ class LLMCollector(Collector):
         if last_only and (flatten_data or reset_at_each_iter):
             raise TypeError("yield_only_last_steps excludes flatten_data and reset_at_each_iter")
         completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
-        if dialog_turns_per_batch is None and not completed:
-            raise TypeError("dialog_turns_per_batch may be left out only with yield_completed_trajectories")
         if replay_buffer is not None and flatten_data is False and not completed:
             raise TypeError("a replay buffer holds rows on a single dimension: leave flatten_data=False out")
 
