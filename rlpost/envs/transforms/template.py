@@ -55,7 +55,7 @@ class TemplateTransform(Transform):
             add_generation_prompt=self.add_generation_prompt,
             chat_template=self.chat_template,
             chat_template_name=self.chat_template_name,
-            **self.template_kwargs,
+            template_kwargs=self.template_kwargs,
         )
         return tensordict.set(self.out_key, strings(texts))
 
