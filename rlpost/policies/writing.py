@@ -139,11 +139,12 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     """
     for name, value in written.items():
         there = into.get(name, None)
-        if isinstance(there, History) and _is_group(value):
-            into.set(name, value["full"])
-        elif _is_group(there) and _is_group(value):
-            for part, leaf in value.items():
-                there.set(part, leaf)
+        group = _group(value)
+        if isinstance(there, History) and group is not None:
+            into.set(name, group["full"])
+        elif (kept := _group(there)) is not None and group is not None:
+            for part, leaf in group.items():
+                kept.set(part, leaf)
         else:
             into.set(name, value)
     return into
@@ -193,6 +194,6 @@ def _versions(labels: Sequence[PolicyVersionLabel]) -> Any:
     return strings([str(label) for label in labels])
 
 
-def _is_group(value: Any) -> bool:
-    """Whether an entry is a TensorDict of entries; a stack of Python values, which is one too, is not meant."""
-    return isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack)
+def _group(value: Any) -> TensorDictBase | None:
+    """An entry that is a TensorDict of entries; a stack of Python values, which is one too, is not meant."""
+    return value if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack) else None

@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     module: Any = ray
     module.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
