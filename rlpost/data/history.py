@@ -9,7 +9,7 @@ import torch
 from jinja2.exceptions import TemplateError
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from rlpost.data.chat_mask import ChatMask
+from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.chat_templates import parse_chat, template_to_read, template_to_write
 from rlpost.data.columns import fields_of, grid, own, settle
 from rlpost.data.conversation import Message
@@ -223,22 +223,23 @@ class History(TensorClass["nocast"]):
         options: dict[str, Any] = {"template": template, "tools": tools, "variables": template_kwargs}
         chats = self.to_chats()
         prompts = [add_generation_prompt and not (c and not c[-1].get("is_complete", True)) for c in chats]
-        rows: list[Any]
+        pairs = list(zip(chats, prompts, strict=True))
+        rendered: Any
         if return_assistant_tokens_mask:
             mask = ChatMask(tokenizer, template, template_kwargs)
-            rows = [mask.encode(c, tools, add_generation_prompt=p) for c, p in zip(chats, prompts, strict=True)]
+            rows = [_masked(mask, chat, number, tools, prompt) for number, (chat, prompt) in enumerate(pairs)]
+            rendered = _fields(tokenizer, rows, padding)
         else:
-            pairs = enumerate(zip(chats, prompts, strict=True))
-            rows = [
-                _written(tokenizer, chat, number, add_generation_prompt=p, **options) for number, (chat, p) in pairs
+            rendered = [
+                _written(tokenizer, chat, number, add_generation_prompt=prompt, **options)
+                for number, (chat, prompt) in enumerate(pairs)
             ]
             if tokenize or return_dict:
-                rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rows]
-        if return_dict:
-            columns = rows if return_assistant_tokens_mask else [(ids,) for ids in rows]
-            rendered: Any = _fields(tokenizer, columns, padding)
-        else:
-            rendered = _padded(rows, _pad_id(tokenizer), torch.int64) if padding else rows
+                rendered = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
+            if return_dict:
+                rendered = _fields(tokenizer, [(ids,) for ids in rendered], padding)
+            elif padding:
+                rendered = _padded(rendered, _pad_id(tokenizer), torch.int64)
         return rendered if self.ndim == 2 else rendered[0]
 
 
@@ -291,8 +292,19 @@ def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: An
         raise DataError(f"chat {number + 1}: {error}") from error
     except _REFUSALS as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{template_name(tokenizer)} refuses chat {number + 1}: {said}") from error
+        template = template_name(tokenizer) if options["template"] is None else "the chat template"
+        raise DataError(f"{template} refuses chat {number + 1}: {said}") from error
     return text
+
+
+def _masked(
+    mask: ChatMask, chat: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: bool
+) -> tuple[list[int], list[bool]]:
+    """The ids of one chat and the assistant's mask over them. Raises MaskError, naming the chat."""
+    try:
+        return mask.encode(chat, tools, add_generation_prompt=prompt)
+    except MaskError as error:
+        raise MaskError(error.fault, f"chat {number + 1}: {error}") from error
 
 
 def _fields(tokenizer: Any, rows: Sequence[Sequence[Sequence[Any]]], padding: bool) -> TensorDict:

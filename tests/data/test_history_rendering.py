@@ -80,8 +80,8 @@ def test_the_mask_of_a_tokenizers_own_template_is_the_same() -> None:
 
 
 def test_a_mask_that_cannot_be_found_is_refused() -> None:
-    with pytest.raises(MaskError, match="message 1 is the assistant's"):
-        said("chatml", [ASSISTANT])
+    with pytest.raises(MaskError, match="chat 2: message 1 is the assistant's"):
+        said("chatml", [USER], [ASSISTANT])
 
 
 def test_ids_come_ragged_or_padded_on_the_left() -> None:
@@ -153,7 +153,7 @@ def test_tools_and_variables_reach_the_template() -> None:
     options: dict[str, Any] = {"tools": tools, "chat_template": shown, "template_kwargs": {"mood": "calm"}}
     assert history.apply_chat_template(tiny_tokenizer(), **options) == ["add calm"]
     with pytest.raises(TypeError, match="add_generation_promt"):
-        history.apply_chat_template(tiny_tokenizer(), add_generation_promt=False)
+        history.apply_chat_template(tiny_tokenizer(), add_generation_promt=False)  # type: ignore[call-arg]
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
@@ -211,6 +211,8 @@ def test_other_parts_are_refused_by_a_tokenizer_that_would_drop_them(kind: Any) 
     history = History.from_chats([[{**USER, "content": [QUESTION, ContentBase(kind, url="x")]}]])
     with pytest.raises(DataError, match=f"chat 1: message 1 has a part of type {kind}.*AutoProcessor"):
         history.apply_chat_template(tiny_tokenizer())
+    with pytest.raises(MaskError, match=f"chat 1: message 1 has a part of type {kind}"):
+        history.apply_chat_template(tiny_tokenizer(), return_dict=True, return_assistant_tokens_mask=True)
 
 
 def test_a_processor_is_given_the_parts() -> None:
