@@ -28,8 +28,8 @@ OVERVIEW = """
 """
 METHODS = """
     as_remote async_shutdown dialog_turns_per_batch get_policy_model get_policy_version init_updater is_initialized
-    iterator load_state_dict pause policy_version policy_version_tracker reset rollout set_seed shutdown start state_dict
-    update_policy_weights_ weight_updater
+    iterator load_state_dict pause policy_version policy_version_tracker reset rollout set_seed shutdown start
+    state_dict update_policy_weights_ weight_updater
 """
 USED: dict[str, Callable[..., None]] = {}
 
@@ -228,7 +228,7 @@ def test_equal_sequences_have_equal_hashes() -> None:
 @uses("IFEvalEnv", "IfEvalScorer", "IFEvalScoreData")
 def test_instructions_are_checked() -> None:
     pytest.importorskip("if_verifiable")
-    from rlpost.envs import IFEvalEnv, IfEvalScorer, IFEvalScoreData
+    from rlpost.envs import IFEvalEnv, IFEvalScoreData, IfEvalScorer
 
     row = {"key": 1, "prompt": "Write without commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     env = IFEvalEnv([row])
@@ -294,3 +294,152 @@ def test_elements_become_batches() -> None:
     assert as_padded_tensor(elements)["ids"].tolist() == [[0, 1], [2, 3]]
     primed = DataLoadingPrimer([{"x": 1.0}], repeats=2)(TensorDict({}, batch_size=[2]))
     assert primed["x"].tolist() == [1.0, 1.0]
+
+
+@uses("TemplateTransform", "Tokenizer")
+def test_messages_become_text_and_ids(tiny_tokenizer: Any) -> None:
+    from rlpost.envs import ChatEnv
+    from rlpost.envs.transforms import TemplateTransform, Tokenizer
+
+    env = ChatEnv().append_transform(TemplateTransform(tiny_tokenizer)).append_transform(Tokenizer(tiny_tokenizer))
+    shown = env.reset(TensorDict({"text": NonTensorStack("Hi?")}, batch_size=[1]))
+    assert shown["text", "prompt"][0] == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_tokenizer.decode(shown["tokens", "prompt"][0]) == shown["text", "prompt"][0]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Any:
+    from rlpost.models import load_model
+    from rlpost.settings import DType, ModelSettings
+
+    return load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))
+
+
+@uses(
+    "TransformersWrapper", "CategoricalSequential", "KLRewardTransform", "RetrieveLogProb", "GRPOLoss",
+    "GRPOLossOutput", "LLMCollector.get_policy_model",
+)  # fmt: skip
+def test_a_sampled_batch_is_compared_and_trained_on(model: Any, tiny_tokenizer: Any) -> None:
+    from rlpost.collectors import LLMCollector
+    from rlpost.envs import ArithmeticEnv
+    from rlpost.envs.transforms import KLRewardTransform, RetrieveLogProb
+    from rlpost.objectives import GRPOLoss, GRPOLossOutput
+    from rlpost.policies import CategoricalSequential, TransformersWrapper
+
+    policy = TransformersWrapper(model, tiny_tokenizer)
+    assert isinstance(policy, CategoricalSequential)
+    env = ArithmeticEnv(num_envs=2, max_completion_tokens=4)
+    collecting = LLMCollector(env, policy=policy, yield_only_last_steps=True)
+    assert collecting.get_policy_model() is model
+    batch = RetrieveLogProb(model)(collecting.rollout())
+    sampled, own = batch["log_probs", "full"], batch["next", "ref_log_probs", "full"]
+    assert torch.allclose(sampled.values(), own.values(), atol=1e-5)
+    penalised = KLRewardTransform(model)(batch)
+    assert penalised["next", "kl_penalty"].values().abs().max() < 1e-5  # the model against itself
+    assert policy.log_prob(batch).shape[0] == 2
+    output = GRPOLoss(model)(batch.set("advantage", torch.tensor([1.0, -1.0])))
+    assert isinstance(output, GRPOLossOutput)
+    assert torch.isfinite(output.loss)
+
+
+@uses("SFTLoss", "SFTLossOutput")
+def test_a_conversation_is_fine_tuned_on(model: Any, tiny_tokenizer: Any) -> None:
+    from rlpost.data import History
+    from rlpost.objectives import SFTLoss, SFTLossOutput
+
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    output = SFTLoss(model, tiny_tokenizer)(TensorDict({"history": {"full": History.from_chats([chat])}}, [1]))
+    assert isinstance(output, SFTLossOutput)
+    assert output.loss_sft.item() > 0
+
+
+# Tools, and environments of others
+
+
+@uses("PythonInterpreter", "MCPToolTransform", "BrowserTransform")
+def test_tools_are_appended_to_a_chat() -> None:
+    pytest.importorskip("mcp")
+    pytest.importorskip("playwright")
+    from rlpost.envs import ChatEnv
+    from rlpost.envs.transforms import BrowserTransform, MCPToolTransform, PythonInterpreter
+
+    env = ChatEnv(max_steps=2).append_transform(PythonInterpreter()).append_transform(BrowserTransform(["localhost"]))
+    assert [name for tool in env.tools.transforms for name in tool.names()] == ["python", "browser"]
+    assert [call.name for call in env.tools.calls_of("```python\nprint(1)\n```")] == ["python"]
+    with pytest.raises(ValueError, match="command"):
+        MCPToolTransform({"files": {"args": []}})
+    env.close()
+
+
+@uses("make_mlgym", "MLGymWrapper")
+def test_a_game_of_mlgyms_kind_is_a_conversation() -> None:
+    from rlpost.envs import MLGymWrapper, make_mlgym
+
+    class Game:
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+            return {"observation": "Begin."}, {}
+
+        def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+            return f"You did {action}.", 0.0, True, {}
+
+        def close(self) -> None:
+            pass
+
+    [conversation] = MLGymWrapper(Game()).draw(1)
+    assert "Begin." in conversation.messages[-1]["content"]
+    with pytest.raises(ValueError, match="task"):
+        make_mlgym()
+
+
+# Engines
+
+
+@uses("LLMCollector.as_remote")
+def test_a_collector_in_ray_needs_ray() -> None:
+    from rlpost.collectors import LLMCollector
+    from rlpost.errors import MissingExtraError
+    from rlpost.extras import is_installed
+
+    if is_installed("ray"):
+        assert callable(LLMCollector.as_remote({"num_cpus": 1}).remote)
+    else:
+        with pytest.raises(MissingExtraError, match="ray"):
+            LLMCollector.as_remote({"num_cpus": 1})
+
+
+@uses("stateless_init_process_group", "vLLMWorker")
+def test_weights_go_over_a_group() -> None:
+    from rlpost.errors import PolicyError
+    from rlpost.policies import stateless_init_process_group, vLLMWorker
+    from rlpost.weight_sync.vllm import free_port
+
+    alone = stateless_init_process_group("127.0.0.1", free_port("127.0.0.1"), 0, 1, "cpu", timeout_seconds=20)
+    weight = torch.ones(2)
+    alone.broadcast(weight, src=0)
+    assert weight.tolist() == [1.0, 1.0]
+    with pytest.raises(PolicyError, match="is in no weight group"):
+        vLLMWorker().update_weight_broadcast("w", "float32", [2])
+
+
+@uses("vLLMWrapper", "LLMOnDevice", "make_vllm_worker", "vLLMUpdater")
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_an_engine_is_started_and_taken(tiny_folder: Path, model: Any, tiny_tokenizer: Any) -> None:
+    pytest.importorskip("vllm")
+    from rlpost.collectors import vLLMUpdater
+    from rlpost.data.conversation import Conversation
+    from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
+    from rlpost.settings import VLLMSettings
+
+    with pytest.raises(ValueError, match="two answers"):
+        make_vllm_worker(tiny_folder, devices=[0], num_devices=1)
+    engine = make_vllm_worker(tiny_folder, settings=VLLMSettings(kv_cache_gb=1), enforce_eager=True, max_model_len=128)
+    try:
+        assert isinstance(engine, LLMOnDevice)
+        policy = vLLMWrapper(engine)
+        conversation = Conversation(task={}, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=3)
+        policy.reply([conversation])
+        assert len(conversation.log_probs) <= 3
+        assert vLLMUpdater(policy).push(model) == policy.version == 1
+    finally:
+        engine.close()
