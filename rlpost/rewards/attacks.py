@@ -26,7 +26,7 @@ LATENCY_CALLS = 100
 REPEATS = 50
 LARGEST_NUMBER = 200  # of those that a reply lists
 NOBODYS_ANSWER = "-987654321"
-ODD = "\x00\x1b[2J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent
+ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what no terminal should be sent; no digit
 
 
 def attack_reward(attack: Attack) -> list[Check]:

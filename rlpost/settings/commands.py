@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
-from rlpost.settings.checks import MISSING, at_least
+from rlpost.settings.checks import MISSING, at_least, between
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
@@ -61,11 +61,13 @@ class GRPOSettings:
     passes: int = 1  # times each step's completions are trained on
     tokens_per_microbatch: int | None = None  # of one forward and backward; None: 2048 on a CPU, 16384 on a GPU
     max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
+    max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
     def __post_init__(self) -> None:
         at_least("steps", self.steps, 1)
         at_least("seed", self.seed, 0)
+        between("max_failed_share", self.max_failed_share, 0.0, 1.0)
         at_least("prompts_per_step", self.prompts_per_step, 1)
         at_least("passes", self.passes, 1)
         at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)

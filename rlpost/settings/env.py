@@ -34,7 +34,6 @@ class EnvSettings:
     max_turns: int = 1  # of the model in a conversation; more for tools, and for environments that answer
     max_observation_tokens: int = 256  # between two turns of the model, for which its context has room
     eval_limit: int = 500  # held-out prompts an evaluation during training plays, unless eval.limit says
-    max_failed_share: float = 0.5  # of the rewards of a step; a step of which more fail stops the run
 
     @property
     def max_sampled_tokens(self) -> int:
@@ -55,7 +54,6 @@ class EnvSettings:
         at_least("env.max_turns", self.max_turns, 1)
         at_least("env.max_observation_tokens", self.max_observation_tokens, 1)
         at_least("env.eval_limit", self.eval_limit, 1)
-        between("env.max_failed_share", self.max_failed_share, 0.0, 1.0)
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
 

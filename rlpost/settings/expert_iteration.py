@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, at_least
+from rlpost.settings.checks import MISSING, at_least, between
 from rlpost.settings.commands import CheckpointSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
@@ -48,8 +48,10 @@ class ExpertIterationSettings:
     passes: int = 1  # times each step's selection is trained on
     tokens_per_microbatch: int | None = None  # of one forward and backward; None: 2048 on a CPU, 16384 on a GPU
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
+    max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
 
     def __post_init__(self) -> None:
+        between("max_failed_share", self.max_failed_share, 0.0, 1.0)
         for key in ("steps", "prompts_per_step", "topk_size", "minibatch_size", "passes", "tokens_per_microbatch"):
             at_least(key, getattr(self, key), 1)
         at_least("seed", self.seed, 0)

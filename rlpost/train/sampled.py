@@ -59,13 +59,13 @@ def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path,
 
 
 def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
-    """Raise RewardError where more rewards of a step failed than `env.max_failed_share` allows."""
+    """Raise RewardError where more rewards of a step failed than `max_failed_share` allows."""
     count = settings.prompts_per_step * settings.group_size
     failed = metrics["reward/failed"]
-    if failed > settings.env.max_failed_share * count:
+    if failed > settings.max_failed_share * count:
         raise RewardError(
             f"step {step}: {failed:.0f} of {count} rewards failed, more than the share "
-            f"env.max_failed_share={settings.env.max_failed_share:g} allows; the run's log.txt says how"
+            f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
         )
 
 

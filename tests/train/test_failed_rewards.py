@@ -71,8 +71,8 @@ def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(tmp_path: Path)
 
 
 def test_a_step_of_which_most_rewards_fail_stops_the_run(tmp_path: Path) -> None:
-    words = ["policy.replies=[leave,leave,a,aa]", "env.max_failed_share=0.25"]
-    with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share env.max_failed_share="):
+    words = ["policy.replies=[leave,leave,a,aa]", "max_failed_share=0.25"]
+    with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share max_failed_share="):
         run(tmp_path, *words)
     assert "its process ended with exit code 1" in (tmp_path / "run" / "log.txt").read_text()
 
