@@ -196,6 +196,39 @@ def test_a_turn_is_ready_for_the_environments_step(tokenizer: Any, pad_output: b
     assert [chat[-1]["content"] for chat in observed["history"].to_chats()] == ["yes", "no, never"]
 
 
+@pytest.mark.parametrize("env_mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("policy_mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_several_turns_are_the_same_ids_in_every_mode(
+    tokenizer: Any, env_mode: str, policy_mode: str, pad_output: bool
+) -> None:
+    class Asking(ChatEnv):
+        def next_message(self, conversation: Any) -> str:
+            return "more"
+
+    env = Asking(2, tokenizer=tokenizer, input_mode=env_mode, max_steps=3)
+    policy = ScriptedPolicy(["x", "yes"], tokenizer, input_mode=policy_mode, pad_output=pad_output)
+    current = env.reset(TensorDict({"query": strings(QUESTIONS)}, batch_size=[2]))
+    for _ in range(3):
+        current = env.step(policy(current))["next"]
+    asked_again = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    for conversation, question, reply in zip(current["conversation"], QUESTIONS, ("x", "yes"), strict=True):
+        assert tokenizer.decode(conversation.prompt_ids) == rendered(question)
+        said = f"{reply}<|im_end|>"
+        assert tokenizer.decode(conversation.response_ids) == asked_again.join([said] * 3)
+        sampled = [token for token, mask in zip(conversation.response_ids, conversation.mask, strict=True) if mask]
+        assert tokenizer.decode(sampled) == said * 3
+
+
+def test_an_environment_is_rolled_out_with_a_policy(tokenizer: Any) -> None:
+    env = ChatEnv(2, tokenizer=tokenizer, max_steps=1)
+    prompts = TensorDict({"query": strings(QUESTIONS)}, batch_size=[2])
+    played = env.rollout(3, ScriptedPolicy(["x", "yes"], tokenizer), tensordict=prompts)
+    assert played.batch_size == torch.Size([2, 1])
+    assert [list(row) for row in played["text", "response"]] == [["x"], ["yes"]]
+    assert played["next", "done"].all()
+
+
 def test_a_second_turn_replaces_the_first(tokenizer: Any) -> None:
     observed = ChatEnv(1, tokenizer=tokenizer).reset(TensorDict({"query": strings(["hi"])}, batch_size=[1]))
     ScriptedPolicy(["a long reply"], tokenizer, generate_kwargs={"max_new_tokens": 3})(observed)

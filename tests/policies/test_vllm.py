@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator, Sequence
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.batching import Row, pack
+from rlpost.collectors import LLMCollector
+from rlpost.data import ReplayBuffer
 from rlpost.data.batch import strings
+from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import is_installed
 from rlpost.logprobs import token_log_probs
@@ -188,6 +194,29 @@ def test_an_engine_that_runs_may_be_given_and_stays_its_owners(case: tuple[Path,
         policy.start()
 
 
+@pytest.mark.parametrize("total", [1, 10, 20])
+@pytest.mark.parametrize("into", ["buffer", "queue", "none"])
+def test_a_collector_delivers_whole_rounds_from_vllm(case: tuple[Path, vLLMWrapper], into: str, total: int) -> None:
+    _, policy = case
+    env = DatasetChatEnv([{"question": f"q{i}"} for i in range(5)], num_envs=4, max_completion_tokens=3)
+    buffer = ReplayBuffer() if into == "buffer" else None
+    received: queue.Queue[Any] | None = queue.Queue() if into == "queue" else None
+    collector = LLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=4,
+        total_dialog_turns=total,
+        replay_buffer=buffer,
+        queue=received,
+    )
+    batches: list[Any] = list(collector)
+    if buffer is not None:
+        batches = [buffer.take(len(buffer))]
+    elif received is not None:
+        batches = [received.get_nowait() for _ in range(received.qsize())]
+    assert sum(batch.numel() for batch in batches) == max(4, ceil(total / 4) * 4)
+
+
 def test_completions_are_stamped_and_repeat_from_their_seeds(case: tuple[Path, vLLMWrapper]) -> None:
     _, policy = case
     policy.version = 41
@@ -253,3 +282,31 @@ def test_an_engine_on_devices_is_one_in_a_process_of_its_own(tiny_folder: Path) 
     policy.close()
     assert gap(vLLMWrapper(engine), model, 1.0) < 1e-3  # which its owner closes
     engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_given_and_dies_is_named_and_not_waited_for(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+    from vllm import LLM
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM's default: an engine in another process
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    llm = LLM(str(tiny_folder), dtype="float32", max_model_len=200, enforce_eager=True)
+    policy = vLLMWrapper(llm, settings=VLLMSettings(timeout_seconds=120))
+    model = load_model(tiny_folder, ModelSettings(path=str(tiny_folder)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    vLLMUpdater(policy).push(model)
+    assert gap(policy, model, 1.0) < 1e-3
+    for child in psutil.Process().children(recursive=True):
+        if "python" in child.name() or "VLLM" in child.name():
+            child.kill()
+    with pytest.raises(
+        PolicyError, match=r"vLLM failed while sampling 8 completions: (EngineDeadError|.*process died)"
+    ):
+        policy.generate(REQUESTS, SamplingSettings())
+    with pytest.raises(PolicyError, match="vLLM is not running"):
+        policy.generate(REQUESTS, SamplingSettings())
