@@ -15,15 +15,14 @@ import yaml
 from transformers import PreTrainedModel
 
 from rlpost.collectors import LLMCollector
-from rlpost.data.continuation import Continuation
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
 from rlpost.data.samples import Encoder, encode_all
 from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.checks import check_rewards, check_template
 from rlpost.envs.rows import OrderedRows
-from rlpost.envs.transforms.log_prob import KLRewardTransform
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
@@ -356,24 +355,6 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     if not isinstance(settings, AutoPolicySettings):
         return settings
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
-
-
-def check_rewards(env: DatasetChatEnv) -> None:
-    """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
-    if any(isinstance(transform, KLRewardTransform) and transform.add_to_reward for transform in env.transforms):
-        raise ConfigError(
-            "the environment has a KLRewardTransform, which makes a reward a token, and a training takes one a "
-            "completion: leave it out and let the loss hold the penalty, with loss.kl_coef"
-        )
-
-
-def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
-    """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
-    if env.max_steps is not None and env.max_steps < 2:
-        return
-    tools = env.tools.transforms
-    schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
-    Continuation(tokenizer).check(env.tools.role if tools else env.user_role, schemas)
 
 
 def build_updater(policy: Policy) -> WeightUpdater:

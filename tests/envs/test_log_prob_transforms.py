@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 
-from rlpost.assemble import check_rewards
 from rlpost.collectors import LLMCollector
 from rlpost.data.batch import batch_from_conversations, ragged, strings
 from rlpost.data.chat_mask import ChatMask
@@ -16,6 +15,7 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
+from rlpost.envs.checks import check_rewards
 from rlpost.envs.transforms import KLRewardTransform, RetrieveLogProb
 from rlpost.errors import ConfigError, DataError
 from rlpost.models import load_model
