@@ -46,6 +46,7 @@ def _grpo_lines(composed: Composed[GRPOSettings]) -> list[str]:
         f"policy  {composed.choices['policy']}, temperature {settings.sampling.temperature:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
+        *settings.tools.told(settings.env),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
 
@@ -73,6 +74,7 @@ def _expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list
         f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
+        *settings.tools.told(settings.env),
         f"select  the best {settings.topk_size} of each prompt, {bar}",
         f"steps   {settings.steps}, seed {settings.seed}",
     ]

@@ -80,6 +80,14 @@ class ToolsSettings:
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
 
+    def told(self, env: EnvSettings) -> list[str]:
+        """A line of a plan where a conversation has several turns: how many, and with which tools."""
+        if env.max_turns == 1:
+            return []
+        using = f", tools {', '.join(self.use)}" if self.use else ""
+        return [f"turns   at most {env.max_turns} a conversation{using}"]
+
+
 LISTS = ("allowed_domains",)
 
 

@@ -28,6 +28,7 @@ def announce(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingPa
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
         f"{settings.group_size} completions = {completions}, at most {settings.env.max_completion_tokens} tokens each",
+        *settings.tools.told(settings.env),
         *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
         f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         writes_line(run),
