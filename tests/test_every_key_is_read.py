@@ -22,6 +22,7 @@ from rlpost.config.registry import (
     all_keys,
     options,
 )
+from rlpost.errors import DataError
 from rlpost.models import locate_model
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import vllm
@@ -33,6 +34,7 @@ from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"So it is\n#### {i + 1}"} for i in range(20)]
 INSTRUCTED = {"ifeval": "punctuation:no_comma", "ifbench": "format:no_whitespace"}
+MADE = (["env=countdown"], ["env=reasoning_gym", "env.task=leg_counting"])
 SMALL = [
     "model=tiny",
     "model.autocast=none",
@@ -59,6 +61,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
     gsm8k = ["env=gsm8k", f"env.path={folder}"]
     dataset = ["env=dataset", f"env.path={folder}", f"env.reward={reward}:score", "env.accuracy=number"]
     instructed = [[f"env={name}", f"env.path={instructed_rows(folder, name)}"] for name in INSTRUCTED]
+    instructed += [[*words, "env.max_prompt_tokens=1000"] for words in MADE]
+    instructed.append(["env=math", f"env.path={folder}", "env.verify_seconds=60"])
+    game = ["env=text_game", "env.id=FrozenLake-v1", "env.max_turns=2", "env.max_observation_tokens=200"]
     classes = settings_classes()
     with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
         choose_auto()
@@ -72,6 +77,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         train_once(folder / "dataset", "policy=scripted", *dataset)
         for words in instructed:
             train_once(folder / words[0], "policy=scripted", *words)
+        train_once(folder / "game", "policy=scripted", *game)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
     with reads_noted(classes) as of_evaluation:
@@ -80,6 +86,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         evaluate_once("policy=scripted", *dataset)
         for words in instructed:
             evaluate_once("policy=scripted", *words)
+        evaluate_once("policy=scripted", *game)
     with reads_noted(classes) as of_tuning:
         tune_once(
             folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "eval.limit=2", "policy=transformers"
@@ -91,6 +98,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         )
         for words in instructed:
             tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
+        with pytest.raises(DataError, match="no single reply wins it"):
+            tune_once(folder / "sft-game", "eval.accuracy=true", "policy=scripted", *game)
     with reads_noted(classes) as of_iteration:
         iterate_once(folder / "iteration", "policy=transformers")
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
@@ -98,6 +107,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         iterate_once(folder / "iteration-rows", "policy=scripted", *dataset)
         for words in instructed:
             iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
+        iterate_once(folder / "iteration-game", "policy=scripted", *game)
     return {
         TRAIN_GRPO.name: of_training | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
