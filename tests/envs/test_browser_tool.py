@@ -21,7 +21,7 @@ from rlpost.envs import ChatEnv
 from rlpost.envs.tools import ToolCall, ToolResult
 from rlpost.envs.transforms import BrowserTransform
 from rlpost.envs.transforms.browser_hosts import AllowedHosts
-from rlpost.envs.transforms.browser_pages import PROGRAMS, found_program
+from rlpost.envs.transforms.browser_pages import PROGRAMS, Limits, found_program
 from rlpost.errors import ConfigError, MissingExtraError, ToolError
 from rlpost.rewards.score import Score
 from tests.envs.web import Site, datagrams, served
@@ -42,6 +42,8 @@ PAGES = {
     "/windows": "<title>Windows</title><button onclick=\"window.open('/two')\">more</button>",
     "/big": "<title>Big</title><p id=p></p><script>p.textContent = 'x'.repeat(3e6)</script>",
     "/slow": "<title>Slow</title>at last",
+    "/lies": "<title>Lies</title><p id=p>t</p><script>Object.defineProperty(window, 'scrollY', {get() { return 'x' }});"
+    "Element.prototype.getAttribute = () => ({a: 1}); String.prototype.slice = () => 7</script>",
     "/file": "binary",
     "/local": "<title>Local</title><iframe src='file:///etc/hostname'></iframe>"
     "<script>setTimeout(() => location = 'data:text/html,x', 20)</script>here",
@@ -293,12 +295,13 @@ def test_wrong_arguments_are_a_failure_that_says_what_to_give(arguments: dict[st
     assert result.text.startswith(said)
 
 
-def test_what_is_not_there_is_a_failure(ask: Asked) -> None:
+def test_what_is_not_there_is_a_failure(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("extract") == ToolResult("no page is open: navigate to one first", ok=False)
     assert ask("click", selector="p") == ToolResult("no page is open: navigate to one first", ok=False)
     lost = ask.go("/nowhere")
     assert not lost.ok
     assert lost.text.startswith("the server answered with status 404\nLost\n")
+    monkeypatch.setattr(Limits, "find", 0.5)
     assert ask("click", selector="#none") == ToolResult("no element matches '#none'", ok=False)
     assert not ask("extract", selector="p[").ok
 
@@ -315,6 +318,7 @@ def test_a_server_that_is_not_there_is_a_failure(browser: BrowserTransform, ask:
 def test_a_page_that_hangs_is_closed_in_time(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.envs.transforms.browser.PROBE_SECONDS", 0.3)
     assert ask.go("/spin").ok
+    monkeypatch.setattr(Limits, "find", 0.5)
     time.sleep(0.8)
     begun = time.monotonic()
     assert ask("extract") == ToolResult("the page gave no result in time and was closed: navigate again", ok=False)
@@ -330,6 +334,23 @@ def test_dialogs_downloads_and_windows_do_not_get_in_the_way(ask: Asked) -> None
     result = ask("click", selector="button")
     assert result.ok
     assert result.text.endswith("\n[a window that it opened was closed]")
+
+
+def test_a_page_whose_scripts_lie_fails_alone(ask: Asked) -> None:
+    ask.go("/lies")
+    assert not ask("extract", selector="p", extract_type="attribute", attribute="id").ok
+    assert ask("extract", selector="p") == ToolResult("7")
+    assert ask("scroll") == ToolResult("the page does not say which part of it is in view", ok=False)
+
+
+def test_a_page_that_crashes_is_replaced(ask: Asked) -> None:
+    ask.go("/")
+    for process in processes():
+        if "--type=renderer" in " ".join(process.cmdline()):
+            process.kill()
+    wait_until(lambda: ask.tool._pages._tabs[ask.conversation.key].is_lost)
+    assert ask("extract") == ToolResult("no page is open: navigate to one first", ok=False)
+    assert ask.go("/").ok
 
 
 @needs_chromium
