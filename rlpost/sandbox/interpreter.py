@@ -49,9 +49,9 @@ class Interpreter:
             asked = subprocess.run(
                 [path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=20, check=True
             )
-        except (OSError, subprocess.SubprocessError) as error:
+            executable, prefix, stdlib, *packages = asked.stdout.splitlines()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{path} cannot be asked for its folders ({error}): name a Python that runs") from None
-        executable, prefix, stdlib, *packages = asked.stdout.splitlines()
         return cls._of(Path(executable), Path(prefix), Path(stdlib), packages)
 
     @classmethod

@@ -242,14 +242,15 @@ def test_the_end_of_a_session_leaves_nothing(attacked: Attacked, ending: str) ->
 
 
 @needs_bubblewrap
-def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked) -> None:
+def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked, tmp_path: Path) -> None:
     program = (
         "from rlpost.sandbox import Sandbox; import rlpost.sandbox.sandbox as s, rlpost.sandbox.walls as w\n"
         f"w.ENVIRONMENT['MARK'] = {attacked.mark!r}\n"
         "session = Sandbox().session(); session.run('x = 1', timeout_seconds=9)\n"
         "print('up', flush=True); session.run('while True: pass', timeout_seconds=99)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+    command, environment = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "up\n"
         assert attacked.survivors() != []
