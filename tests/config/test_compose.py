@@ -36,7 +36,11 @@ from rlpost.settings import (
     VLLMSettings,
 )
 
-NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
+NEEDED = {
+    "dataset": ["env.path=someone/rows", "env.reward=exact"],
+    "reasoning_gym": ["env.task=leg_counting"],
+    "text_game": ["env.id=FrozenLake-v1"],
+}  # option -> words that it does not compose without
 EVERY_OPTION = [(group, option) for group in SCHEMAS for option in options(group)]
 
 
