@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import SandboxError
+from rlpost.sandbox.interpreter import closed_to_others
 
 _NEW_MOUNTS, _BIND, _RECURSIVE, _FOLLOW_ONLY = (
     0x00020000,
@@ -65,7 +66,7 @@ class Launcher:
         if self._stage is None:
             _checked(_libc().unshare(_NEW_MOUNTS))
             _mount(None, "/", None, _RECURSIVE | _FOLLOW_ONLY)
-            stage = tempfile.mkdtemp(prefix="rlpost-sandbox-")
+            stage = temporary_folder()
             atexit.register(_remove, stage, os.getpid())
             _mount("tmpfs", stage, "tmpfs", 0, "mode=755")
             self._stage = Path(stage)
@@ -76,6 +77,12 @@ class Launcher:
                 _mount(str(path), str(place), None, _BIND | _RECURSIVE)
                 self._places[path] = place
         return {self._places[path]: path for path in paths}
+
+
+def temporary_folder() -> str:
+    """A fresh folder that other users can reach, wherever TMPDIR may lie."""
+    usual = Path(tempfile.gettempdir())
+    return tempfile.mkdtemp(prefix="rlpost-sandbox-", dir="/tmp" if closed_to_others([usual]) else usual)
 
 
 _launcher = Launcher()

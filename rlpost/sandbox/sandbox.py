@@ -18,7 +18,7 @@ from rlpost.errors import SandboxError
 from rlpost.sandbox import runner, seccomp
 from rlpost.sandbox.execution import Execution
 from rlpost.sandbox.interpreter import Interpreter
-from rlpost.sandbox.launcher import Launch, NotStarted
+from rlpost.sandbox.launcher import Launch, NotStarted, temporary_folder
 from rlpost.sandbox.limits import Limits, tasks_counted_with
 from rlpost.sandbox.process import Pipes, Process, Request
 from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, WEAKER, Bubblewrap, limits_command, user_for_one
@@ -196,7 +196,7 @@ class Session:
 def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
     """The weaker mode: in a folder of its own."""
     command = limits_command(python, interpreter, user)
-    folder = tempfile.mkdtemp(prefix="rlpost-sandbox-")
+    folder = temporary_folder()
     if user is not None:
         os.chown(folder, user, user)
     return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)

@@ -18,6 +18,7 @@ import pytest
 from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
 from rlpost.sandbox.interpreter import Interpreter
+from rlpost.sandbox.launcher import temporary_folder
 from tests.sandbox.attacks import Attacked, attacked, needs_bubblewrap
 
 __all__ = ["attacked"]  # a fixture
@@ -249,6 +250,8 @@ def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked, tmp_pa
         "session = Sandbox().session(); session.run('x = 1', timeout_seconds=9)\n"
         "print('up', flush=True); session.run('while True: pass', timeout_seconds=99)"
     )
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
     command, environment = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None
@@ -294,6 +297,17 @@ def test_a_python_inside_a_closed_home_folder_is_all_that_is_seen_of_it(tmp_path
     execution = sandbox.run(code, timeout_seconds=SECONDS)
     assert execution.stdout.split()[:2] == [str(home / "apps/python"), "apps"]
     assert sorted(execution.stdout.split()[2:]) == ["bin", "lib"]
+
+
+def test_a_closed_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode, place in ((0o700, "/tmp/rlpost-sandbox-"), (0o755, f"{tmp_path}/rlpost-sandbox-")):
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+        tmp_path.chmod(mode)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        made = temporary_folder()
+        os.rmdir(made)
+        assert made.startswith(place)
 
 
 @needs_bubblewrap
