@@ -140,7 +140,12 @@ class SeparateEngine:
             raise RuntimeError("the prefix cache could not be reset")
 
     def _wait(self, work: Callable[[], Any], *, waited_for: str) -> Any:
-        return wait_for(in_thread(work), self._timeout, waited_for, self._died)
+        try:
+            return wait_for(in_thread(work), self._timeout, waited_for, self._died)
+        except Exception as error:
+            if self._died():  # which vLLM may call no more than "cancelled"
+                raise RuntimeError(f"the engine's process died during the wait for {waited_for}") from error
+            raise
 
     def _died(self) -> bool:
         core = self.llm.llm_engine.engine_core
