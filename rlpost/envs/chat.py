@@ -97,6 +97,7 @@ class ChatEnv(EnvBase):
         """See `EnvBase.start`: the transforms are started."""
         for transform in self.transforms:
             transform.start()
+        self.tools.check_names()
 
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform`; a `DataLoadingPrimer` becomes the source of the prompts."""
@@ -120,6 +121,7 @@ class ChatEnv(EnvBase):
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
         """See `EnvBase.begin`; `query` is what the user says."""
+        ChatEnv.start(self)  # the transforms alone: the rows are here
         first = self._begun
         self._begun += len(rows)
         return self._opened(

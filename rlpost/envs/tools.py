@@ -126,12 +126,15 @@ class Tools:
             raise ConfigError(f"tool_role={self.role!r} is unknown: it must be {' or '.join(ROLES)}")
 
     def add(self, transform: ToolTransform) -> None:
-        """Offer the functions of `transform` too. Raises ConfigError for a name that is taken."""
-        taken = {name for each in self.transforms for name in each.names()}
-        if twice := sorted(taken & set(transform.names())):
-            raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
+        """Offer the functions of `transform` too."""
         transform.role = self.role
         self.transforms.append(transform)
+
+    def check_names(self) -> None:
+        """Raise ConfigError for two functions of one name; asks the tools, which may have to be started for that."""
+        names = [name for each in self.transforms for name in each.names()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
 
     def calls_of(self, reply: str) -> list[ToolCall]:
         """The calls of a reply in the order in which they stand there; one inside another is part of that one."""
