@@ -19,7 +19,7 @@ from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
 from rlpost.data.samples import Encoder, encode_all
 from rlpost.data.topk import TopKRewardSelector
-from rlpost.envs.build import build_env
+from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
 from rlpost.envs.rows import OrderedRows
@@ -111,7 +111,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     objective = PolicyObjective(
         settings.loss,
         temperature=settings.sampling.temperature,
-        max_completion_tokens=settings.env.max_sampled_tokens,
+        max_completion_tokens=longest_sampled(settings.env),
     )
     with_reference = settings.loss.kl_coef > 0
     parts = _assemble_sampling(settings, checkpoint, build_buffer(settings), with_reference=with_reference)
@@ -321,11 +321,11 @@ def build_policy(
     the one of the folder `adapter` to begin with.
     """
     settings = chosen_policy(settings)
+    asked = longest_conversation(env_settings)
+    longest = min(asked, context_length(folder) or asked)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
     if isinstance(settings, VLLMSettings):
-        asked = env_settings.max_conversation_tokens
-        longest = min(asked, context_length(folder) or asked)
         return vLLMWrapper(
             folder,
             tokenizer,
@@ -336,8 +336,9 @@ def build_policy(
             adapter_rank=adapter_rank,
             adapter=adapter,
         )
+    policy: Policy
     if isinstance(settings, TransformersSettings):
-        return TransformersWrapper(
+        policy = TransformersWrapper(
             model if model is not None else load_model(folder, model_settings),
             tokenizer,
             sampling=sampling,
@@ -345,9 +346,12 @@ def build_policy(
             autocast=model_settings.autocast,
             seed=seed,
         )
-    if isinstance(settings, ScriptedSettings):
-        return ScriptedPolicy(settings.replies, tokenizer, sampling=sampling, seed=seed)
-    raise ConfigError(f"policy {type(settings).__name__} has no builder in rlpost/assemble.py")
+    elif isinstance(settings, ScriptedSettings):
+        policy = ScriptedPolicy(settings.replies, tokenizer, sampling=sampling, seed=seed)
+    else:
+        raise ConfigError(f"policy {type(settings).__name__} has no builder in rlpost/assemble.py")
+    policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
+    return policy
 
 
 def chosen_policy(settings: PolicySettings) -> PolicySettings:

@@ -131,7 +131,8 @@ def test_the_workflow_runs_make_check_on_every_python() -> None:
     assert set(triggers) == {"push", "pull_request"}
     job = workflow["jobs"]["check"]
     assert job["strategy"]["matrix"]["python"] == PYTHONS
-    [command] = [step for step in job["steps"] if "run" in step]
+    tools, command = [step for step in job["steps"] if "run" in step]
+    assert {"bubblewrap", "chromium-browser"} <= set(tools["run"].split())  # what the tools' tests need
     assert command["run"] == "make check"
     assert command["env"] == {"PYTHON": "python", "RLPOST_ENGINE": "cpu"}
     [python] = [step["with"] for step in job["steps"] if step.get("uses", "").startswith("actions/setup-python@")]

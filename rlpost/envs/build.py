@@ -165,6 +165,17 @@ def _text_game(settings: TextGameSettings, *, seed: int, **common: Any) -> TextG
     )
 
 
+def longest_sampled(settings: EnvSettings) -> int:
+    """Tokens that the model can sample in a conversation."""
+    return settings.max_turns * settings.max_completion_tokens
+
+
+def longest_conversation(settings: EnvSettings) -> int:
+    """Tokens for which a conversation has room: the prompt, the model's turns, and what is said between them."""
+    observed = (settings.max_turns - 1) * settings.max_observation_tokens
+    return settings.max_prompt_tokens + longest_sampled(settings) + observed
+
+
 def order_seed(run_seed: int, env_seed: int) -> int:
     """One number for the two: different for every pair of seeds below 2**32."""
     return run_seed << 32 | env_seed

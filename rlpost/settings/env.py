@@ -35,16 +35,6 @@ class EnvSettings:
     max_observation_tokens: int = 256  # between two turns of the model, for which its context has room
     eval_limit: int = 500  # held-out prompts an evaluation during training plays, unless eval.limit says
 
-    @property
-    def max_sampled_tokens(self) -> int:
-        """Tokens that the model can sample in a conversation."""
-        return self.max_turns * self.max_completion_tokens
-
-    @property
-    def max_conversation_tokens(self) -> int:
-        """Tokens for which a conversation has room: the prompt, the model's turns and what is said between them."""
-        return self.max_prompt_tokens + self.max_sampled_tokens + (self.max_turns - 1) * self.max_observation_tokens
-
     def __post_init__(self) -> None:
         if self.split not in ("train", "test"):
             raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")

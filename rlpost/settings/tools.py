@@ -79,7 +79,6 @@ class ToolsSettings:
                 needed = f"[{tool}]" if tool else "[python], for example"
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
-
     def told(self, env: EnvSettings) -> list[str]:
         """A line of a plan where a conversation has several turns: how many, and with which tools."""
         if env.max_turns == 1:
