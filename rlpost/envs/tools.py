@@ -25,6 +25,11 @@ ROLES = ("user", "tool")
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
+# how chat templates write their tokens of control, and what parts of a turn stand between
+_CONTROL = re.compile(
+    r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?tool_(?:call|response|result)s?>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
+)
 _THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
@@ -191,7 +196,7 @@ class Tools:
             )
 
     def _say(self, conversation: Conversation, text: str, name: str = "") -> None:
-        message = {"role": self.role, "content": text}
+        message = {"role": self.role, "content": without_control_tokens(text)}
         conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
 
     def _tool_of(self, name: str) -> ToolTransform | None:
@@ -228,6 +233,14 @@ class Tools:
         return ToolResult(result.text[:head] + note + result.text[len(result.text) - tail :], result.ok)
 
 
+def without_control_tokens(text: str) -> str:
+    """`text` with a space behind the bracket of whatever a tokenizer could take for a token of control.
+
+    A tool shows what others have written: a page that holds `<|im_end|>` must not end the turn it is shown in.
+    """
+    return _CONTROL.sub(lambda match: f"{match.group()} ", text)
+
+
 def _tagged_calls(reply: str) -> list[ToolCall]:
     """The calls in the two forms that every tool understands."""
     calls = [_json_call(m.group(1), m.start(), m.end(), closed=bool(m.group(2))) for m in _TOOL_CALL.finditer(reply)]
@@ -237,7 +250,7 @@ def _tagged_calls(reply: str) -> list[ToolCall]:
 def _json_call(body: str, place: int, end: int, *, closed: bool) -> ToolCall:
     """A call of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     if not closed:
-        return ToolCall("", {}, place, "the call is never closed with </tool_call>", end)
+        return ToolCall("", {}, place, "the call is never closed", end)
     content, fault = json_object(body)
     if fault is not None:
         return ToolCall("", {}, place, fault, end)
@@ -256,7 +269,7 @@ def _named_call(match: re.Match[str]) -> ToolCall:
     """A call of the form `<tool>name` with JSON arguments and `</tool>`."""
     name, body, closing = match.groups()
     if not closing:
-        return ToolCall(name, {}, match.start(), "the call is never closed with </tool>", match.end())
+        return ToolCall(name, {}, match.start(), "the call is never closed", match.end())
     if not name:
         return ToolCall("", {}, match.start(), "a call has to give the function's name", match.end())
     arguments, fault = json_object(body) if body.strip() else ({}, None)
