@@ -443,3 +443,20 @@ def test_an_engine_is_started_and_taken(tiny_folder: Path, model: Any, tiny_toke
         assert vLLMUpdater(policy).push(model) == policy.version == 1
     finally:
         engine.close()
+
+
+# The second table
+
+
+def test_all_55_behaviours_are_listed() -> None:
+    assert [int(number) for number, _, _ in BEHAVIOUR.findall(PAGE.read_text())] == list(range(1, 56))
+
+
+def test_every_test_that_the_page_names_is_there_and_each_row_names_one_or_a_reason() -> None:
+    for number, _, tests in BEHAVIOUR.findall(PAGE.read_text()):
+        named = re.findall(r"`([\w/]*\.?\w*)::(\w+)`", tests)
+        assert named or tests.startswith("does not apply: "), number
+        file = ""
+        for path, test in named:
+            file = path or file
+            assert f"\ndef {test}(" in (PAGE.parents[1] / "tests" / file).read_text(), f"{number}: {file}::{test}"
