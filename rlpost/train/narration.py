@@ -111,5 +111,5 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
             screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}{after.extent(share)}", "bold")
     if line := best_line(run, best, before):
         screen.line(line)
-    chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
+    chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
     screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
