@@ -49,6 +49,7 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
         total_dialog_turns=3,
     )
     printed = ""
+    data: Any = None
     for i, data in enumerate(collector):
         if i == 2:
             printed = str(data)
@@ -94,7 +95,7 @@ def test_the_version_of_the_policy_is_written_in_the_data(tiny_folder: Path) -> 
     env = make_env()
     policy = make_policy()
     try:
-        collector = LLMCollector(env, policy=policy, weight_updater=vLLMUpdater(), track_policy_version=True)
+        collector: Any = LLMCollector(env, policy=policy, weight_updater=vLLMUpdater(), track_policy_version=True)
         collector.weight_updater.init(policy)
         model = load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))
         collector.update_policy_weights_(state_dict=model.state_dict())
@@ -138,7 +139,8 @@ print('testing the square function with input 2:', square(2))
 ```
 <|im_end|>
 """
-        step_data = reset_data.set("text_response", [action])
+        reply: Any = [action]
+        step_data = reset_data.set("text_response", reply)
         assert step_data is reset_data
         _, s_ = env.step_and_maybe_reset(reset_data)
         pprint(s_["history"].apply_chat_template(tokenizer=tiny_tokenizer))

@@ -49,6 +49,8 @@ def test_groups_are_the_fields_without_a_value() -> None:
 
 
 def test_all_keys_name_the_options_a_key_belongs_to() -> None:
-    assert all_keys(TRAIN_GRPO)["env.path"] == [f"env={name}" for name in ("dataset", "gsm8k", "math", "ifbench", "ifeval")]
+    assert all_keys(TRAIN_GRPO)["env.path"] == [
+        f"env={name}" for name in ("dataset", "gsm8k", "math", "ifbench", "ifeval")
+    ]
     assert all_keys(TRAIN_GRPO)["steps"] == []
     assert "optim.lr" not in all_keys(EVAL)

@@ -19,7 +19,6 @@ from rlpost.envs.tools import ToolLimits
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
-from tests.chat_templates import FAMILIES, bytes_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -64,52 +63,6 @@ def answers(env: ChatEnv, conversation: Conversation, reply: str, finish_reason:
 
 
 # What runs, and what is said of it
-
-
-def test_the_example_of_the_seed_documents(sandbox: Sandbox) -> None:
-    tokenizer = bytes_tokenizer(FAMILIES["chatml"])
-    base_env = ChatEnv(
-        tokenizer=tokenizer,
-        system_prompt="You are an assistant that can execute Python code. Decorate your code with ```python``` tags.",
-        user_role="user",
-        system_role="system",
-        batch_size=[1],
-    )
-    env = base_env.append_transform(PythonInterpreter(sandbox=sandbox))
-    env.set_seed(0)
-    reset_data: Any = env.reset(
-        TensorDict(text=["Let's write a Python function that returns the square of a number."], batch_size=[1])
-    )
-    action = """Here is a block of code to be executed in python:
-```python
-def square(x):
-    return x * x
-print('testing the square function with input 2:', square(2))
-```
-<|im_end|>
-"""
-    reset_data.set("text_response", [action])
-    _, following = env.step_and_maybe_reset(reset_data)
-    assert following["history"].apply_chat_template(tokenizer=tokenizer) == [
-        "<|im_start|>system\n"
-        "You are an assistant that can execute Python code. Decorate your code with ```python``` tags.<|im_end|>\n"
-        "<|im_start|>user\n"
-        "Let's write a Python function that returns the square of a number.<|im_end|>\n"
-        "<|im_start|>assistant\n"
-        "Here is a block of code to be executed in python:\n"
-        "```python\n"
-        "def square(x):\n"
-        "    return x * x\n"
-        "print('testing the square function with input 2:', square(2))\n"
-        "```<|im_end|>\n"
-        "<|im_start|>user\n"
-        "\n"
-        "Code block 1 executed successfully:\n"
-        "testing the square function with input 2: 4\n"
-        "\n"
-        "<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    ]
 
 
 def test_each_block_is_answered_in_its_order_by_a_message_of_its_own(sandbox: Sandbox) -> None:
