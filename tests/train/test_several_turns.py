@@ -66,9 +66,9 @@ WORDS = [
 ]
 
 
-def run(folder: Path, *words: str) -> int:
+def run(folder: Path, *words: str, resume: str | None = None) -> int:
     composed = compose(TRAIN_GRPO, [*WORDS, *words])
-    request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
     return train(composed.settings, request)
 
 
@@ -123,6 +123,20 @@ def test_the_model_is_shown_its_tools(trained: Path) -> None:
 
 def test_what_tools_hold_is_given_back(trained: Path) -> None:
     assert OPEN == []
+
+
+def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+    words = ["deterministic=true", "optim.lr=1e-3", "passes=2"]
+    assert run(tmp_path / "unbroken", *words, "steps=3") == 0
+    assert run(tmp_path / "resumed", *words, "steps=1") == 0
+    assert run(tmp_path / "resumed", *words, "steps=3", resume="auto") == 0
+
+    def figures(name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+    assert figures("unbroken") == figures("resumed")
+    assert len(figures("unbroken")) == 3
 
 
 def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> None:
