@@ -104,7 +104,7 @@ class ReasoningGymSettings(EnvSettings):
 class TextGameSettings(EnvSettings):
     """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
 
-    id: str = MISSING  # of the game, such as FrozenLake-v1
+    id: str = MISSING  # name of the game, such as FrozenLake-v1
     arguments: list[str] = field(default_factory=list)  # the game is made with: [is_slippery:false]
     moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
     success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured
