@@ -123,7 +123,7 @@ def place(folder: Path) -> None:
     (folder / "line7.jsonl").write_text("\n".join([*rows[:6], '{"prompt": "What', *rows[7:]]))
     (folder / "no-answer.jsonl").write_text("\n".join([rows[0], '{"prompt": "What is 2 + 1?"}', *rows[2:]]))
     (folder / "fine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
-    (folder / "few.py").write_text("def score(completions, **kwargs):\n    return [1.0]\n")
+    (folder / "few.py").write_text("def score(completions, **kwargs):\n    return []\n")
     (folder / "fails.py").write_text("def score(completions, **kwargs):\n    return [c.nope for c in completions]\n")
     (folder / "broken.py").write_text("def score(completions, **kwargs):\n    return [1.0\n")
     (folder / "raises.py").write_text("import no_such_package\n\ndef score(completions, **kwargs):\n    return []\n")

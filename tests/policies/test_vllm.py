@@ -269,6 +269,7 @@ def test_a_dead_engine_is_named_and_not_waited_for(tiny_folder: Path, used: bool
     policy.close()
 
 
+@pytest.mark.slow  # docs/torchrl.md's test starts one too
 def test_an_engine_on_devices_is_one_in_a_process_of_its_own(tiny_folder: Path) -> None:
     settings = VLLMSettings(dtype=DType.float32, max_num_seqs=16, timeout_seconds=120)
     engine = make_vllm_worker(tiny_folder, settings=settings, max_model_len=64, enforce_eager=True)

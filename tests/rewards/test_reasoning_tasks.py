@@ -74,10 +74,12 @@ def _dataset_class(task: str) -> type:
     return DATASETS[task][0]
 
 
-def test_the_score_is_the_generators_own_partial_credit_included() -> None:
+def test_the_score_is_the_generators_own_partial_credit_included(monkeypatch: pytest.MonkeyPatch) -> None:
     import base64
     import pickle
 
+    # a process of its own holds itself to some memory; this one runs other tests too
+    monkeypatch.setattr("rlpost.rewards.reasoning_tasks.limit_memory", lambda num_bytes: None)
     entry = make_dataset("leg_counting", {}, seed=1)[0]
     score, _ = scorer("leg_counting", {})
     pickled = base64.b64encode(pickle.dumps(entry)).decode()

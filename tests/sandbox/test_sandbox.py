@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -250,8 +251,7 @@ def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked, tmp_pa
         "session = Sandbox().session(); session.run('x = 1', timeout_seconds=9)\n"
         "print('up', flush=True); session.run('while True: pass', timeout_seconds=99)"
     )
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    open_to_all(tmp_path)
     command, environment = [sys.executable, "-c", program], {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None
@@ -299,10 +299,16 @@ def test_a_python_inside_a_closed_home_folder_is_all_that_is_seen_of_it(tmp_path
     assert sorted(execution.stdout.split()[2:]) == ["bin", "lib"]
 
 
+def open_to_all(folder: Path) -> None:
+    """Let other users into `folder`: those above it that are pytest's are open to their owner alone."""
+    above = itertools.takewhile(lambda parent: "pytest" in str(parent), folder.parents)
+    for each in (folder, *above):
+        each.chmod(0o755)
+
+
 def test_a_closed_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode, place in ((0o700, "/tmp/rlpost-sandbox-"), (0o755, f"{tmp_path}/rlpost-sandbox-")):
-        for folder in (tmp_path, *tmp_path.parents[:2]):
-            folder.chmod(0o755)
+        open_to_all(tmp_path)
         tmp_path.chmod(mode)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         made = temporary_folder()
@@ -364,8 +370,7 @@ def test_an_ordinary_users_sandbox_holds_too(tmp_path: Path, mode: str) -> None:
     for part in ("__init__.py", "errors.py", "lazy.py", "sandbox"):
         copy = shutil.copytree if (package / part).is_dir() else shutil.copy
         copy(package / part, tmp_path / "rlpost" / part)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    open_to_all(tmp_path)
     program = f"""
 from rlpost.sandbox import Limits, Sandbox, SandboxMode
 sandbox = Sandbox(SandboxMode({mode!r}), limits=Limits(memory_mb=128))
