@@ -257,6 +257,7 @@ def test_nothing_outlives_a_process_that_is_killed(call: str, tmp_path: Path, mo
         import os, signal, sys, threading, time
         sys.path.insert(0, {str(tmp_path)!r})
         from rlpost.rewards.workers import Worker
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background ignores it
         worker = Worker({module("act")!r})
         worker.ready()
         print(worker.pid, flush=True)
