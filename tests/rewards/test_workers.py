@@ -257,7 +257,6 @@ def test_nothing_outlives_a_process_that_is_killed(call: str, tmp_path: Path, mo
         import os, signal, sys, threading, time
         sys.path.insert(0, {str(tmp_path)!r})
         from rlpost.rewards.workers import Worker
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background ignores it
         worker = Worker({module("act")!r})
         worker.ready()
         print(worker.pid, flush=True)
@@ -274,6 +273,7 @@ def test_ctrl_c_ends_the_call_and_the_process(tmp_path: Path, module: Callable[[
         import os, signal, sys, threading
         sys.path.insert(0, {str(tmp_path)!r})
         from rlpost.rewards.workers import Worker
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background ignores it
         worker = Worker({module("act")!r})
         worker.ready()
         print(worker.pid, flush=True)
