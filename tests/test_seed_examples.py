@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, set_list_to_stack
 
 from rlpost.extras import is_installed
+from tests.bubblewrap import needs_bubblewrap
 
 SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate your code with ```python``` tags."
 
@@ -109,7 +109,7 @@ def test_the_version_of_the_policy_is_written_in_the_data(tiny_folder: Path) -> 
         policy.close()
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@needs_bubblewrap
 def test_the_python_interpreter_answers_a_block_of_code(
     tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from rlpost.envs.tools import ToolLimits
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
+from tests.bubblewrap import reason_against
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    if reason := reason_against():
+        pytest.skip(reason)
     return Sandbox()
 
 

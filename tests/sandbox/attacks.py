@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import time
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 
 from rlpost.sandbox import Execution, Limits, Sandbox
 from rlpost.sandbox.walls import ENVIRONMENT
-
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 # Inside: `attempt` prints what a forbidden thing raises, or that it went well
 PRELUDE = """

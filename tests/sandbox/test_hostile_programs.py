@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.sandbox import Execution, KilledBy, Limits, Sandbox
-from tests.sandbox.attacks import PRELUDE, Attacked, attacked, needs_bubblewrap, outcomes
+from tests.bubblewrap import needs_bubblewrap
+from tests.sandbox.attacks import PRELUDE, Attacked, attacked, outcomes
 
 pytestmark = needs_bubblewrap
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.sandbox import Execution
-from tests.sandbox.attacks import Attacked, attacked, needs_bubblewrap, outcomes
+from tests.bubblewrap import needs_bubblewrap
+from tests.sandbox.attacks import Attacked, attacked, outcomes
 
 pytestmark = needs_bubblewrap
 

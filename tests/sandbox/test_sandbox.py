@@ -21,7 +21,8 @@ from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
 from rlpost.sandbox.interpreter import Interpreter
 from rlpost.sandbox.launcher import temporary_folder
-from tests.sandbox.attacks import Attacked, attacked, needs_bubblewrap
+from tests.bubblewrap import needs_bubblewrap, reason_against
+from tests.sandbox.attacks import Attacked, attacked
 
 __all__ = ["attacked"]  # a fixture
 
@@ -30,8 +31,8 @@ SECONDS = 10.0  # longer than any program here takes
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    if reason := reason_against():
+        pytest.skip(reason)
     return Sandbox()
 
 
