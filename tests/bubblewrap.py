@@ -8,6 +8,8 @@ from functools import cache
 
 import pytest
 
+from rlpost.sandbox import Sandbox
+
 
 @cache
 def reason_against() -> str | None:
@@ -20,3 +22,11 @@ def reason_against() -> str | None:
 
 
 needs_bubblewrap = pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    """A sandbox of bubblewrap's; tests that ask for it are skipped where there can be none."""
+    if reason := reason_against():
+        pytest.skip(reason)
+    return Sandbox()

@@ -53,10 +53,7 @@ class EnvBase(ABC):
         tokenizer: Any = None,
         input_mode: InputMode | str = InputMode.history,
     ) -> None:
-        shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
-        if len(shape) != 1 or shape[0] < 1:
-            raise ValueError(f"batch_size={list(shape)} cannot be: an environment has one dimension of at least 1")
-        self.batch_size = shape
+        self.batch_size = one_dimension(batch_size)
         self.max_completion_tokens = max_completion_tokens
         self.max_prompt_tokens = max_prompt_tokens
         self.tokenizer = tokenizer
@@ -266,3 +263,11 @@ class EnvBase(ABC):
         for transform in self.transforms:
             observed = transform(observed)
         return observed
+
+
+def one_dimension(batch_size: int | Sequence[int]) -> torch.Size:
+    """The batch size of an environment. Raises ValueError for one of several dimensions, or of none."""
+    shape = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"batch_size={list(shape)} cannot be: an environment has one dimension of at least 1")
+    return shape

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.batch import ragged, strings
+from rlpost.envs.base import one_dimension
 from rlpost.envs.replies import column
 from rlpost.errors import DataError
 
@@ -45,9 +46,7 @@ class LLMHashingEnv:
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size={self.vocab_size} leaves no token: it must be at least 1")
-        self.batch_size = torch.Size([batch_size] if isinstance(batch_size, int) else batch_size)
-        if len(self.batch_size) != 1 or self.batch_size[0] < 1:
-            raise ValueError(f"batch_size={list(self.batch_size)} cannot be: it has one dimension of at least 1")
+        self.batch_size = one_dimension(batch_size)
         self.tokenizer = tokenizer
         self.observation_key = observation_key
         self.hashing_key = hashing_key

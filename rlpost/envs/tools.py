@@ -174,11 +174,8 @@ class Tools:
     def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
         run = calls[: self.limits.max_calls_per_turn]
         for number, call in enumerate(run, start=1):
-            tool = self._tool_of(call.name)
             try:
-                result = self._refusal(conversation, call, tool) or self._run(conversation, call, tool)
-                text = f"Tool call {number} failed:\n{result.text}" if tool is None else ""
-                text = text or tool.message(number, call, self._shortened(result))  # type: ignore[union-attr]
+                ok, text = self._reply(conversation, number, call)
             except RlpostError:
                 raise
             except Exception as error:  # noqa: BLE001  a tool that fails is recorded, counted and excluded, as a reward is
@@ -186,7 +183,7 @@ class Tools:
                 conversation.error = f"the tool {call.name} failed: {type(error).__name__}: {error}"
                 conversation.truncated = True
                 return
-            conversation.tool_errors += not result.ok
+            conversation.tool_errors += not ok
             self._say(conversation, text, call.name)
         if len(run) < len(calls):
             conversation.tool_errors += len(calls) - len(run)
@@ -204,23 +201,25 @@ class Tools:
         shown = next((each for each in self.transforms if name in each.names()), None)
         return shown or next((each for each in self.transforms if each.takes(name)), None)
 
-    def _run(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult:
-        assert tool is not None
-        conversation.tool_calls += 1
-        return tool.call(conversation, call)
-
-    def _refusal(self, conversation: Conversation, call: ToolCall, tool: ToolTransform | None) -> ToolResult | None:
-        """Why a call is not run, for the model to read; None where it is."""
-        limits = self.limits
-        if call.fault is not None:
-            return ToolResult(call.fault, ok=False)
+    def _reply(self, conversation: Conversation, number: int, call: ToolCall) -> tuple[bool, str]:
+        """Whether a call went well, and what the model is told of it."""
+        tool = self._tool_of(call.name)
         if tool is None:
-            names = [name for each in self.transforms for name in each.names()]
-            hint = did_you_mean(nearest(call.name, names), f"there are {', '.join(names)}")
-            return ToolResult(f"there is no tool {call.name[:80]!r}{hint}", ok=False)
-        if limits.max_calls is not None and conversation.tool_calls >= limits.max_calls:
-            return ToolResult(f"all {limits.max_calls} tool calls are used: answer without tools", ok=False)
-        return None
+            return False, f"Tool call {number} failed:\n{call.fault or self._unknown(call.name)}"
+        limit = self.limits.max_calls
+        if call.fault is not None:
+            result = ToolResult(call.fault, ok=False)
+        elif limit is not None and conversation.tool_calls >= limit:
+            result = ToolResult(f"all {limit} tool calls are used: answer without tools", ok=False)
+        else:
+            conversation.tool_calls += 1
+            result = tool.call(conversation, call)
+        return result.ok, tool.message(number, call, self._shortened(result))
+
+    def _unknown(self, name: str) -> str:
+        names = [shown for each in self.transforms for shown in each.names()]
+        hint = did_you_mean(nearest(name, names), f"there are {', '.join(names)}")
+        return f"there is no tool {name[:80]!r}{hint}"
 
     def _shortened(self, result: ToolResult) -> ToolResult:
         """The result with the middle of a long text left out, which is said there."""

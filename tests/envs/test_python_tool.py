@@ -18,14 +18,9 @@ from rlpost.envs.tools import ToolLimits
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode
-from tests.bubblewrap import reason_against
+from tests.bubblewrap import sandbox
 
-
-@pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    if reason := reason_against():
-        pytest.skip(reason)
-    return Sandbox()
+__all__ = ["sandbox"]  # a fixture
 
 
 @pytest.fixture

@@ -21,19 +21,12 @@ from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
 from rlpost.sandbox.interpreter import Interpreter
 from rlpost.sandbox.launcher import temporary_folder
-from tests.bubblewrap import needs_bubblewrap, reason_against
+from tests.bubblewrap import needs_bubblewrap, sandbox
 from tests.sandbox.attacks import Attacked, attacked
 
-__all__ = ["attacked"]  # a fixture
+__all__ = ["attacked", "sandbox"]  # fixtures
 
 SECONDS = 10.0  # longer than any program here takes
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Sandbox:
-    if reason := reason_against():
-        pytest.skip(reason)
-    return Sandbox()
 
 
 @pytest.fixture
