@@ -13,6 +13,7 @@ from typing import Any
 from rlpost.errors import ToolError
 
 LOOK_SECONDS = 0.1  # between two looks at what is waited for by now
+CLOSE_SECONDS = 5.0  # that is waited for the end of a game
 
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -68,9 +69,11 @@ class Game:
     _calls: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     _answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     _expected: tuple[str, float, float] = ("", 0.0, 0.0)  # what is waited for, how long, and until when
+    _late: bool = False  # it is not waited for any more
 
     def __post_init__(self) -> None:
-        threading.Thread(target=self._serve, name=f"rlpost-game-{self.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=f"rlpost-game-{self.name}", daemon=True)
+        self._thread.start()
 
     @property
     def turns(self) -> int:
@@ -91,6 +94,7 @@ class Game:
                 failed, value = self._answers.get(timeout=max(0.0, min(left, LOOK_SECONDS)))
             except Empty:
                 if left <= 0:
+                    self._late = True
                     raise ToolError(f"{self.name}: {what} did not return within {seconds:g} s") from None
                 continue
             if failed:
@@ -98,9 +102,14 @@ class Game:
             return value
 
     def close(self) -> None:
-        """End the game and its thread."""
+        """Tell the game to end, and its thread; `wait_closed` waits until it has."""
         self._calls.put(self._close)
         self._calls.put(None)
+
+    def wait_closed(self) -> None:
+        """Wait until a closed game has ended, unless it hangs: what it played on is free for the next one then."""
+        if not self._late:
+            self._thread.join(CLOSE_SECONDS)
 
     def _expect(self, what: str, seconds: float) -> None:
         self._expected = (what, seconds, time.monotonic() + seconds)
@@ -149,6 +158,14 @@ class Game:
     def _close(self) -> None:
         if hasattr(self._object, "close"):
             self._object.close()
+
+
+def end_games(games: Sequence[Game]) -> None:
+    """Close games, all at the same time, and wait until they have ended."""
+    for game in games:
+        game.close()
+    for game in games:
+        game.wait_closed()
 
 
 def text_of_action(reply: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlpost.data.conversation import CUT, Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.envs.games import Game, Rules, action_parser, moves_of, observation_text
+from rlpost.envs.games import Game, Rules, action_parser, end_games, moves_of, observation_text
 from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.extras import require
 from rlpost.nearest import did_you_mean, nearest
@@ -123,8 +123,7 @@ class TextGameEnv(EndlessEnv):
     def abandon(self) -> None:
         """See `EnvBase.abandon`."""
         super().abandon()
-        for game in self._games.values():
-            game.close()
+        end_games(list(self._games.values()))
         self._games.clear()
 
     # Going on
@@ -138,9 +137,7 @@ class TextGameEnv(EndlessEnv):
             except ToolError as error:
                 game.error = str(error)
         super().advance(conversations)
-        for conversation in conversations:
-            if conversation.done:
-                self._games.pop(conversation.key).close()
+        end_games([self._games.pop(conversation.key) for conversation in conversations if conversation.done])
 
     def _ask(self, conversation: Conversation) -> Game:
         """The conversation's game, told to play what it has not yet; begun again where it is not at that turn."""
@@ -150,7 +147,7 @@ class TextGameEnv(EndlessEnv):
         game, task = self._games.get(conversation.key), conversation.task
         if game is None or game.seed != task["start"] or game.turns != before:
             if game is not None:
-                game.close()
+                end_games([game])
             game = self._games[conversation.key] = Game(self.rules, self.name, task["start"], task["observation"])
             if before and not self.replays:
                 game.error = f"{self.name}: a game under way cannot be begun again: let conversations end before saving"
@@ -223,7 +220,7 @@ class Starts(EndlessProblems):
         except ToolError as error:
             raise DataError(f"a game cannot be begun: {error}") from error
         finally:
-            game.close()
+            end_games([game])
         told = f"Your moves are {moves}." if moves else "A move is a text."
         return {"game": self.name, "moves": told, "observation": observation, "start": start}
 
