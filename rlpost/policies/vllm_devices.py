@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from rlpost.errors import ConfigError
 from rlpost.extras import require_vllm
 from rlpost.policies.vllm import engine_arguments, start_engine
-from rlpost.policies.vllm_engines import NamedWeights, OwnProcessEngine
+from rlpost.policies.vllm_engines import NamedWeights, OwnProcessEngine, environment
 from rlpost.settings import Engine, VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -133,19 +133,12 @@ def check_devices(devices: Sequence[int]) -> list[int]:
     return numbers
 
 
-@contextmanager
-def _only(devices: Sequence[int] | None) -> Iterator[None]:
+def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
     """Processes that start meanwhile see these GPUs alone."""
     if devices is None:
-        yield
-        return
-    before = os.environ.get(VISIBLE)
-    seen = before.split(",") if before else None  # what `devices` counts, where this process sees a part itself
-    os.environ[VISIBLE] = ",".join(str(number) if seen is None else seen[number] for number in devices)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VISIBLE]
-        else:
-            os.environ[VISIBLE] = before
+        return nullcontext()
+    seen = os.environ.get(VISIBLE)
+    numbers = [str(number) for number in devices]
+    if seen:  # what `devices` counts, where this process sees a part itself
+        numbers = [seen.split(",")[number] for number in devices]
+    return environment(VISIBLE, ",".join(numbers))

@@ -9,10 +9,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.errors import ConfigError
+
+SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
@@ -157,7 +162,10 @@ class SeparateEngine:
 
 
 class OwnProcessEngine:
-    """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline."""
+    """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline.
+
+    It is stopped by `close`, and else when nobody holds it any more or when Python ends.
+    """
 
     def __init__(self, arguments: dict[str, Any], timeout_seconds: float) -> None:
         from vllm import AsyncEngineArgs
@@ -165,14 +173,28 @@ class OwnProcessEngine:
 
         self._timeout = timeout_seconds
         self._requests_sent = 0
-        self.llm: Any = None  # the AsyncLLM, once it runs
+        self._running: list[Any] = []  # the AsyncLLM, while it runs
         self._loop = asyncio.new_event_loop()
+        sockets = socket_folder()
+        self._stop = weakref.finalize(self, stop_async_engine, self._running, self._loop, sockets)
         threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        self.llm = self._wait(start(), "the engine to start")
+        try:
+            with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))):
+                self._running.append(self._wait(start(), "the engine to start"))
+        except BaseException:
+            self._stop()
+            raise
+
+    @property
+    def llm(self) -> Any:
+        """The AsyncLLM. Raises RuntimeError once it is closed."""
+        if not self._running:
+            raise RuntimeError("the engine is closed")
+        return self._running[0]
 
     @property
     def model_config(self) -> Any:
@@ -181,7 +203,10 @@ class OwnProcessEngine:
 
     def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return wait_for(future, self._timeout, waited_for, lambda: self.llm is not None and self.llm.errored)
+        return wait_for(future, self._timeout, waited_for, self._died)
+
+    def _died(self) -> bool:
+        return bool(self._running) and self.llm.errored
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
@@ -232,8 +257,38 @@ class OwnProcessEngine:
 
     def close(self) -> None:
         """See `VLLMEngine`."""
-        self.llm.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stop()
+
+
+def stop_async_engine(running: list[Any], loop: asyncio.AbstractEventLoop, sockets: Path) -> None:
+    """Shut the AsyncLLM in `running` down, which is let go of: vLLM's own end fails where it comes with Python's."""
+    try:
+        if running:
+            running.pop().shutdown()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def socket_folder() -> Path:
+    """A folder for an engine's sockets, which vLLM does not remove; the path of a socket has to be a short one."""
+    usual = Path(tempfile.gettempdir())
+    room = 107 - len("/rlpost-12345678/") - len(str(uuid.uuid4()))  # 107: Linux's longest path of a socket
+    return Path(tempfile.mkdtemp(prefix="rlpost-", dir=usual if len(bytes(usual)) <= room else "/tmp"))
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment that is set for a while, for the processes that start meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
@@ -267,6 +270,35 @@ def test_a_dead_engine_is_named_and_not_waited_for(tiny_folder: Path, used: bool
     ):
         policy.generate(REQUESTS, SamplingSettings())
     policy.close()
+
+
+FORGETFUL = """
+import sys
+from pathlib import Path
+from rlpost.policies import vLLMWrapper
+from rlpost.settings import DType, Engine, VLLMSettings
+
+settings = VLLMSettings(engine=Engine.own_process, dtype=DType.float32, max_num_seqs=4, timeout_seconds=120)
+policy = vLLMWrapper(Path(sys.argv[1]), settings=settings, max_model_len=64)
+if __name__ == "__main__":  # which the engine's process does not run
+    policy.start()
+    print("started")
+"""
+
+
+def test_an_engine_that_nobody_closed_ends_with_python_and_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "forgetful.py"), str(tiny_folder)],
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "started"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if path.is_socket() or "rlpost" in path.name] == []
 
 
 @pytest.mark.slow  # docs/torchrl.md's test starts one too
