@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -57,7 +58,7 @@ from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import chosen_tracker
 from rlpost.tracking.process import TrackerProcess
-from rlpost.trainable import Reference, Trainable, load_trainable
+from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
@@ -148,12 +149,13 @@ def _assemble_sampling(
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     for each in (env, eval_env) if settings.eval.enabled else (env,):
         each.start()  # a bad path or row is found here, before a model is loaded
+    tokenizer = starting_tokenizer(settings, checkpoint)
+    check_template(env, tokenizer)
     trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-    check_template(env, trainable.tokenizer)
     policy = build_policy(
         settings.policy,
         trainable.folder,
-        trainable.tokenizer,
+        tokenizer,
         model=trainable.model,
         model_settings=settings.model,
         env_settings=settings.env,
@@ -174,7 +176,7 @@ def _assemble_sampling(
     )
     return SamplingParts(
         model_folder=trainable.folder,
-        tokenizer=trainable.tokenizer,
+        tokenizer=tokenizer,
         model=trainable.model,
         reference=trainable.reference,
         policy=policy,
@@ -242,8 +244,8 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     if settings.eval.accuracy:
         eval_env.start()  # a bad path or row is found here, before a model is loaded
     objective = SFTObjective(settings.loss)
-    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
-    encoder = Encoder(trainable.tokenizer, settings.max_tokens)
+    tokenizer = starting_tokenizer(settings, checkpoint)
+    encoder = Encoder(tokenizer, settings.max_tokens)
     samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []
     bad_held_out = BadRows()
@@ -254,27 +256,28 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
     if not samples:
         raise DataError("there are no rows to train on: give some")
+    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
     return SFTParts(
         model_folder=trainable.folder,
-        tokenizer=trainable.tokenizer,
+        tokenizer=tokenizer,
         model=trainable.model,
         reference=trainable.reference,
         samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
         bad_rows=bad_rows,
         bad_held_out=bad_held_out,
         held_out=held_out,
-        accuracy=build_accuracy(settings, eval_env, trainable) if settings.eval.accuracy else None,
+        accuracy=build_accuracy(settings, eval_env, tokenizer, trainable) if settings.eval.accuracy else None,
         objective=objective,
         optimizer=trainable.optimizer,
     )
 
 
-def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, trainable: Trainable) -> AccuracyParts:
+def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
     """What samples greedy replies during fine-tuning and scores them."""
     policy = build_policy(
         settings.policy,
         trainable.folder,
-        trainable.tokenizer,
+        tokenizer,
         model=trainable.model,
         model_settings=settings.model,
         env_settings=settings.env,
@@ -385,29 +388,28 @@ def evaluate_command(
     `progress` is told the completions done and their total. What engines write while they load is seen
     only where loading fails.
     """
-    # the same prompts whatever the seed
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
-    env.start()  # a bad path or row is found here, before a model is loaded
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)
-    with output_aside():
-        folder = locate_model(settings.model.path, settings.model.revision)
-        tokenizer = load_tokenizer(folder)
-        check_template(env, tokenizer)
-        policy = build_policy(
-            settings.policy,
-            folder,
-            tokenizer,
-            model=None,
-            model_settings=settings.model,
-            env_settings=settings.env,
-            sampling=sampling,
-            seed=settings.seed,
-        )
-        policy.start()
-    try:
+    # the same prompts whatever the seed
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+    with ExitStack() as opened:
+        opened.callback(env.close)
+        env.start()  # a bad path or row is found here, before a model is loaded
+        with output_aside():
+            folder = locate_model(settings.model.path, settings.model.revision)
+            tokenizer = load_tokenizer(folder)
+            check_template(env, tokenizer)
+            policy = build_policy(
+                settings.policy,
+                folder,
+                tokenizer,
+                model=None,
+                model_settings=settings.model,
+                env_settings=settings.env,
+                sampling=sampling,
+                seed=settings.seed,
+            )
+            opened.callback(policy.close)
+            policy.start()
         played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
-    finally:
-        policy.close()
-        env.close()
     return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played)

@@ -17,7 +17,7 @@ from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, reso
 from rlpost.errors import CheckpointError
 from rlpost.home import expanded
 from rlpost.lora import adapter_off, add_adapter, load_adapter
-from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model
+from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
 from rlpost.optim import build_optimizer
 from rlpost.settings import LoRASettings, ModelSettings, OptimSettings, Push
 
@@ -43,11 +43,17 @@ class Trainable:
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    tokenizer: Any
     folder: Path
     adapter_rank: int | None
     adapter: Path | None
     reference: Reference | None
+
+
+def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> Any:
+    """The tokenizer of the model that `load_trainable` gives, before any weights are loaded."""
+    if checkpoint is not None:
+        return load_tokenizer(checkpoint / "model")
+    return load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision))
 
 
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
@@ -63,7 +69,6 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         start = locate_merged(start, resolve_adapter_path(lora.path))
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    tokenizer = load_tokenizer(current)
     model = load_model(start if lora.enabled else current, settings.model)
     if lora.enabled:
         add_adapter(model, lora, base=_name(settings, start))
@@ -76,7 +81,6 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     return Trainable(
         model=model,
         optimizer=build_optimizer(model, settings.optim),
-        tokenizer=tokenizer,
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
