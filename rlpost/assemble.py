@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -147,45 +147,57 @@ def _assemble_sampling(
     check_rewards(env)
     held_out = replace(settings.env, split="test", limit=None)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
-    for each in (env, eval_env) if settings.eval.enabled else (env,):
-        each.start()  # a bad path or row is found here, before a model is loaded
-    tokenizer = starting_tokenizer(settings, checkpoint)
-    check_template(env, tokenizer)
-    trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-    policy = build_policy(
-        settings.policy,
-        trainable.folder,
-        tokenizer,
-        model=trainable.model,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=settings.sampling,
-        seed=settings.seed,
-        adapter_rank=trainable.adapter_rank,
-        adapter=trainable.adapter,
-    )
-    collector = LLMCollector(
-        env,
-        policy=policy,
-        dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
-        yield_only_last_steps=True,
-        replay_buffer=buffer,
-        weight_updater=build_updater(policy),
-        track_policy_version=PolicyVersion(),
-        begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
-    )
-    return SamplingParts(
-        model_folder=trainable.folder,
-        tokenizer=tokenizer,
-        model=trainable.model,
-        reference=trainable.reference,
-        policy=policy,
-        env=env,
-        eval_env=eval_env,
-        collector=collector,
-        buffer=buffer,
-        optimizer=trainable.optimizer,
-    )
+    with closed_on_error(env, eval_env):
+        for each in (env, eval_env) if settings.eval.enabled else (env,):
+            each.start()  # a bad path or row is found here, before a model is loaded
+        tokenizer = starting_tokenizer(settings, checkpoint)
+        check_template(env, tokenizer)
+        trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
+        policy = build_policy(
+            settings.policy,
+            trainable.folder,
+            tokenizer,
+            model=trainable.model,
+            model_settings=settings.model,
+            env_settings=settings.env,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            adapter_rank=trainable.adapter_rank,
+            adapter=trainable.adapter,
+        )
+        collector = LLMCollector(
+            env,
+            policy=policy,
+            dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
+            yield_only_last_steps=True,
+            replay_buffer=buffer,
+            weight_updater=build_updater(policy),
+            track_policy_version=PolicyVersion(),
+            begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
+        )
+        return SamplingParts(
+            model_folder=trainable.folder,
+            tokenizer=tokenizer,
+            model=trainable.model,
+            reference=trainable.reference,
+            policy=policy,
+            env=env,
+            eval_env=eval_env,
+            collector=collector,
+            buffer=buffer,
+            optimizer=trainable.optimizer,
+        )
+
+
+@contextmanager
+def closed_on_error(*envs: DatasetChatEnv) -> Iterator[None]:
+    """Environments that have been started do not outlive what fails behind them."""
+    try:
+        yield
+    except BaseException:
+        for env in envs:
+            env.close()
+        raise
 
 
 @dataclass

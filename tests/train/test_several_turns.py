@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_GRPO
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
+from rlpost.models import load_tokenizer
 from rlpost.settings.registered import TOOLS
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train
@@ -64,6 +66,9 @@ WORDS = [
     "eval.enabled=false",
     "steps=2",
 ]
+
+
+EVALUATED = [word for word in WORDS if word.startswith(("model=", "policy=", "env.", "tools."))]
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
@@ -167,11 +172,36 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_pa
         run(tmp_path / "r", *words)
 
 
+@pytest.mark.parametrize("does", ["trains", "evaluates"])
+def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
+    does: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlpost import assemble, trainable
+
+    def unwanted(*arguments: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    def command() -> Any:
+        if does == "trains":
+            return run(tmp_path / "r", f"model={model}")
+        return assemble.evaluate_command(compose(EVAL, [*EVALUATED, f"model={model}"]).settings)
+
+    model = shutil.copytree(tiny_folder, tmp_path / "forgetful")
+    template = load_tokenizer(model).chat_template
+    forgetful = template.replace("message['content']", "(message['content'] if loop.last else '...')")
+    assert forgetful != template
+    (model / "chat_template.jinja").write_text(forgetful)
+    for module in (assemble, trainable):
+        monkeypatch.setattr(module, "load_model", unwanted)
+    with pytest.raises(DataError, match=r"the chat template of forgetful .*several turns cannot be trained on"):
+        command()
+    assert OPEN == []
+
+
 def test_an_evaluation_uses_tools_too() -> None:
     from rlpost.assemble import evaluate_command
 
-    words = [word for word in WORDS if word.startswith(("model=", "policy=", "env.", "tools."))]
-    settings = compose(EVAL, [*words, "env.limit=16", "sampling.temperature=1"]).settings
+    settings = compose(EVAL, [*EVALUATED, "env.limit=16", "sampling.temperature=1"]).settings
     evaluation = evaluate_command(settings)
     assert evaluation.result.num_prompts == 16
     assert sum(conversation.tool_calls for conversation in evaluation.played) > 0
