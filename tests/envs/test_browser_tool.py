@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 from tensordict import TensorDict
 
@@ -25,6 +24,7 @@ from rlpost.envs.transforms.browser_pages import PROGRAMS, Limits, found_program
 from rlpost.errors import ConfigError, MissingExtraError, ToolError
 from rlpost.rewards.score import Score
 from tests.envs.web import Site, datagrams, served
+from tests.processes import children
 
 Error = pytest.importorskip("playwright.async_api").Error
 
@@ -345,8 +345,8 @@ def test_a_page_whose_scripts_lie_fails_alone(ask: Asked) -> None:
 
 def test_a_page_that_crashes_is_replaced(ask: Asked) -> None:
     ask.go("/")
-    for process in processes():
-        if "--type=renderer" in " ".join(process.cmdline()):
+    for process, command in children().items():
+        if "--type=renderer" in command:
             process.kill()
     wait_until(lambda: ask.tool._pages._tabs[ask.conversation.key].is_lost)
     assert ask("extract") == ToolResult("no page is open: navigate to one first", ok=False)
@@ -355,13 +355,13 @@ def test_a_page_that_crashes_is_replaced(ask: Asked) -> None:
 
 @needs_chromium
 def test_a_browser_killed_in_mid_call_is_a_failure_and_started_again(good: Site) -> None:
-    before = processes()
+    before = children()
     tool = BrowserTransform([f"127.0.0.1:{good.port}"], timeout=10)
     ask = Asked(tool, Conversation({}, []), good)
     tool.start()
     ask.go("/")
-    family = processes() - before
-    [main] = [p for p in family if "--type=" not in " ".join(p.cmdline()) and "chrom" in p.name()]
+    family = {process: command for process, command in children().items() if process not in before}
+    [main] = [p for p, command in family.items() if "--type=" not in command and "chrom" in p.name()]
     threading.Timer(0.3, os.kill, (main.pid, signal.SIGKILL)).start()
     begun = time.monotonic()
     result = ask.go("/slow")
@@ -371,13 +371,9 @@ def test_a_browser_killed_in_mid_call_is_a_failure_and_started_again(good: Site)
     assert ask.go("/").ok
     assert tool.restarts == 1
     tool.close()
-    assert processes() - before == set(), "none is left"
+    assert children().keys() - before.keys() == set(), "none is left"
     wait_until(lambda: not any(process.is_running() for process in family))
     tool.close()
-
-
-def processes() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
 
 
 # Where it does not go
@@ -498,12 +494,12 @@ def test_no_datagram_leaves_the_browser(ask: Asked) -> None:
 
 
 def test_building_it_starts_nothing() -> None:
-    before = processes()
+    before = children()
     tool = BrowserTransform(["example.com"])
     assert [schema["function"]["name"] for schema in tool.schemas()] == ["browser"]
     tool.on_begin([])
     tool.close()
-    assert processes() == before
+    assert children() == before
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tensordict import TensorDict
 
@@ -25,6 +24,7 @@ from rlpost.envs.tools import ToolCall, ToolResult
 from rlpost.envs.transforms import MCPToolTransform
 from rlpost.envs.transforms.mcp import load_servers
 from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
+from tests.processes import children, is_gone
 
 pytest.importorskip("mcp")
 
@@ -60,9 +60,8 @@ def ask(tool: MCPToolTransform, name: str, **arguments: Any) -> ToolResult:
     return tool.call(Conversation({}, []), ToolCall(name, arguments, 0))
 
 
-def children() -> list[str]:
-    lines = (" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
-    return [line for line in lines if SERVERS.name in line]
+def servers() -> list[str]:
+    return [command for command in children().values() if SERVERS.name in command]
 
 
 # What the model is shown, and what it may call
@@ -197,7 +196,7 @@ def test_calls_may_stand_in_a_form_of_ones_own(settings: dict[str, str]) -> None
 
 
 def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over() -> None:
-    before = children()
+    before = servers()
     with served("arithmetic", timeout=30) as tool:
         tool.start()
         first = tool.pids["arithmetic"]
@@ -209,7 +208,7 @@ def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over() -
         assert ask(tool, "add", a=1, b=1) == ToolResult("2")
         assert tool.restarts == {"arithmetic": 1}
         assert tool.pids["arithmetic"] not in (None, first)
-        assert len(children()) == len(before) + 1
+        assert len(servers()) == len(before) + 1
 
 
 def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_a_server_that_does_not_start_is_named_with_its_command_and_its_stderr(
     with pytest.raises(ToolError, match=rf"^the MCP server sick \({entry['command']}.*\) {said}") as raised:
         tool.schemas()
     assert "\n" not in str(raised.value)
-    assert not [line for line in children() if "exits" in line or "hangs" in line]
+    assert not [line for line in servers() if "exits" in line or "hangs" in line]
 
 
 def test_what_a_server_prints_beside_its_messages_is_passed_over(capfd: pytest.CaptureFixture[str]) -> None:
@@ -304,25 +303,25 @@ def test_a_server_sees_its_own_variables_and_hardly_any_other(monkeypatch: pytes
 
 
 def test_closing_leaves_no_process_and_a_closed_tool_can_start_again() -> None:
-    before = children()
+    before = servers()
     with served("chatty", "wrong") as tool:
         tool.start()
-        assert len(children()) == len(before) + 2
+        assert len(servers()) == len(before) + 2
         tool.close()
-        assert children() == before
+        assert servers() == before
         tool.close()
         assert ask(tool, "chatty.go") == ToolResult("went")
-    assert children() == before
+    assert servers() == before
 
 
 def test_a_tool_that_is_let_go_ends_its_servers() -> None:
-    before = children()
+    before = servers()
     tool = MCPToolTransform({"chatty": server("chatty")})
     tool.start()
-    assert len(children()) == len(before) + 1
+    assert len(servers()) == len(before) + 1
     del tool
     gc.collect()
-    assert children() == before
+    assert servers() == before
 
 
 def test_an_interpreter_that_exits_without_a_close_ends_its_servers() -> None:
@@ -334,7 +333,7 @@ def test_an_interpreter_that_exits_without_a_close_ends_its_servers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert not psutil.pid_exists(int(done.stdout))
+    assert is_gone(int(done.stdout))
 
 
 # What cannot be

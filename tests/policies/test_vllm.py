@@ -6,7 +6,7 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
 from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vLLMWrapper
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
+from tests.processes import children
 
 pytestmark = [
     pytest.mark.vllm,
@@ -254,16 +255,20 @@ def test_a_push_that_fails_half_way_leaves_no_engine_behind(tiny_folder: Path) -
         policy.generate(REQUESTS, SamplingSettings())
 
 
+def kill_engines_since(before: Container[Any]) -> None:
+    engines = [child for child, command in children().items() if child not in before and "_tracker" not in command]
+    assert engines
+    for engine in engines:
+        engine.kill()
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["before its first request", "after one"])
 def test_a_dead_engine_is_named_and_not_waited_for(tiny_folder: Path, used: bool) -> None:
-    import psutil
-
+    before = children()
     policy = started(tiny_folder, Engine.own_process)
     if used:
         policy.generate(REQUESTS, SamplingSettings())
-    for child in psutil.Process().children(recursive=True):
-        if "python" in child.name() or "VLLM" in child.name():
-            child.kill()
+    kill_engines_since(before)
     # not by the time limit, whose error says how long it waited
     with pytest.raises(
         PolicyError, match=r"vLLM failed while sampling 8 completions: (EngineDeadError|.*process died)"
@@ -321,9 +326,9 @@ def test_an_engine_on_devices_is_one_in_a_process_of_its_own(tiny_folder: Path) 
 def test_an_engine_that_was_given_and_dies_is_named_and_not_waited_for(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
     from vllm import LLM
 
+    before = children()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # vLLM's default: an engine in another process
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     llm = LLM(str(tiny_folder), dtype="float32", max_model_len=200, enforce_eager=True)
@@ -334,9 +339,7 @@ def test_an_engine_that_was_given_and_dies_is_named_and_not_waited_for(
             parameter.add_(0.1 * torch.randn_like(parameter))
     vLLMUpdater(policy).push(model)
     assert gap(policy, model, 1.0) < 1e-3
-    for child in psutil.Process().children(recursive=True):
-        if "python" in child.name() or "VLLM" in child.name():
-            child.kill()
+    kill_engines_since(before)
     with pytest.raises(
         PolicyError, match=r"vLLM failed while sampling 8 completions: (EngineDeadError|.*process died)"
     ):

@@ -17,6 +17,7 @@ import pytest
 
 from rlpost.errors import DataError, RewardError
 from rlpost.rewards.workers import Outcome, Worker, Workers, call_each
+from tests.processes import is_gone
 
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time
@@ -92,18 +93,6 @@ def act(module: Callable[[str], str]) -> Iterator[Workers]:
     """Two workers, with a deadline of half a second."""
     with Workers(module("act"), 2, 0.5) as workers:
         yield workers
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process ends within a second; one that nobody waited for counts as ended."""
-    for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_answers_come_in_the_order_of_the_items(act: Workers) -> None:
