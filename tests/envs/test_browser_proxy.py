@@ -107,7 +107,8 @@ def test_a_tunnel_to_an_allowed_host_carries_both_ways(good: Site) -> None:
         ("GET https://127.0.0.1/ HTTP/1.1\r\n\r\n", 403),
         ("POST http://127.0.0.1/ HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 403),
         ("GET http://127.0.0.1:1/ HTTP/1.1\r\n\r\n", 502),  # nobody listens there
-        ("x" * 300_000, 400),
+        ("x" * 3_000_000, 400),  # refused long before it has been sent
+        (f"POST https://127.0.0.1/ HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n{'x' * 3_000_000}", 403),
     ],
 )
 def test_what_is_no_request_for_an_allowed_page_is_answered_by_the_proxy(message: str, status: int) -> None:

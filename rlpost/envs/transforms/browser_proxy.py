@@ -20,6 +20,7 @@ from rlpost.envs.transforms.browser_hosts import AllowedHosts, Host, host_of, pa
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 60.0  # for a browser that opened a connection to say what it wants
+GOODBYE_SECONDS = 1.0  # for a browser that was refused to stop sending
 MAX_HEAD_BYTES = 256 * 1024
 FAULTS_KEPT = 100
 
@@ -74,18 +75,22 @@ class FilterProxy:
         assert task is not None
         self._open.add(task)
         try:
-            await self._answer((reader, writer))
-        except Refused as error:
-            await _say(writer, "403 Forbidden", str(error))
-        except OSError as error:
-            await _say(writer, "502 Bad Gateway", str(error) or "no connection in time")
-        except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            await _say(writer, "400 Bad Request", "this is no request to a proxy")
+            await self._answer_or_refuse((reader, writer))
         except asyncio.CancelledError:  # closed: a task of asyncio's server that ends cancelled would be logged
             return
         finally:
             self._open.discard(task)
             writer.close()
+
+    async def _answer_or_refuse(self, browser: Streams) -> None:
+        try:
+            await self._answer(browser)
+        except Refused as error:
+            await _say(browser, "403 Forbidden", str(error))
+        except OSError as error:
+            await _say(browser, "502 Bad Gateway", str(error) or "no connection in time")
+        except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            await _say(browser, "400 Bad Request", "this is no request to a proxy")
 
     async def _answer(self, browser: Streams) -> None:
         async with asyncio.timeout(IDLE_SECONDS):
@@ -221,10 +226,19 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _say(writer: asyncio.StreamWriter, status: str, why: str) -> None:
-    """An answer of the proxy's own."""
+async def _say(browser: Streams, status: str, why: str) -> None:
+    """An answer of the proxy's own, and the end of the connection.
+
+    What the browser still sends is read for a moment: a connection closed over unread bytes is reset, and
+    the answer is lost with it.
+    """
+    reader, writer = browser
     body = f"{why}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}"
     with contextlib.suppress(OSError):
         writer.write(head.encode() + b"\r\nConnection: close" + _END_OF_HEAD + body)
         await writer.drain()
+        writer.write_eof()
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            while await reader.read(_CHUNK):
+                pass
