@@ -18,6 +18,7 @@ GROUND = [
     "extras",
     "home",
     "lazy",
+    "loop_thread",
     "nearest",
     "output",
     "text",

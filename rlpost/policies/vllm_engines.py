@@ -6,6 +6,7 @@ vLLM is imported when an engine starts, never before.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import json
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpost.errors import ConfigError
+from rlpost.loop_thread import LoopThread
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
@@ -174,10 +176,9 @@ class OwnProcessEngine:
         self._timeout = timeout_seconds
         self._requests_sent = 0
         self._running: list[Any] = []  # the AsyncLLM, while it runs
-        self._loop = asyncio.new_event_loop()
+        self._thread = LoopThread("rlpost-vllm")
         sockets = socket_folder()
-        self._stop = weakref.finalize(self, stop_async_engine, self._running, self._loop, sockets)
-        threading.Thread(target=self._loop.run_forever, name="rlpost-vllm", daemon=True).start()
+        self._stop = weakref.finalize(self, stop_async_engine, self._running, self._thread, sockets)
 
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -188,6 +189,7 @@ class OwnProcessEngine:
         except BaseException:
             self._stop()
             raise
+        atexit.register(self._stop)  # now: before multiprocessing, which was imported earlier, kills what it has begun
 
     @property
     def llm(self) -> Any:
@@ -202,8 +204,7 @@ class OwnProcessEngine:
         return self.llm.model_config
 
     def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return wait_for(future, self._timeout, waited_for, self._died)
+        return wait_for(self._thread.submit(work), self._timeout, waited_for, self._died)
 
     def _died(self) -> bool:
         return bool(self._running) and self.llm.errored
@@ -258,15 +259,16 @@ class OwnProcessEngine:
     def close(self) -> None:
         """See `VLLMEngine`."""
         self._stop()
+        atexit.unregister(self._stop)
 
 
-def stop_async_engine(running: list[Any], loop: asyncio.AbstractEventLoop, sockets: Path) -> None:
+def stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:
     """Shut the AsyncLLM in `running` down, which is let go of: vLLM's own end fails where it comes with Python's."""
+    thread.close()  # first: the tasks in it would take the end of the engine's process for its death
     try:
         if running:
             running.pop().shutdown()
     finally:
-        loop.call_soon_threadsafe(loop.stop)
         shutil.rmtree(sockets, ignore_errors=True)
 
 

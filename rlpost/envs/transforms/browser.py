@@ -14,9 +14,9 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.transforms.browser_hosts import AllowedHosts, parts_of
 from rlpost.envs.transforms.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, LAUNCHES, Pages, Tab
-from rlpost.envs.transforms.loop_thread import LoopThread
 from rlpost.errors import ConfigError
 from rlpost.extras import require
+from rlpost.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator

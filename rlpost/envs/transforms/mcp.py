@@ -14,11 +14,11 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform, json_object
-from rlpost.envs.transforms.loop_thread import LoopThread
 from rlpost.envs.transforms.mcp_process import ServerCommand
 from rlpost.envs.transforms.mcp_server import Server
 from rlpost.errors import ConfigError, DataError
 from rlpost.extras import require
+from rlpost.loop_thread import LoopThread
 from rlpost.nearest import did_you_mean, nearest
 
 _FIELDS = ("command", "args", "env", "cwd", "type")

@@ -1,8 +1,9 @@
-"""An asyncio loop in a thread of its own: for tools whose library speaks asyncio, called from many threads."""
+"""An asyncio loop in a thread of its own: for what speaks asyncio, called from any thread."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -28,13 +29,17 @@ class LoopThread:
         """Whether there is a thread."""
         return self._loop is not None
 
+    def submit(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        """`work`, under way in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._started())
+
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
         """What `work` returns or raises.
 
         `seconds` is a second line of defence: `work` keeps time limits of its own below it. Raises
         ToolError where it passes.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._started())
+        future = self.submit(work)
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         if not done.wait(seconds):  # not future.result(seconds): its TimeoutError could be one of `work`
