@@ -153,18 +153,7 @@ def _assemble_sampling(
         tokenizer = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-        policy = build_policy(
-            settings.policy,
-            trainable.folder,
-            tokenizer,
-            model=trainable.model,
-            model_settings=settings.model,
-            env_settings=settings.env,
-            sampling=settings.sampling,
-            seed=settings.seed,
-            adapter_rank=trainable.adapter_rank,
-            adapter=trainable.adapter,
-        )
+        policy = build_trained_policy(settings, tokenizer, trainable, settings.sampling)
         collector = LLMCollector(
             env,
             policy=policy,
@@ -286,19 +275,29 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
 
 def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
     """What samples greedy replies during fine-tuning and scores them."""
-    policy = build_policy(
+    policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
+    return AccuracyParts(env, policy, build_updater(policy))
+
+
+def build_trained_policy(
+    settings: GRPOSettings | ExpertIterationSettings | SFTSettings,
+    tokenizer: Any,
+    trainable: Trainable,
+    sampling: SamplingSettings,
+) -> Policy:
+    """What samples from the model that is trained."""
+    return build_policy(
         settings.policy,
         trainable.folder,
         tokenizer,
         model=trainable.model,
         model_settings=settings.model,
         env_settings=settings.env,
-        sampling=SamplingSettings(temperature=0.0),
+        sampling=sampling,
         seed=settings.seed,
         adapter_rank=trainable.adapter_rank,
         adapter=trainable.adapter,
     )
-    return AccuracyParts(env, policy, build_updater(policy))
 
 
 def build_buffer(settings: GRPOSettings) -> ReplayBuffer:
