@@ -13,7 +13,7 @@ from typing import Any
 from rlpost.errors import ToolError
 
 LOOK_SECONDS = 0.1  # between two looks at what is waited for by now
-CLOSE_SECONDS = 5.0  # that is waited for the end of a game
+CLOSE_SECONDS = 5.0  # that are waited for games to end
 
 _STYLED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -106,10 +106,10 @@ class Game:
         self._calls.put(self._close)
         self._calls.put(None)
 
-    def wait_closed(self) -> None:
+    def wait_closed(self, seconds: float) -> None:
         """Wait until a closed game has ended, unless it hangs: what it played on is free for the next one then."""
         if not self._late:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(seconds)
 
     def _expect(self, what: str, seconds: float) -> None:
         self._expected = (what, seconds, time.monotonic() + seconds)
@@ -164,8 +164,9 @@ def end_games(games: Sequence[Game]) -> None:
     """Close games, all at the same time, and wait until they have ended."""
     for game in games:
         game.close()
+    deadline = time.monotonic() + CLOSE_SECONDS
     for game in games:
-        game.wait_closed()
+        game.wait_closed(max(0.0, deadline - time.monotonic()))
 
 
 def text_of_action(reply: str) -> str:
