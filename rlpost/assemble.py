@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -147,8 +147,9 @@ def _assemble_sampling(
     check_rewards(env)
     held_out = replace(settings.env, split="test", limit=None)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
-    with closed_on_error(env, eval_env):
+    with ExitStack() as opened:  # what has been started does not outlive what fails behind it
         for each in (env, eval_env) if settings.eval.enabled else (env,):
+            opened.callback(each.close)
             each.start()  # a bad path or row is found here, before a model is loaded
         tokenizer = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
@@ -164,6 +165,7 @@ def _assemble_sampling(
             track_policy_version=PolicyVersion(),
             begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
         )
+        opened.pop_all()
         return SamplingParts(
             model_folder=trainable.folder,
             tokenizer=tokenizer,
@@ -176,17 +178,6 @@ def _assemble_sampling(
             buffer=buffer,
             optimizer=trainable.optimizer,
         )
-
-
-@contextmanager
-def closed_on_error(*envs: DatasetChatEnv) -> Iterator[None]:
-    """Environments that have been started do not outlive what fails behind them."""
-    try:
-        yield
-    except BaseException:
-        for env in envs:
-            env.close()
-        raise
 
 
 @dataclass

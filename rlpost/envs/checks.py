@@ -1,4 +1,4 @@
-"""Whether an environment can be trained in with a model, found out before anything is sampled."""
+"""Whether an environment can be trained in with a model, found out before the model is loaded."""
 
 from __future__ import annotations
 

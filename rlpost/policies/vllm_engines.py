@@ -29,6 +29,8 @@ from rlpost.loop_thread import LoopThread
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
+_setting = threading.RLock()  # held while variables are set: again by the thread that sets several
+
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -281,16 +283,20 @@ def socket_folder() -> Path:
 
 @contextlib.contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment that is set for a while, for the processes that start meanwhile."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    """A variable of the environment that is set for a while, for the processes that start meanwhile.
+
+    The environment is that of all threads: another one that sets a variable waits until this one is set back.
+    """
+    with _setting:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:

@@ -499,7 +499,7 @@ def test_building_it_starts_nothing() -> None:
     assert [schema["function"]["name"] for schema in tool.schemas()] == ["browser"]
     tool.on_begin([])
     tool.close()
-    assert children() == before
+    assert children().keys() == before.keys()
 
 
 @pytest.mark.parametrize(
