@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.terminal import stdout_on_stderr
 from rlpost.config.registry import Command, S
@@ -37,6 +37,9 @@ def compose_and_check(
         env = composed.settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
             _checked[:] = [load_rewards(env)]
+            _look_at_rows(composed.settings, _checked[0])
+        else:
+            _look_at_rows(composed.settings, None)
     settings = composed.settings
     samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
     if samples and isinstance(settings.policy, VLLMSettings):
@@ -48,3 +51,15 @@ def compose_and_check(
         if isinstance(settings.optim, AdamW8bitSettings):
             require_bitsandbytes()
     return composed
+
+
+def _look_at_rows(settings: Any, rewards: Rewards | None) -> None:
+    """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes."""
+    from rlpost.data.first_look import look_at_rows
+    from rlpost.settings import DatasetSettings, EvalSettings, SFTSettings
+
+    measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
+    splits = dict.fromkeys([settings.env.split, *(["test"] if measures else [])])
+    columns = look_at_rows(settings.env, list(splits), demonstrated=isinstance(settings, SFTSettings))
+    if columns is not None and rewards is not None and isinstance(settings.env, DatasetSettings):
+        rewards.offer_columns(columns, settings.env.path)

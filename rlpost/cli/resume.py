@@ -31,6 +31,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         return []
     if newest_checkpoint(run) is None:
         return []
+    from rlpost.config.code import is_code
     from rlpost.config.overrides import Override
 
     if (its := command_of(run)) not in (None, command):
@@ -47,15 +48,17 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
             f"{shlex.join(code)}"
         )
     parts = [(number, *line.partition("=")) for number, line in enumerate(lines, start=1)]
-    return [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]
+    kept = [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]
+    return [override for override in kept if not is_code(override)]  # what is code the words give
 
 
 def code_words(overrides: Sequence[str]) -> list[str]:
-    """Those of a run's overrides that name Python files, which are given again where it goes on."""
-    from rlpost.config.overrides import Override, is_code
+    """Those of a run's overrides that make something run, which are given again where it goes on."""
+    from rlpost.config.code import code_word
+    from rlpost.config.overrides import Override
 
-    parts = [(word, *word.partition("=")) for word in overrides]
-    return [word for word, key, _, text in parts if is_code(Override(key, text))]
+    parts = [word.partition("=") for word in overrides]
+    return [word for key, _, text in parts if (word := code_word(Override(key, text))) is not None]
 
 
 def check_kept(composed: Composed[Any], kept: list[Override]) -> None:

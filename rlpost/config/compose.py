@@ -16,11 +16,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from rlpost.config.code import check_code, check_origin
 from rlpost.config.explain import option_of_others, unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
-from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words
+from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
 from rlpost.config.paths import check_data_path, check_reward, is_run_folder, resolve_adapter_path, resolve_model_path
-from rlpost.config.plugins import load_plugins, plugin_paths
+from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
 from rlpost.errors import ConfigError
@@ -75,7 +76,6 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     """
     merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
-    _check_code(settings, merged.given)
     _check_paths(settings)
     yaml_text = OmegaConf.to_yaml(merged.config)
     return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
@@ -102,6 +102,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
         else:
             value = _set(config, keys, override, command, choices)
             texts.append(f"{override.key}={as_text(value)}")
+    check_code(keys.values(), config, overrides)
     return Merged(command, config, choices, list(keys.values()), texts, overrides)
 
 
@@ -118,7 +119,13 @@ def _expand(command: Command[Any], given: list[Override], kept: Sequence[Overrid
 
 
 def _plugins(overrides: Sequence[Override]) -> list[str]:
-    return [path for override in overrides if override.key == "plugin" for path in plugin_paths(override)]
+    """The plugins to import. Raises ConfigError where a file names one."""
+    paths: list[str] = []
+    for override in overrides:
+        if override.key == PLUGIN.name:
+            paths += plugin_paths(override)
+            check_origin(PLUGIN, paths, override)
+    return paths
 
 
 def model_path(override: Override) -> Override:
@@ -214,6 +221,8 @@ def _set(
         raise _at(override, unknown_key(override, command, list(keys), choices))
     try:
         value = parse_value(key, override.text)
+        if reason := refers(override, value):
+            raise ConfigError(reason)
         OmegaConf.update(config, key.name, value)
     except ConfigError as error:
         raise _at(override, str(error)) from None
@@ -236,21 +245,6 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     assert isinstance(settings, command.settings)
     return settings
-
-
-def _check_code(
-    settings: GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings, given: Sequence[Override]
-) -> None:
-    """Raise ConfigError where a file of conf/ names a Python file to run."""
-    named = [] if settings.plugin == _plugins(given) else ["plugin"]
-    if isinstance(settings.env, DatasetSettings):
-        files = {"env.reward": settings.env.reward, "env.accuracy": [settings.env.accuracy or ""]}
-        words = {override.key for override in given}
-        named += [key for key, rewards in files.items() if key not in words and any(".py" in r for r in rewards)]
-    for key in named:
-        raise ConfigError(
-            f"{key} stands in conf/, and a YAML file cannot name code to run: give {key}=FILE on the command line"
-        )
 
 
 def _check_paths(settings: GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 
-from rlpost.config.compose import compose
+from rlpost.config.code import is_code
+from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import flat
-from rlpost.config.overrides import shown
+from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import is_run_folder
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import Command, recipes
@@ -131,14 +132,16 @@ def _run(folder: Path) -> Side:
 def _choices(typed: list[str], overrides: list[str]) -> dict[str, str]:
     """The options a run chose; none where its settings no longer compose, since its own values are shown anyway.
 
-    A plugin that the run names is not imported: whoever looks at a run has not asked for its code.
+    Code that the run names is left out: whoever looks at a run has not asked for it.
     """
     verb = [word for word in shlex.split(typed[-1])[1:3] if "=" not in word and word[:1] != "-"] if typed else []
+    asked = [Override(key, text, "overrides.txt") for key, _, text in (word.partition("=") for word in overrides)]
     env = {}
-    if any(word.startswith("plugin=") for word in overrides):
-        env = dict(word.split("=", 1) for word in overrides if word.startswith("env="))
-        overrides = [word for word in overrides if not word.startswith(("plugin=", "env=", "env."))]
+    if any(override.key == "plugin" for override in asked):
+        env = {override.key: override.text for override in asked if override.key == "env"}
+        asked = [override for override in asked if override.key.partition(".")[0] not in ("plugin", "env")]
+    kept = [override for override in asked if not is_code(override)]
     try:
-        return compose(verb_and_rest(verb)[0], overrides).choices | env
+        return merge_all(verb_and_rest(verb)[0], kept=kept).choices | env
     except RlpostError:
         return {}

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from rlpost.settings.checks import MISSING
+from rlpost.settings.code import RUNS, Runs
 
 NUMBERS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 NULL = "null"
@@ -32,6 +33,7 @@ class Key:
     annotation: Any  # int, float, bool, str, an Enum, or a list of one of them
     optional: bool  # whether null is a value
     default: Any
+    runs: Runs | None = None  # which of its values make something run, if any do
 
     @property
     def is_list(self) -> bool:
@@ -70,7 +72,7 @@ def keys_of(settings: type, prefix: str = "", chosen: Mapping[str, type] | None 
             nested = (chosen or {}).get(name, annotation)
             keys += keys_of(typing.cast(type, nested), f"{name}.")
         else:
-            keys.append(Key(name, annotation, optional, _default(field)))
+            keys.append(Key(name, annotation, optional, _default(field), field.metadata.get(RUNS)))
     return keys
 
 

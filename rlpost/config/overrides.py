@@ -57,16 +57,17 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
     return [*kept, *given]
 
 
-def is_code(override: Override) -> bool:
-    """Whether an override names a Python file to run, which only a command line may, not a YAML file."""
-    return override.key in ("plugin", "env.reward", "env.accuracy") and ".py" in override.text
-
-
 def names_code(override: Override) -> str | None:
     """Why an override is refused that would name code to run or refer to another value, else None."""
     if "_target_" in override.key:
         return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
-    if "${" in override.text:
+    return refers(override, override.text)
+
+
+def refers(override: Override, value: Any) -> str | None:
+    """Why an override of this value, written or decoded, is refused: it refers to another value; None where not."""
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, str) and "${" in text for text in texts):
         return f"{override} is refused: a value cannot refer to another with ${{...}}; write it out"
     return None
 

@@ -10,10 +10,11 @@ from rlpost.config.keys import NUMBERS, Key, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words
 from rlpost.config.registry import SCHEMAS, built_in_folder
 from rlpost.errors import ConfigError
+from rlpost.settings.code import CODE, RUNS
 from rlpost.settings.registered import ENVS, REWARD_FILES, REWARDS, TOOLS, RegisteredEnv
 from rlpost.user_file import check_file, import_file
 
-PLUGIN = Key("plugin", list[str], False, [])
+PLUGIN = Key("plugin", list[str], False, [], CODE[RUNS])
 _loaded: set[str] = set()  # full paths
 
 

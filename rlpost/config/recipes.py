@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlpost.config.overrides import Override, as_text, is_code, shown
+from rlpost.config.overrides import Override, as_text, shown
 from rlpost.config.registry import COMMANDS, Command, recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
@@ -90,9 +90,4 @@ def _override(key: str, value: Any, where: str) -> Override:
         raise ConfigError(f"{where}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")
     if key == "recipe":
         raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
-    override = Override(key, as_text(value), where)
-    if is_code(override):
-        raise ConfigError(
-            f"{where}: a YAML file cannot name code to run; leave the line out and give {override} on the command line"
-        )
-    return override
+    return Override(key, as_text(value), where)

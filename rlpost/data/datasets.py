@@ -5,6 +5,7 @@ The only module that imports `datasets`, and it does so for hub ids alone.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -82,19 +83,15 @@ def located_rows(
     so that no prompt is on both sides. `check` returns the field and the fault of a row it cannot
     accept. Raises DataError naming file, row (from 1; the line of a .jsonl or .csv file) and field.
     """
-    if test_path is None:
-        source = _open(path, split, config, "env.path")
-    elif split == "test":
-        source = _open(test_path, split, config, "env.test_path")
-        if source.shared and not source.is_file:
-            raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
-    else:
-        source = _open(path, split, config, "env.path")
+    key, place = ("env.path", path) if test_path is None or split != "test" else ("env.test_path", test_path)
+    source = local_source(place, split, key) or _hub_source(place, split, config, key)
+    if key == "env.test_path" and source.shared and not source.is_file:
+        raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
     divided = source.shared and test_path is None
     rows = []
     for number, row in source.numbered if divided else islice(source.numbered, limit):
         where = f"{source.name}, row {number}"
-        complaint = _complaint(row, required) or (check(row) if check else None)
+        complaint = text_complaint(row, required) or (check(row) if check else None)
         if complaint:
             raise DataError(f"{where}, field {complaint[0]!r}: {complaint[1]}")
         rows.append((where, dict(row)))
@@ -133,39 +130,74 @@ def _rank(prompt: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Numbered rows and what messages call them; `shared` where the splits train and test are both in them."""
+class Source:
+    """Numbered rows and what messages call them; `shared` where the splits train and test are both in them.
+
+    `partial` where they are the first row or none, of a file that is larger than was to be read.
+    """
 
     name: str
     numbered: Iterator[tuple[int, Any]]
     shared: bool
     is_file: bool = False
+    partial: bool = False
 
 
-def _open(path: str, split: str, config: str | None, key: str) -> _Source:
+def local_source(path: str, split: str, key: str, most_bytes: int | None = None) -> Source | None:
+    """The rows of a file or folder on this machine; None for what can only be a hub id.
+
+    With `most_bytes` of a larger file no more than its first row, and at most so much of it is read. Raises
+    DataError, naming `key`, for a path that holds no rows.
+    """
     local = expanded(path)
     if local.is_dir():
-        file = _split_file(local, split) or (_split_file(local, "train") if split == "test" else None)
+        file = _split_file(local, split, key) or (_split_file(local, "train", key) if split == "test" else None)
         if file is None:
-            others = sorted(f.name for f in local.iterdir() if f.suffix in _READERS and f.is_file())
-            hint = f"give {key}={local / others[0]}" if others else f"add it, or {_INSTEAD}"
-            raise DataError(f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {hint}")
-        return _Source(str(file), _READERS[file.suffix](file), _split_file(local, "test") is None)
+            raise DataError(
+                f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {_instead_of(local, path, key)}"
+            )
+        return _read(file, _split_file(local, "test", key) is None, most_bytes)
     if local.is_file():
         if local.suffix not in _READERS:
-            raise DataError(f"{local} is no {', '.join(_READERS)} file: convert it, or {_INSTEAD}")
-        return _Source(str(local), _READERS[local.suffix](local), shared=True, is_file=True)
+            raise DataError(f"{key}={local} is no {', '.join(_READERS)} file: convert it, or {_INSTEAD}")
+        return _read(local, True, most_bytes, is_file=True)
     if not _HUB_ID.fullmatch(path) or local.suffix in _READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {_INSTEAD}")
+    return None
+
+
+def _read(file: Path, shared: bool, most_bytes: int | None, *, is_file: bool = False) -> Source:
+    if most_bytes is None or file.stat().st_size <= most_bytes:
+        return Source(str(file), _READERS[file.suffix](file, None), shared, is_file)
+    return Source(str(file), islice(_READERS[file.suffix](file, most_bytes), 1), shared, is_file, partial=True)
+
+
+def _hub_source(path: str, split: str, config: str | None, key: str) -> Source:
     rows, shared = _fetch(path, split, config, key)
-    return _Source(f"{path} ({split}) on the hub", enumerate(rows, start=1), shared)
+    return Source(f"{path} ({split}) on the hub", enumerate(rows, start=1), shared)
 
 
-def _split_file(folder: Path, split: str) -> Path | None:
-    return next((f for suffix in _READERS if (f := folder / f"{split}{suffix}").is_file()), None)
+def _split_file(folder: Path, split: str, key: str) -> Path | None:
+    files = [f for suffix in _READERS if (f := folder / f"{split}{suffix}").is_file()]
+    if len(files) > 1:
+        names = " and ".join(file.name for file in files)
+        raise DataError(f"{key}={folder} has {names}, and only one can be the split {split}: remove the others")
+    return files[0] if files else None
 
 
-def _complaint(row: Any, required: Sequence[str]) -> Complaint | None:
+def _instead_of(folder: Path, path: str, key: str) -> str:
+    """What to do about a folder without the file of a split."""
+    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+        return f"it is a model, for model={path}; {_INSTEAD}"
+    if (folder / "checkpoints").is_dir():
+        return f"it is a run, for model={path}; {_INSTEAD}"
+    if (folder / "dataset_info.json").is_file():
+        return "datasets saved it with save_to_disk: write it again with to_json or to_parquet"
+    others = sorted(file for name in ("*", "*/*") for file in folder.glob(name) if file.suffix in _READERS)
+    return f"give {key}={others[0]}" if others else f"add it, or {_INSTEAD}"
+
+
+def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
     """The first required field that is missing, no text or blank."""
     for field in required:
         if not isinstance(row, Mapping):
@@ -185,8 +217,8 @@ def missing(field: str, row: Mapping[str, Any]) -> str:
     return f"missing{did_you_mean(near)}{'' if near else ';'} the row has {', '.join(map(str, row)) or 'no fields'}"
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+def _read_jsonl(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_text(path, most_bytes).split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line)
@@ -194,9 +226,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 raise DataError(f"{path}, line {number} is not JSON ({error}): correct or remove the line") from error
 
 
-def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_json(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
+    text = _text(path, most_bytes)
+    if most_bytes is not None:  # a list is whole or it is none
+        return
     try:
-        rows = json.loads(_text(path))
+        rows = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): correct it, or write one object a line as .jsonl") from error
     if not isinstance(rows, list):
@@ -204,8 +239,10 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(rows, start=1)
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)  # a record ends at \n or \r alone
+def _read_csv(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
+    reader = csv.DictReader(
+        io.StringIO(_text(path, most_bytes), newline=""), strict=True
+    )  # a record ends at \n or \r alone
     try:
         for row in reader:
             if None in row:
@@ -215,18 +252,22 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}, row {reader.line_num} is not CSV ({error}): correct or remove it") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        if most_bytes is None:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            first = next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1), None)
+            rows = [] if first is None else first.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or {_INSTEAD}") from error
     yield from enumerate(rows, start=1)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+_READERS: dict[str, Callable[[Path, int | None], Iterator[tuple[int, Any]]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -234,14 +275,28 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 }
 
 
-def _text(path: Path) -> str:
-    """The file as text, without a byte order mark. Raises DataError where it is unreadable or no UTF-8."""
+def _text(path: Path, most_bytes: int | None) -> str:
+    """The file, or its whole lines within `most_bytes`, as text without a byte order mark.
+
+    Raises DataError where it is unreadable or no UTF-8.
+    """
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
+        with path.open("rb") as stream:
+            content = stream.read(-1 if most_bytes is None else most_bytes)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content, final=most_bytes is None)
+        if "\0" in text:
+            raise UnicodeDecodeError("utf-8", content, content.index(0), content.index(0) + 1, "a zero byte")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        likely = "UTF-16" if b"\0" in content[:1000] else "Windows-1252 or Latin-1"
+        raise DataError(
+            f"{path}, line {line} is not UTF-8 (byte {error.start}), but likely {likely}: save the file as UTF-8"
+        ) from error
+    whole = text if most_bytes is None else text[: text.rfind("\n") + 1]
+    return whole.replace("\r\n", "\n")
 
 
 def _fetch(hub_id: str, split: str, config: str | None, key: str) -> tuple[Iterable[Any], bool]:

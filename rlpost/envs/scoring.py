@@ -9,7 +9,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.apart import Patience
 from rlpost.rewards.calls import TooLong, interrupted_after
-from rlpost.rewards.score import Score, log_failures
+from rlpost.rewards.score import Score, log_failures, why_untrainable
 
 Scorer = Callable[[Conversation], Score | None]
 
@@ -55,12 +55,13 @@ def record_score(conversation: Conversation, scorer: Scorer) -> None:
         score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
     if score is None:
         return
-    if score.valid and not math.isfinite(score.reward):
-        score.valid, score.error = False, f"the reward is {score.reward}, which is no finite number"
+    total = score.reward + (conversation.reward or 0.0)
+    if score.valid and (wrong := why_untrainable(total)):
+        score.valid, score.error = False, f"the reward is {total:g}, {wrong}"
     if not score.valid:
         fail(conversation, score.error or "the reward failed")
     elif conversation.valid:
-        conversation.reward = score.reward + (conversation.reward or 0.0)
+        conversation.reward = total
         conversation.reward_parts |= score.parts
         conversation.accuracy_strict = score.accuracy_strict
         conversation.accuracy_lenient = score.accuracy_lenient

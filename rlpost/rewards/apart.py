@@ -120,7 +120,7 @@ class WorkerReward:
             log.info("%s printed: %s", self.reference, printed)
         tolds = outcome.value if outcome.error is None else [{"error": self.failure(outcome, seconds)}] * len(counts)
         shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
-        with_output = [{"error": told["error"] + shown} if "error" in told else told for told in tolds]
+        with_output = [told | {"error": told["error"] + shown} if "error" in told else told for told in tolds]
         return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
 
 
@@ -150,14 +150,15 @@ def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, second
     """What each says of rows 0 to `count` - 1, `count` at least 1, all at the same time, within `seconds`.
 
     `offer(reward, rows)` is what it can take. One that fails is called again row by row, to find the
-    rows at fault; a deadline each. Raises ConfigError and DataError that a function raised.
+    rows at fault, a deadline each; not one that returns a list of another length. Raises ConfigError and
+    DataError that a function raised.
     """
     distinct = {reward.reference: reward for reward in rewards}
     outcomes = call_each([reward.request(offer, [range(count)], seconds) for reward in distinct.values()])
     said: dict[str, RowValues] = {}
     for reward, outcome in zip(distinct.values(), outcomes, strict=True):
         [whole] = reward.said(outcome, [count], seconds)
-        if whole.errors[0] is not None and count > 1:
+        if whole.errors[0] is not None and not whole.of_call and count > 1:
             log.warning("%d rows are scored one by one, since together: %s", count, whole.errors[0])
             whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
         said[reward.reference] = whole

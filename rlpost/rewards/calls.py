@@ -92,6 +92,11 @@ class RowValues:
     values: list[float | None]
     errors: list[str | None]
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
+    of_call: bool = False  # the errors are of the whole call: no row is at fault, and to call again would hide it
+
+
+class _WrongLength(TypeError):
+    """A function has returned more or fewer values than there are rows."""
 
 
 class TooLong(BaseException):
@@ -135,6 +140,8 @@ class _Call:
             return {"error": self.function.failure(self.result)}
         try:
             values = _numbers(self.result, self.count, self.function.reference)
+        except _WrongLength as error:
+            return {"error": str(error), "of_call": True}
         except TypeError as error:
             return {"error": str(error)}
         return {"values": values, "metrics": {name: sum(given) / len(given) for name, given in self.metrics.items()}}
@@ -149,7 +156,7 @@ class _Call:
 def row_values(told: Mapping[str, Any], count: int) -> RowValues:
     """What a call told, one entry a row; the same error for each where it failed."""
     if "error" in told:
-        return RowValues([None] * count, [told["error"]] * count, [{}] * count)
+        return RowValues([None] * count, [told["error"]] * count, [{}] * count, told.get("of_call", False))
     return RowValues(list(told["values"]), [None] * count, [told["metrics"]] * count)
 
 
@@ -176,14 +183,14 @@ def call_here(
     """What each function says of rows 0 to `count` - 1, all in this process; async ones run concurrently.
 
     `offer(function, rows)` is what it can take. A function that fails is called again row by row, to
-    find the rows at fault. Raises RewardError for a call that takes longer than `timeout_seconds`,
-    which here cannot be killed; ConfigError and DataError pass through.
+    find the rows at fault; not one that returns a list of another length. Raises RewardError for a call
+    that takes longer than `timeout_seconds`, which here cannot be killed; ConfigError and DataError pass through.
     """
     whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
     said = []
     for call in whole:
         told = call.told()
-        if "error" in told and count > 1:
+        if "error" in told and not told.get("of_call") and count > 1:
             singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
             said.append(joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)]))
         else:
@@ -301,7 +308,7 @@ def _numbers(result: Any, count: int, reference: str) -> list[float | None]:
     if not isinstance(result, list | tuple):
         raise TypeError(f"{reference} returned {_kind(result)}: it must return {wanted}")
     if len(result) != count:
-        raise TypeError(f"{reference} returned {len(result)} values: it must return {wanted}")
+        raise _WrongLength(f"{reference} returned {len(result)} values: it must return {wanted}")
     numbers = [None if value is None else _number(value) for value in result]
     for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
         if number is None and value is not None:

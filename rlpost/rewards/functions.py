@@ -22,7 +22,7 @@ from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.apart import WorkerReward, call_apart
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.calls import TIMEOUT_SECONDS, RewardFunction, RowValues, call_here
-from rlpost.rewards.score import TAKEN, Score, log_failures
+from rlpost.rewards.score import TAKEN, Score, log_failures, why_untrainable
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARD_FILES, REWARDS
 from rlpost.user_file import check_defines
@@ -199,6 +199,8 @@ class Rewards:
         if not parts:
             said = f"{', '.join(f.reference for f in self.functions)} returned None: no reward applies to this row"
             return Score(math.nan, valid=False, error=said)
+        if wrong := why_untrainable(total):
+            return Score(math.nan, valid=False, error=f"the rewards times env.reward_weights are {total:g}, {wrong}")
         score = Score(total, parts | self._metrics(outcomes, row))
         if self.accuracy and not self.judge:
             place = next(i for i, function in enumerate(self._called) if function.reference == self.accuracy.reference)
@@ -225,9 +227,8 @@ class Rewards:
 
 
 def _complaint(function: AnyReward, value: float | None) -> str | None:
-    if value is None or math.isfinite(value):
-        return None
-    return f"{function.reference} returned {value}, which is no finite number"
+    wrong = None if value is None else why_untrainable(value)
+    return f"{function.reference} returned {value:g}, {wrong}" if wrong else None
 
 
 def offered(batch: Sequence[Finished], columns: Sequence[str] = (), *, built_in: bool = False) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from rlpost.text import printable
 
 # reward/mean and so on are the step's own figures, and `overlong` is the part that overlong.penalty_tokens adds
 TAKEN = ("mean", "std", "failed", "mean_drawn", "kl_penalty", "overlong")
+
+LARGEST = 3.4028234663852886e38  # that float32 holds, in which rewards are trained on
 
 
 @dataclass(slots=True)
@@ -36,6 +39,13 @@ class Score:
     def __post_init__(self) -> None:
         if taken := next((name for name in self.parts if name in TAKEN), None):
             raise ConfigError(f"a part of a reward is named {taken}, but reward/{taken} is a figure of the whole step")
+
+
+def why_untrainable(value: float) -> str | None:
+    """What is wrong with a reward that is no finite number of float32; None for one that can be trained on."""
+    if not math.isfinite(value):
+        return "which is no finite number"
+    return "which is infinite in float32, where rewards are trained on: scale it down" if abs(value) > LARGEST else None
 
 
 def log_failures(errors: Sequence[str | None], count: int) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
 from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
@@ -51,7 +52,9 @@ class GRPOSettings:
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
-    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
+    plugin: list[str] = field(
+        default_factory=list, metadata=CODE
+    )  # Python files that register environments and rewards
 
     steps: int = 60  # each: sample, reward, update, push the weights
     seed: int = 0  # of prompts, sampling and all else that is drawn

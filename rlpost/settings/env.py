@@ -8,6 +8,7 @@ from string import Formatter
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.code import CODE_UNLESS_NAMES
 
 
 class Operation(Enum):
@@ -93,12 +94,14 @@ class DatasetSettings(EnvSettings):
     """
 
     path: str = MISSING  # .jsonl, .json, .csv or .parquet file, folder with train.* and test.*, or hub id
-    reward: list[str] = MISSING  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
+    reward: list[str] = field(
+        default=MISSING, metadata=CODE_UNLESS_NAMES
+    )  # FILE.py:FUNCTION or a name (rlpost reward list); several: [a.py:f,exact]
     reward_weights: list[float] | None = None  # one a reward; None: 1 each
     prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
     completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
-    accuracy: str | None = None  # a reward of 0 and 1 that measures accuracy; None: exact or number, if used
+    accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
     reward_timeout_seconds: float = 60.0  # longest wait for one call of a reward: a batch, or a row of one that failed
     test_path: str | None = None  # where the split test is; None: in path, or held out
     held_out: float = 0.1  # share of the prompts kept for test where no file of its own holds that split

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, above, at_least, between
+from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings
@@ -79,7 +80,9 @@ class EvalSettings:
     policy: PolicySettings = MISSING  # what samples the completions
     sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
     eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
-    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
+    plugin: list[str] = field(
+        default_factory=list, metadata=CODE
+    )  # Python files that register environments and rewards
     seed: int = 0  # of sampling; the order of the prompts is that of env.seed
 
     def __post_init__(self) -> None:

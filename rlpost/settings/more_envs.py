@@ -10,6 +10,7 @@ from typing import Any
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.code import CODE_IF_MODULE
 from rlpost.settings.env import EnvSettings
 
 
@@ -104,7 +105,7 @@ class ReasoningGymSettings(EnvSettings):
 class TextGameSettings(EnvSettings):
     """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
 
-    id: str = MISSING  # name of the game, such as FrozenLake-v1
+    id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
     arguments: list[str] = field(default_factory=list)  # the game is made with: [is_slippery:false]
     moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
     success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured

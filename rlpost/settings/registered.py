@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
 from rlpost.errors import ConfigError
+from rlpost.settings.code import NAME
 from rlpost.settings.env import EnvSettings
 
 BUILT_IN_REWARDS = ("exact", "number", "contains")  # what each is: rlpost/rewards/builtin.py
-_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,7 @@ def register_tool(name: str, tool: Callable[..., Any]) -> None:
 
 
 def _check_name(said: str, name: Any, taken: Any) -> None:
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
         raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
     if name in taken:
         raise ConfigError(f"{said}({name!r}): the name is taken; choose another")

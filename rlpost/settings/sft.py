@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, above, at_least, between
+from rlpost.settings.code import CODE
 from rlpost.settings.commands import CheckpointSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.learning import OptimSettings
@@ -97,7 +98,9 @@ class SFTSettings:
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
     eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
-    plugin: list[str] = field(default_factory=list)  # Python files that register environments and rewards
+    plugin: list[str] = field(
+        default_factory=list, metadata=CODE
+    )  # Python files that register environments and rewards
 
     steps: int | None = None  # optimizer steps; None: as many as epochs has
     epochs: int | None = None  # times every sample is trained on; None: 1, unless steps says

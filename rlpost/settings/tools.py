@@ -8,6 +8,7 @@ from enum import Enum
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings.checks import above, at_least
+from rlpost.settings.code import PROGRAM, SANDBOX
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.registered import TOOLS
 
@@ -42,10 +43,12 @@ class ToolsSettings:
     max_calls_per_turn: int | None = 8  # further ones in a reply are refused; null: no limit
     max_output_chars: int = 2000  # shown of an answer; the middle of a longer one is left out
     timeout_seconds: float = 10.0  # of each call
-    python_sandbox: PythonSandbox = PythonSandbox.bubblewrap  # limits: weaker, for machines without bubblewrap
+    python_sandbox: PythonSandbox = field(default=PythonSandbox.bubblewrap, metadata=SANDBOX)  # limits: weaker
     python_persistent: bool = False  # true: variables last from turn to turn
     python_memory_mb: int = 512  # of one program
-    mcp_file: str | None = None  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
+    mcp_file: str | None = field(
+        default=None, metadata=PROGRAM
+    )  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
     allowed_domains: list[str] = field(default_factory=list)  # that the browser may visit, with all below them
 
     def __post_init__(self) -> None:

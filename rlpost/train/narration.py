@@ -8,7 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rlpost.assemble import SamplingParts
-from rlpost.config.overrides import Override, is_code
+from rlpost.config.code import is_code
+from rlpost.config.overrides import Override
 from rlpost.evaluate import EvalResult
 from rlpost.lora import describe_adapter
 from rlpost.models import describe

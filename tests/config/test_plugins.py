@@ -78,7 +78,7 @@ def test_a_file_of_conf_may_build_on_it(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("line", ["plugin: mine.py", "env.reward: [./r.py:score, exact]", "env.accuracy: r.py:right"])
 def test_a_recipe_names_no_code(line: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"command: train grpo\nenv: dataset\n{line}\n")
-    with pytest.raises(ConfigError, match=r"r.yaml, line 3: a YAML file cannot name code to run; .* on the command"):
+    with pytest.raises(ConfigError, match=r"r.yaml, line 3: a file cannot name code to run; .* on the command"):
         compose(TRAIN_GRPO, [f"recipe={tmp_path / 'r.yaml'}"])
 
 
@@ -88,7 +88,7 @@ def test_a_file_of_conf_names_no_code(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "conf" / "env" / "rows.yaml").write_text(
         "defaults: [dataset_schema, _self_]\npath: me/rows\nreward: ['./r.py:score']\n"
     )
-    with pytest.raises(ConfigError, match=r"env.reward stands in conf/, and a YAML file cannot name code to run"):
+    with pytest.raises(ConfigError, match=r"env.reward stands in conf/, and a file cannot name code to run"):
         compose(TRAIN_GRPO, ["env=rows"])
     assert compose(TRAIN_GRPO, ["env=rows", "env.reward=exact"]).choices["env"] == "rows"
 

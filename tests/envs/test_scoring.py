@@ -38,7 +38,7 @@ def score(conversation: Conversation) -> Score | None:
             return Score(5.0)
     if text == "data":
         raise DataError("the answers cannot be read")
-    return Score(math.nan if text == "nan" else float(len(text)))
+    return Score({"nan": math.nan, "huge": 1e40}.get(text, float(len(text))))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def score(conversation: Conversation) -> Score | None:
         ("raises", "KeyError: 'x'"),
         ("leaves", "SystemExit: 3"),
         ("nan", "the reward is nan, which is no finite number"),
+        ("huge", "the reward is 1e+40, which is infinite in float32, where rewards are trained on: scale it down"),
         ("hangs", "score did not return within 0.2 s"),
     ],
 )

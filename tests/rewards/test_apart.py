@@ -121,7 +121,6 @@ def values(scores: list[Score]) -> list[float | None]:
         ("crash", "mine.py:act failed: its process was ended by SIGSEGV"),
         ("sleep", "mine.py:act did not return within 0.4 s, at line 17: raise env.reward_timeout_seconds if it"),
         ("power", "mine.py:act did not return within 0.4 s, at line 19: raise env.reward_timeout_seconds if it"),
-        ("short", "mine.py:act returned 0 values: it must return a list of 1 numbers, one a completion"),
         ("nan", "mine.py:act returned nan, which is no finite number"),
         ("loud and wrong", "mine.py:act failed: {file}, line 26: ValueError; it printed: I was at row 7"),
     ],
@@ -133,6 +132,12 @@ def test_only_the_row_at_fault_is_an_error(rewards: Any, file: Path, reply: str,
     assert not bad.valid
     assert bad.reward != bad.reward  # NaN, and never a 0
     assert said.format(file=file) in (bad.error or "")
+
+
+def test_a_list_of_the_wrong_length_is_an_error_of_the_call_and_no_row_is_tried_alone(rewards: Any) -> None:
+    said = "the first: mine.py:act returned 0 values: it must return a list of 2 numbers, one a completion"
+    with pytest.raises(RewardError, match=said):
+        rewards("act").score(finished("a", "short"))
 
 
 def test_a_reward_that_prints_without_end_is_scored_and_not_seen(

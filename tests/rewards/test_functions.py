@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -170,8 +171,6 @@ def test_bools_and_scalars_of_numpy_and_torch_are_numbers(returned: Any) -> None
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([], "score returned 0 values: it must return a list of 1 numbers, one a completion"),
-        ([1.0, 2.0, 3.0], "score returned 3 values: it must return a list of 1 numbers, one a completion"),
         (None, "score returned None: it must return a list of 1 numbers"),
         (1.0, "score returned float 1.0: it must return a list of 1 numbers"),
         (["0"], "score returned str '0' at place 0 of its list: each value must be a number or None"),
@@ -189,6 +188,46 @@ def test_what_is_no_list_of_numbers_is_an_error_of_its_row(returned: Any, said: 
     assert said in (bad.error or "")
     with pytest.raises(RewardError, match="no reward for any of 2 completions; the first: score returned"):
         rewards(score).score(finished("bad", "bad"))
+
+
+@pytest.mark.parametrize("returned", [[], [1.0], [1.0, 2.0, 3.0]], ids=len)
+def test_a_list_of_the_wrong_length_is_an_error_of_the_call_and_no_row_is_tried_alone(returned: list[float]) -> None:
+    calls: list[int] = []
+
+    def score(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return returned if len(completions) == 2 else [5.0]
+
+    said = f"score returned {len(returned)} values: it must return a list of 2 numbers, one a completion"
+    with pytest.raises(RewardError, match=f"no reward for any of 2 completions; the first: {said}"):
+        rewards(score).score(finished("a", "b"))
+    assert calls == [2]
+
+
+@pytest.mark.parametrize(
+    ("value", "weight", "said"),
+    [
+        (
+            1e40,
+            1.0,
+            r"score returned 1e\+40, which is infinite in float32, where rewards are trained on: scale it down",
+        ),
+        (-3.5e38, 1.0, r"score returned -3.5e\+38, which is infinite in float32"),
+        (1e30, 1e9, r"the rewards times env.reward_weights are 1e\+39, which is infinite in float32"),
+        (10**400, 1.0, "score returned inf, which is no finite number"),
+    ],
+)
+def test_what_float32_cannot_hold_is_an_error_of_its_row(value: float, weight: float, said: str) -> None:
+    calls: list[int] = []
+
+    def score(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        return [value if text == "bad" else 3.4e38 / weight for text in completions]
+
+    good, bad = Rewards([RewardFunction("score", "score", score)], [weight]).score(finished("good", "bad"))
+    assert (good.valid, bad.valid, calls) == (True, False, [2])
+    assert torch.tensor(good.reward, dtype=torch.float32).isfinite()
+    assert re.match(said, bad.error or "")
 
 
 def test_rows_that_raise_are_found_and_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Whether a value makes something run, and who gave it: asked of the decoded value, for every road that values come on.
+
+A person's own words on a command line may name code and programs. A recipe, a file of conf/ and what a run folder
+kept may be anybody's, and may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlpost.config.keys import Key, as_text, keys_of
+from rlpost.config.overrides import Override, parse_value
+from rlpost.config.registry import COMMANDS, SCHEMAS
+from rlpost.errors import ConfigError
+from rlpost.settings.checks import MISSING
+
+
+def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override]) -> None:
+    """Raise ConfigError where a value of `config` makes something run that no word of a command line gave."""
+    by = {override.key: override for override in given}
+    content = OmegaConf.to_container(config)  # as it is written: a reference (${...}) is no name
+    assert isinstance(content, dict)
+    for key in keys:
+        if key.runs is not None:
+            check_origin(key, _at(content, key.name), by.get(key.name))
+
+
+def check_origin(key: Key, value: Any, given: Override | None) -> None:
+    """Raise ConfigError where `value` makes something run, and `given` is not of a command line."""
+    if key.runs is None or value == MISSING or not key.runs.by(value) or (given and not given.source):
+        return
+    if given is None:
+        raise ConfigError(
+            f"{key.name} stands in conf/, and a file cannot {key.runs.no_file}: give {key.name}=... on the command line"
+        )
+    raise ConfigError(
+        f"{given.source}: a file cannot {key.runs.no_file}; leave the line out and give {given} on the command line"
+    )
+
+
+def is_code(override: Override) -> bool:
+    """Whether an override makes something run, so that it has to be given on a command line."""
+    return code_word(override) is not None
+
+
+def code_word(override: Override) -> str | None:
+    """The override as a word of a command line, no letter of it disguised, where it makes something run; else None."""
+    key = _running().get(override.key)
+    if key is None or key.runs is None:
+        return None
+    try:
+        value = parse_value(key, override.text)
+    except ConfigError:  # it runs nothing: composing it raises this
+        return None
+    return f"{override.key}={as_text(value)}" if key.runs.by(value) else None
+
+
+@cache
+def _running() -> dict[str, Key]:
+    """The keys of rlpost's own of which some values make something run."""
+    own = [key for command in COMMANDS for key in keys_of(command.settings)]
+    of_groups = [
+        key
+        for group, schemas in SCHEMAS.items()
+        for settings in schemas.values()
+        for key in keys_of(settings, f"{group}.")
+    ]
+    return {key.name: key for key in [*own, *of_groups] if key.runs is not None}
+
+
+def _at(content: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted key; where a whole part is a reference, that."""
+    value: Any = content
+    for part in name.split("."):
+        if not isinstance(value, Mapping):
+            break
+        value = value.get(part)
+    return value
