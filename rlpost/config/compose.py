@@ -154,6 +154,8 @@ def _compose_files(
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
+    if config.hydra.callbacks:
+        raise ConfigError("hydra.callbacks stands in conf/, and a file cannot name code to run: remove it")
     with flag_override(config, ["struct", "readonly"], False):
         del config["hydra"]
     for group in groups:

@@ -20,6 +20,7 @@ EVALS = Path("evals")
 RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
+OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -146,7 +147,7 @@ def resolve_model_path(path: str) -> str:
 def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
     file = expanded(path)
-    if not file.exists() and (looks_local(path) or file.suffix in DATA_FILES):
+    if not file.exists() and (looks_local(path) or file.suffix in (*DATA_FILES, *OTHER_FILES)):
         raise DataError(f"{key}={path} does not exist{_nearby(file)}")
 
 

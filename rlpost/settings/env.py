@@ -134,6 +134,10 @@ def _check_template(template: str) -> None:
         raise ConfigError(
             f"env.prompt_template={template!r} does not fit: {error}; write {{{{ and }}}} for braces"
         ) from None
+    if inside := next((name for name in fields if "." in name), None):
+        raise ConfigError(
+            f"env.prompt_template={template!r} reaches into {{{inside}}}: a field is the name of a column, as in {{question}}"
+        )
     if not fields:
         raise ConfigError(
             f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"

@@ -181,7 +181,9 @@ def test_bools_and_scalars_of_numpy_and_torch_are_numbers(returned: Any) -> None
 )
 def test_what_is_no_list_of_numbers_is_an_error_of_its_row(returned: Any, said: str) -> None:
     def score(completions: list[str]) -> Any:
-        return returned if "bad" in completions else [1.0 for _ in completions]
+        if "bad" in completions and not isinstance(returned, list):
+            return returned
+        return [returned[0] if text == "bad" else 1.0 for text in completions]
 
     good, bad = rewards(score).score(finished("good", "bad"))
     assert (good.reward, good.valid, bad.valid) == (1.0, True, False)

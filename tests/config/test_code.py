@@ -1,0 +1,292 @@
+"""Ways to make a file that may be anybody's run code: each is refused in one line, and nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlpost
+from rlpost.cli.resume import kept_settings
+from rlpost.cli.sweep import plan
+from rlpost.cli.sweep_jobs import SweepOptions
+from rlpost.cli.sweep_run import job_command
+from rlpost.config.compose import compose
+from rlpost.config.difference import difference
+from rlpost.config.overrides import Override
+from rlpost.config.provenance import provenance
+from rlpost.config.registry import TRAIN_GRPO, built_in_folder
+from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.settings.more_envs import TextGameSettings
+from rlpost.settings.tools import PythonSandbox
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
+
+RUN = "open('ran', 'w')\n"
+GAME = "env: text_game\nenv.max_turns: 3\n"
+TOOL = "env.max_turns: 3\ntools.use: [{}]\n"
+ROWS = "env: dataset\nenv.path: me/rows\n"
+NO_CODE = "a file cannot name code to run"
+NO_PROGRAM = "a file cannot name a program to start"
+
+# what is tried -> (the lines of a recipe after its command, what is said)
+RECIPES: dict[str, tuple[str, str]] = {
+    "a plugin": ("plugin: ./evil.py", NO_CODE),
+    "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", NO_CODE),
+    "a plugin in one text of JSON": (r"""plugin: '"./evil.\u0070y"'""", NO_CODE),
+    "a plugin in escapes of YAML": (r'plugin: "./evil.\x70y"', NO_CODE),
+    "a plugin in quotes within quotes": ("plugin: \"'./evil.py'\"", NO_CODE),
+    "a plugin in a list of a list": ("plugin: [[./evil.py]]", "r.yaml, line 2"),
+    "a plugin in capitals": ("plugin: ./EVIL.PY", NO_CODE),
+    "a plugin compiled": ("plugin: ./evil.pyc", NO_CODE),
+    "a plugin in C": ("plugin: ./evil.so", NO_CODE),
+    "a plugin without ending": ("plugin: ./evil", NO_CODE),
+    "a plugin by its module's name": ("plugin: evil", NO_CODE),
+    "a plugin behind a link": ("plugin: link", NO_CODE),
+    "a plugin by an anchor": ("run.name: &a ./evil.py\nplugin: [*a]", "r.yaml, line"),
+    "a plugin by an alias": (f"{ROWS}env.reward: exact\nenv.system_prompt: &a ./evil.py\nplugin: *a", NO_CODE),
+    "a plugin by a merge key": ("<<: {plugin: ./evil.py}", "r.yaml"),
+    "a plugin that a variable names": ("plugin: ${oc.env:EVIL}", "cannot refer to another with ${...}"),
+    "a plugin that a disguised variable names": (r"""plugin: '["\u0024{oc.env:EVIL}"]'""", NO_CODE),
+    "a plugin with Hydra's sign": ("+plugin: ./evil.py", "+plugin"),
+    "a plugin in Hydra's package": ("plugin@_global_: ./evil.py", "plugin@_global_"),
+    "a reward": (f"{ROWS}env.reward: ./evil.py:f", NO_CODE),
+    "a reward in escapes of JSON": (ROWS + r"""env.reward: '["exact", "./evil.\u0070y:f"]'""", NO_CODE),
+    "a reward without ending": (f"{ROWS}env.reward: [exact, './evil:f']", NO_CODE),
+    "a reward by its module's name": (f"{ROWS}env.reward: 'evil:f'", NO_CODE),
+    "a reward in capitals": (f"{ROWS}env.reward: ./EVIL.PY:f", NO_CODE),
+    "a reward that a disguised variable names": (ROWS + r"""env.reward: '["\u0024{oc.env:EVIL}"]'""", "${...}"),
+    "an accuracy in escapes of JSON": (
+        ROWS + "env.reward: exact\n" + r"""env.accuracy: '"./evil.\u0070y:f"'""",
+        NO_CODE,
+    ),
+    "an accuracy without ending": (f"{ROWS}env.reward: exact\nenv.accuracy: evil:f", NO_CODE),
+    "a game of a module": (f"{GAME}env.id: evil:Env-v0", NO_CODE),
+    "a game of a module in escapes": (GAME + r'env.id: "evil\u003aEnv-v0"', NO_CODE),
+    "servers of MCP": (TOOL.format("mcp") + "tools.mcp_file: servers.json", NO_PROGRAM),
+    "servers of MCP in escapes": (TOOL.format("mcp") + r"""tools.mcp_file: '"servers.\u006ason"'""", NO_PROGRAM),
+    "the model's programs outside the sandbox": (
+        TOOL.format("python") + "tools.python_sandbox: limits",
+        "a file cannot let programs out of the sandbox",
+    ),
+    "an object of YAML": ("plugin: !!python/object/apply:builtins.open [ran, w]", "r.yaml"),
+    "a new object of YAML": ("steps: !!python/object/new:os.system [touch ran]", "r.yaml"),
+    "a module of YAML": ("steps: !!python/module:evil", "r.yaml"),
+    "a name of YAML": ("steps: !!python/name:evil.f", "r.yaml"),
+    "a target": ("_target_: evil.f", "a setting cannot name code to run"),
+    "a target in a group": ("env._target_: evil.f", "a setting cannot name code to run"),
+    "a target nested": ("env: {_target_: evil.f}", "a recipe is flat"),
+    "a callback of Hydra": ("hydra.callbacks.evil._target_: evil.f", "a setting cannot name code to run"),
+    "a launcher of Hydra": ("hydra/launcher: evil", "hydra/launcher"),
+    "a package to search": ("hydra.searchpath: ['pkg://evil']", "hydra.searchpath"),
+    "a list of defaults": ("defaults: [../evil]", "defaults"),
+    "an option that is a path": ("env: ../../evil", "env=../../evil"),
+    "another recipe": ("recipe: evil.yaml", "a recipe cannot name another"),
+    "a command with more behind it": ("command: train grpo; touch ran\n", "is unknown"),
+    "a prompt that reaches into objects": (
+        "env.prompt_template: '{question.__class__.__init__.__globals__}'",
+        "a field is the name of a column",
+    ),
+}
+
+# what is tried -> (file of conf/, its text, words, what is said)
+CONF: dict[str, tuple[str, str, list[str], str]] = {
+    "a plugin": ("grpo.yaml", "plugin: [./evil.py]\n", [], "plugin stands in conf/, and a file"),
+    "a plugin that a variable names": ("grpo.yaml", "plugin: ['${oc.env:EVIL}']\n", [], NO_CODE),
+    "plugins that a variable names": ("grpo.yaml", "plugin: ${oc.decode:'[./evil.py]'}\n", [], ""),
+    "a reward without ending": (
+        "env/rows.yaml",
+        "defaults: [dataset_schema, _self_]\npath: me/rows\nreward: [evil:f]\n",
+        ["env=rows"],
+        NO_CODE,
+    ),
+    "a reward elsewhere": ("env/rows.yaml", "defaults: [/evil, _self_]\n", ["env=rows"], "conf/"),
+    "servers of MCP": (
+        "grpo.yaml",
+        "tools: {use: [mcp], mcp_file: servers.json}\n",
+        ["env.max_turns=2"],
+        NO_PROGRAM,
+    ),
+    "tools that a variable names": (
+        "grpo.yaml",
+        "tools: ${oc.create:'{use: [mcp], mcp_file: servers.json}'}\n",
+        ["env.max_turns=2"],
+        "",
+    ),
+    "a game of a module": (
+        "env/game.yaml",
+        "defaults: [text_game_schema, _self_]\nid: evil:Env-v0\n",
+        ["env=game"],
+        NO_CODE,
+    ),
+    "a target": ("env/rows.yaml", "defaults: [dataset_schema, _self_]\n_target_: evil.f\n", ["env=rows"], "_target_"),
+    "a package to search": ("grpo.yaml", "hydra: {searchpath: ['pkg://evil']}\n", [], ""),
+    "a callback of Hydra": (
+        "grpo.yaml",
+        "hydra: {callbacks: {evil: {_target_: evil.Callback}}}\n",
+        [],
+        NO_CODE,
+    ),
+    "a plugin from a group's file": (
+        "env/rows.yaml",
+        "# @package _global_\ndefaults: [dataset_schema@env, _self_]\nplugin: [./evil.py]\n",
+        ["env=rows"],
+        NO_CODE,
+    ),
+    "an object of YAML": ("env/rows.yaml", "a: !!python/object/apply:os.system [touch ran]\n", ["env=rows"], ""),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with code under every name that is tried; running any of it leaves the file `ran`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("EVIL", "./evil.py")
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "__init__.py").write_text(RUN)
+    for name in ("evil.py", "EVIL.PY", "evil.pyc", "evil.so", "link.py"):
+        (tmp_path / name).write_text(RUN)
+    (tmp_path / "link").symlink_to("evil.py")
+    (tmp_path / "servers.json").write_text('{"mcpServers": {"evil": {"command": "touch", "args": ["ran"]}}')
+    return tmp_path
+
+
+def refused(words: list[str]) -> str:
+    """What is said of words that lead to code."""
+    with pytest.raises(RlpostError) as caught:
+        compose(TRAIN_GRPO, words)
+    assert "\n" not in str(caught.value)
+    assert not Path("ran").exists()
+    assert "evil" not in sys.modules
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", RECIPES)
+def test_a_recipe_makes_nothing_run(way: str) -> None:
+    lines, said = RECIPES[way]
+    Path("r.yaml").write_text(lines if lines.startswith("command:") else f"command: train grpo\n{lines}\n")
+    assert said in refused(["recipe=r.yaml"])
+
+
+@pytest.mark.parametrize("way", CONF)
+def test_a_file_of_conf_makes_nothing_run(way: str) -> None:
+    name, text, words, said = CONF[way]
+    file = Path("conf", name)
+    file.parent.mkdir(parents=True)
+    file.write_text((built_in_folder("conf") / name).read_text() + text if name == "grpo.yaml" else text)
+    assert said in refused(words)
+
+
+# what is tried -> a line of overrides.txt; what is said is the word to give again
+KEPT = {
+    "a plugin": (r'plugin=["./evil.\u0070y"]', "plugin=./evil.py"),
+    "a plugin without ending": ("plugin=evil", "plugin=evil"),
+    "a reward": (r'env.reward=["./evil.\u0070y:f"]', "env.reward=./evil.py:f"),
+    "an accuracy": (r'env.accuracy="evil\u003af"', "env.accuracy=evil:f"),
+    "servers of MCP": ("tools.mcp_file=servers.json", "tools.mcp_file=servers.json"),
+    "programs outside the sandbox": ("tools.python_sandbox=limits", "tools.python_sandbox=limits"),
+    "a game of a module": ("env.id=evil:Env-v0", "env.id=evil:Env-v0"),
+}
+
+
+def run_folder(line: str) -> Path:
+    """A run that was asked `line`, as far as going on with it looks."""
+    run = Path("runs", "theirs")
+    checkpoint = run / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (run / "command.txt").write_text("rlpost train grpo\n")
+    (run / "overrides.txt").write_text(f"model=tiny\n{line}\n")
+    (run / "environment.json").write_text("{}")
+    (run / "config.yaml").write_text("steps: 3\n")
+    return run
+
+
+@pytest.mark.parametrize("way", KEPT)
+def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
+    line, again = KEPT[way]
+    with pytest.raises(ConfigError) as caught:
+        kept_settings(TRAIN_GRPO, run_folder(line), "latest", ["steps=9"])
+    assert str(caught.value).endswith(f"which a run folder cannot name to run: give it again, as {again}")
+    kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
+    assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
+
+
+def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:
+    with pytest.raises(ConfigError, match="overrides.txt, line 2: a file cannot name code to run"):
+        compose(TRAIN_GRPO, [], [Override("plugin", r'["./evil.\u0070y"]', "overrides.txt, line 2")])
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "line", [r'plugin=["./evil.\u0070y"]', "recipe=r.yaml", 'env.reward=["./evil.py:f"]', "plugin=evil.py"]
+)
+def test_comparing_with_a_run_runs_nothing_of_it(line: str) -> None:
+    Path("r.yaml").write_text("command: train grpo\nplugin: ./evil.py\n")
+    run_folder(line)
+    assert difference("runs/theirs", "runs/theirs").settings == {}
+    assert not Path("ran").exists()
+
+
+def test_a_runs_configuration_is_read_as_plain_values() -> None:
+    (run_folder("steps=3") / "config.yaml").write_text("steps: !!python/object/apply:os.system [touch ran]\n")
+    with pytest.raises(DataError, match="runs/theirs cannot be read as a run"):
+        difference("runs/theirs", "runs/theirs")
+    assert not Path("ran").exists()
+
+
+def test_looking_at_a_recipe_runs_nothing_of_it() -> None:
+    Path("r.yaml").write_text(r"""command: train grpo
+plugin: '["./evil.\u0070y"]'
+""")
+    for look in (lambda: difference("r.yaml", "steps=3"), lambda: provenance(TRAIN_GRPO, ["recipe=r.yaml"])):
+        with pytest.raises(ConfigError, match="r.yaml, line 2: a file cannot name code to run"):
+            look()
+    assert not Path("ran").exists()
+
+
+def test_what_a_sweep_recorded_decides_no_word_of_its_jobs() -> None:
+    folder = Path("runs", "lrs")
+    folder.mkdir(parents=True)
+    job = {"name": "seed-0", "overrides": ["plugin=./evil.py"], "exit_code": None, "seconds": 0, "result": None}
+    record = {"command": "train grpo plugin=./evil.py", "typed": ["plugin=./evil.py"], "jobs": [job]}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    options = SweepOptions(out=folder, resume="auto", dry_run=True)
+    planned = plan(TRAIN_GRPO, ["model=tiny", "policy=scripted", "seed=0,1"], [], options)
+    assert [job_command(planned, job)[-7:-4] for job in planned.jobs] == [
+        ["model=tiny", "policy=scripted", f"seed={seed}"] for seed in (0, 1)
+    ]
+    assert [job.composed.overrides for job in planned.jobs] == [
+        ["model=tiny", "policy=scripted", f"seed={seed}"] for seed in (0, 1)
+    ]
+    assert not Path("ran").exists()
+
+
+def test_a_persons_own_words_may_name_code_and_programs() -> None:
+    Path("mine.py").write_text("import rlpost\nrlpost.register_reward('kind', lambda completions: [1.0])\n")
+    own = ["plugin=mine.py", "env=dataset", "env.path=me/rows", "env.reward=[kind,exact]", "env.max_turns=2"]
+    words = [*own, "tools.use=[mcp,python]", "tools.mcp_file=servers.json", "tools.python_sandbox=limits"]
+    settings = compose(TRAIN_GRPO, words).settings
+    assert (settings.plugin, settings.tools.mcp_file) == (["mine.py"], "servers.json")
+    assert settings.tools.python_sandbox is PythonSandbox.limits
+    again = compose(TRAIN_GRPO, ["plugin=mine.py", "env=text_game", "env.id=evil:Env-v0", "env.max_turns=2"]).settings
+    assert isinstance(again.env, TextGameSettings)
+    assert again.env.id == "evil:Env-v0"
+
+
+@pytest.mark.parametrize("name", ["yaml.py", "omegaconf/__init__.py", "hydra_plugins/evil.py", "datasets.py"])
+def test_a_file_that_is_called_like_a_library_is_not_run_where_one_is(name: str, here: Path) -> None:
+    file = here / "empty" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(f"open({str(here / 'ran')!r}, 'w')\n")
+    command = [sys.executable, "-m", "rlpost", "train", "grpo", "model=tiny", "policy=scripted", "--dry-run"]
+    root = Path(rlpost.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=here / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path("ran").exists()
