@@ -18,7 +18,6 @@ MOST_BYTES = 8 << 20  # of a file that is read to its end; of a larger one the f
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
 Check = Callable[[Row], Complaint | None]
-_looked_at: dict[tuple[str, bool, tuple[str, ...]], list[str] | None] = {}  # a sweep has the same rows many times
 
 
 def look_at_rows(settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool) -> list[str] | None:
@@ -31,13 +30,13 @@ def look_at_rows(settings: EnvSettings, splits: Sequence[str], *, demonstrated: 
     make_check = next((make for kind, make in _CHECKS.items() if isinstance(settings, kind)), None)
     if not isinstance(path, str) or make_check is None:
         return None
-    key = (repr(settings), demonstrated, tuple(splits))
-    if key not in _looked_at:
-        found = [_look(settings, path, split, make_check(settings, demonstrated)) for split in splits]
-        _looked_at[key] = (
-            None if None in found else list(dict.fromkeys(name for names in found for name in names or ()))
-        )
-    return _looked_at[key]
+    columns: dict[str, None] = {}
+    whole = True
+    for split in splits:
+        found = _look(settings, path, split, make_check(settings, demonstrated))
+        whole = whole and found is not None
+        columns |= dict.fromkeys(found or ())
+    return list(columns) if whole else None
 
 
 def _look(settings: EnvSettings, path: str, split: str, check: Check) -> list[str] | None:

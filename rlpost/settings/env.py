@@ -136,7 +136,8 @@ def _check_template(template: str) -> None:
         ) from None
     if inside := next((name for name in fields if "." in name), None):
         raise ConfigError(
-            f"env.prompt_template={template!r} reaches into {{{inside}}}: a field is the name of a column, as in {{question}}"
+            f"env.prompt_template={template!r} reaches into {{{inside}}}: a field is the name of a column, as "
+            "{question} is"
         )
     if not fields:
         raise ConfigError(

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rlpost.cli.main import run
@@ -83,15 +85,87 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a file for a name": ("reward new mine.py", 2, "write mine\n"),
     "a sweep for a run": ("runs show lrs", 2, "runs/lrs is a sweep of several runs: see rlpost runs list runs/lrs"),
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
-}
-
-# these need the environment, the tokenizer or the disk
-FOUND_LATER: dict[str, tuple[str, int, str]] = {
     "empty dataset": (f"{OWN} env.path=empty.jsonl env.reward=number", 3, "empty.jsonl holds no rows"),
     "a row without its answer": (f"{OWN} env.path=no-answer.jsonl env.reward=number", 3, "no-answer.jsonl, row 2"),
     "broken JSON in line 7": (f"{OWN} env.path=line7.jsonl env.reward=number", 3, "line7.jsonl, line 7 is not JSON"),
     "a directory for a file": (f"{OWN} env.path=folder env.reward=number", 3, "env.path=folder has no train.jsonl"),
     "wrong column": (f"{OWN} env.path=rows.jsonl env.reward=number env.prompt_column=promt", 3, "did you mean prompt?"),
+    "rows in UTF-16": (
+        "train grpo env=gsm8k env.path=utf16.jsonl",
+        3,
+        "utf16.jsonl, line 1 is not UTF-8 (byte 0), but l",
+    ),
+    "rows in UTF-16 without its mark": ("train sft env=gsm8k env.path=plain16.jsonl", 3, "but likely UTF-16: save the"),
+    "rows in Latin-1": (
+        f"{OWN} env.path=latin1.csv env.reward=number",
+        3,
+        "latin1.csv, line 3 is not UTF-8 (byte 29), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
+    ),
+    "a model for rows": ("train grpo env=gsm8k env.path=pickled", 3, "it is a model, for model=pickled"),
+    "a run for rows": ("train sft env=gsm8k env.path=runs/taken", 3, "it is a run, for model=runs/taken"),
+    "a spreadsheet for rows": ("train grpo env=gsm8k env.path=rows.xlsx", 3, "rows.xlsx is no .jsonl, .json, .csv, .p"),
+    "a spreadsheet that is missing": (
+        "train grpo env=gsm8k env.path=nope.xlsx",
+        3,
+        "env.path=nope.xlsx does not exist",
+    ),
+    "a script for rows": ("eval model=tiny env=gsm8k env.path=fine.py", 3, "fine.py is no .jsonl, .json, .csv, .p"),
+    "a pickle for rows": (
+        "train grpo env=gsm8k env.path=rows.pkl",
+        3,
+        "rows.pkl is no .jsonl, .json, .csv, .parquet file",
+    ),
+    "two files of one split": (
+        "train grpo env=gsm8k env.path=two",
+        3,
+        "has train.jsonl and train.csv, and only one can",
+    ),
+    "rows of another environment": ("train grpo env=gsm8k env.path=rows.jsonl", 3, "row 1, field 'question': missing"),
+    "rows of another environment in an evaluation": (
+        "eval model=tiny env=gsm8k env.path=rows.jsonl",
+        3,
+        "rows.jsonl, row 1, field 'question': missing; the row has prompt, answer\n",
+    ),
+    "rows of another environment in Parquet": (
+        "train grpo env=math env.path=rows.parquet",
+        3,
+        "field 'problem': missing",
+    ),
+    "an answer without its mark": (
+        "train grpo env=gsm8k env.path=unmarked.jsonl",
+        3,
+        "has no '#### ' followed by a number",
+    ),
+    "instructions that are none": (
+        "train grpo env=ifeval env.path=rows.jsonl",
+        3,
+        "field 'instruction_id_list': missing",
+    ),
+    "rows that show nothing": ("train sft env=dataset env.path=rows.jsonl", 3, "field 'completion': missing"),
+    "a template's field": (
+        f"{OWN} env.path=rows.jsonl env.reward=number env.prompt_template={{pormpt}}",
+        3,
+        "did you mean prompt?",
+    ),
+    "a reward's column": (
+        f"{OWN} env.path=rows.jsonl env.reward=./level.py:score",
+        3,
+        "takes level, which is no column of",
+    ),
+    "a test file that is missing": (
+        f"{OWN} env.path=rows.jsonl env.test_path=nope.csv env.reward=number",
+        3,
+        "nope.csv",
+    ),
+    "rows of another environment in a plan": (
+        "train grpo env=gsm8k env.path=rows.jsonl --dry-run",
+        3,
+        "row 1, field 'q",
+    ),
+}
+
+# these need the environment, the tokenizer or the disk
+FOUND_LATER: dict[str, tuple[str, int, str]] = {
     "prompt longer than asked": (f"{QUICK} env.max_prompt_tokens=4", 3, "35 tokens, more than env.max_prompt_tokens=4"),
     "prompt longer than the context": (
         f"{QUICK} policy=transformers env.max_completion_tokens=100000",
@@ -122,6 +196,17 @@ def place(folder: Path) -> None:
     (folder / "empty.jsonl").write_text("")
     (folder / "line7.jsonl").write_text("\n".join([*rows[:6], '{"prompt": "What', *rows[7:]]))
     (folder / "no-answer.jsonl").write_text("\n".join([rows[0], '{"prompt": "What is 2 + 1?"}', *rows[2:]]))
+    (folder / "utf16.jsonl").write_text("\n".join(rows), encoding="utf-16")
+    (folder / "plain16.jsonl").write_text("\n".join(rows), encoding="utf-16-le")
+    (folder / "latin1.csv").write_text("prompt,answer\n1 + 1?,2\nCaf\xe9 1?,2\n", encoding="latin-1")
+    (folder / "unmarked.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
+    for name in ("rows.xlsx", "rows.pkl"):
+        (folder / name).write_bytes(b"\x80\x04N.")
+    (folder / "two").mkdir()
+    for name in ("train.jsonl", "train.csv"):
+        (folder / "two" / name).write_text("")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1?"], "answer": ["2"]}), folder / "rows.parquet")
+    (folder / "level.py").write_text("def score(completions, level):\n    return [1.0 for _ in completions]\n")
     (folder / "fine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     (folder / "few.py").write_text("def score(completions, **kwargs):\n    return []\n")
     (folder / "fails.py").write_text("def score(completions, **kwargs):\n    return [c.nope for c in completions]\n")

@@ -218,7 +218,7 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
 
 
 def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:
-    with pytest.raises(ConfigError, match="overrides.txt, line 2: a file cannot name code to run"):
+    with pytest.raises(ConfigError, match=r"overrides.txt, line 2: a file cannot name code to run"):
         compose(TRAIN_GRPO, [], [Override("plugin", r'["./evil.\u0070y"]', "overrides.txt, line 2")])
     assert not Path("ran").exists()
 
@@ -245,7 +245,7 @@ def test_looking_at_a_recipe_runs_nothing_of_it() -> None:
 plugin: '["./evil.\u0070y"]'
 """)
     for look in (lambda: difference("r.yaml", "steps=3"), lambda: provenance(TRAIN_GRPO, ["recipe=r.yaml"])):
-        with pytest.raises(ConfigError, match="r.yaml, line 2: a file cannot name code to run"):
+        with pytest.raises(ConfigError, match=r"r.yaml, line 2: a file cannot name code to run"):
             look()
     assert not Path("ran").exists()
 

@@ -179,7 +179,9 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, name: str, text: st
 def test_a_file_that_is_not_utf8_says_where(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "caf\xe9"}')
-    with pytest.raises(DataError, match=r"is not UTF-8 \(byte 17\)"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 1 is not UTF-8 \(byte 17\), but likely Windows-1252 or Latin-1: save"
+    ):
         load_rows(str(path), "train")
 
 

@@ -1,0 +1,88 @@
+"""What a file of rows shows before anything heavy is loaded; the mistakes themselves: tests/cli/test_mistakes.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlpost.data import first_look
+from rlpost.data.first_look import look_at_rows
+from rlpost.errors import DataError
+from rlpost.settings import DatasetSettings, GSM8KSettings
+
+GOOD = {"question": "What is 1 + 1?", "answer": "#### 2"}
+BAD = {"question": "What is 1 + 1?", "reply": "2"}
+
+
+def written(folder: Path, *rows: dict[str, str], name: str = "rows.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+def test_the_columns_of_all_rows_are_told(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD, GOOD | {"level": "easy"})
+    assert look_at_rows(GSM8KSettings(path=path), ["train"], demonstrated=False) == ["question", "answer", "level"]
+
+
+def test_rows_that_will_not_be_read_are_not_looked_at(tmp_path: Path) -> None:
+    written(tmp_path, GOOD, BAD, name="train.jsonl")
+    written(tmp_path, BAD, name="test.jsonl")
+    settings = GSM8KSettings(path=str(tmp_path), limit=1)
+    assert look_at_rows(settings, ["train"], demonstrated=False) == ["question", "answer"]
+    with pytest.raises(DataError, match=r"test.jsonl, row 1, field 'answer': missing"):
+        look_at_rows(settings, ["train", "test"], demonstrated=False)
+    (tmp_path / "test.jsonl").unlink()  # a share of train is held out, so that all rows are read
+    with pytest.raises(DataError, match=r"train.jsonl, row 2, field 'answer': missing"):
+        look_at_rows(settings, ["train"], demonstrated=False)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_of_a_large_file_the_first_row_is_looked_at(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_look, "MOST_BYTES", 100)
+
+    def large(first: dict[str, str]) -> str:
+        path = tmp_path / f"rows.{ending}"
+        if ending == "jsonl":
+            return written(tmp_path, first, *[BAD] * 9)
+        if ending == "csv":
+            path.write_text("\n".join([",".join(first), *[",".join(first.values())] * 9]))
+        else:
+            pyarrow.parquet.write_table(pyarrow.table({name: [value] * 9 for name, value in first.items()}), path)
+        return str(path)
+
+    assert look_at_rows(GSM8KSettings(path=large(GOOD)), ["train"], demonstrated=False) is None
+    with pytest.raises(DataError, match=rf"rows.{ending}, row [12], field 'answer': missing"):
+        look_at_rows(GSM8KSettings(path=large(BAD)), ["train"], demonstrated=False)
+
+
+def test_the_encoding_of_a_large_file_is_looked_at_where_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps(GOOD).encode() + b"\n"
+    monkeypatch.setattr(first_look, "MOST_BYTES", len(line) + 27)
+    path.write_bytes(line + b"\xc3\xa9" * 40)  # the last byte that is read is the first half of a letter
+    assert look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False) is None
+    path.write_bytes(line + b"\xe9" + line * 9)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 2 is not UTF-8 \(byte {len(line)}\)"):
+        look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False)
+
+
+def test_what_a_hub_has_is_not_fetched() -> None:
+    assert look_at_rows(GSM8KSettings(), ["train", "test"], demonstrated=False) is None
+
+
+def test_prompts_that_a_template_writes_need_no_column_of_their_own(tmp_path: Path) -> None:
+    settings = DatasetSettings(path=written(tmp_path, {"a": "1", "b": "2"}), reward=["contains"])
+    with pytest.raises(
+        DataError, match=r"field 'prompt': missing; the row has a, b; name one of them with env.prompt_c"
+    ):
+        look_at_rows(settings, ["train"], demonstrated=False)
+    settings.prompt_template, settings.answer_column = "{a} + 1?", "b"
+    assert look_at_rows(settings, ["train"], demonstrated=False) == ["a", "b"]
