@@ -99,7 +99,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "rows in Latin-1": (
         f"{OWN} env.path=latin1.csv env.reward=number",
         3,
-        "latin1.csv, line 3 is not UTF-8 (byte 29), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
+        "latin1.csv, line 3 is not UTF-8 (byte 26), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
     ),
     "a model for rows": ("train grpo env=gsm8k env.path=pickled", 3, "it is a model, for model=pickled"),
     "a run for rows": ("train sft env=gsm8k env.path=runs/taken", 3, "it is a run, for model=runs/taken"),

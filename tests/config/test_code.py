@@ -258,7 +258,7 @@ def test_what_a_sweep_recorded_decides_no_word_of_its_jobs() -> None:
     (folder / "sweep.json").write_text(json.dumps(record))
     options = SweepOptions(out=folder, resume="auto", dry_run=True)
     planned = plan(TRAIN_GRPO, ["model=tiny", "policy=scripted", "seed=0,1"], [], options)
-    assert [job_command(planned, job)[-7:-4] for job in planned.jobs] == [
+    assert [job_command(planned, job)[-6:-3] for job in planned.jobs] == [
         ["model=tiny", "policy=scripted", f"seed={seed}"] for seed in (0, 1)
     ]
     assert [job.composed.overrides for job in planned.jobs] == [

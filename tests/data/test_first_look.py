@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -86,3 +88,46 @@ def test_prompts_that_a_template_writes_need_no_column_of_their_own(tmp_path: Pa
         look_at_rows(settings, ["train"], demonstrated=False)
     settings.prompt_template, settings.answer_column = "{a} + 1?", "b"
     assert look_at_rows(settings, ["train"], demonstrated=False) == ["a", "b"]
+
+
+class Evil:
+    """Unpickling it leaves the file `ran`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("ran", "w")
+
+
+def with_a_pickled_type(path: Path) -> None:
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Evil())}
+    schema = pyarrow.schema([pyarrow.field(name, pyarrow.string(), metadata=metadata) for name in GOOD])
+    pyarrow.parquet.write_table(pyarrow.table({name: [value] for name, value in GOOD.items()}, schema=schema), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rows.jsonl", "is not UTF-8"),  # a pickle
+        ("rows.json", "is not UTF-8"),
+        ("rows.csv", "is not UTF-8"),
+        ("rows.parquet", "cannot be read as Parquet"),
+        ("rows.pkl", "is no .jsonl, .json, .csv, .parquet file"),
+        ("rows.pt", "is no .jsonl, .json, .csv, .parquet file"),
+        ("rows.npy", "is no .jsonl, .json, .csv, .parquet file"),
+        ("folder/folder.py", "has no train.jsonl"),  # as datasets once loaded folders
+    ],
+)
+def test_rows_make_nothing_run(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path(name)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"open('ran', 'w')" if file.suffix == ".py" else pickle.dumps(Evil()))
+    with pytest.raises(DataError, match=said):
+        look_at_rows(GSM8KSettings(path=f"./{file.parts[0]}"), ["train"], demonstrated=False)
+    assert not Path("ran").exists()
+
+
+def test_a_pickled_type_of_parquet_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_a_pickled_type(Path("rows.parquet"))
+    look_at_rows(GSM8KSettings(path="./rows.parquet"), ["train"], demonstrated=False)
+    assert not Path("ran").exists()
