@@ -59,7 +59,7 @@ def _look_at_rows(settings: Any, rewards: Rewards | None) -> None:
     from rlpost.settings import DatasetSettings, EvalSettings, SFTSettings
 
     measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
-    splits = dict.fromkeys([settings.env.split, *(["test"] if measures else [])])
-    columns = look_at_rows(settings.env, list(splits), demonstrated=isinstance(settings, SFTSettings))
+    splits: list[str] = [settings.env.split, *(["test"] if measures and settings.env.split != "test" else [])]
+    columns = look_at_rows(settings.env, splits, demonstrated=isinstance(settings, SFTSettings))
     if columns is not None and rewards is not None and isinstance(settings.env, DatasetSettings):
         rewards.offer_columns(columns, settings.env.path)

@@ -72,7 +72,7 @@ def _running() -> dict[str, Key]:
     return {key.name: key for key in [*own, *of_groups] if key.runs is not None}
 
 
-def _at(content: Mapping[str, Any], name: str) -> Any:
+def _at(content: Mapping[Any, Any], name: str) -> Any:
     """The value of a dotted key; where a whole part is a reference, that."""
     value: Any = content
     for part in name.split("."):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 
 from rlpost.data import History, add_chat_template
 from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, template_to_read, template_to_write
@@ -548,3 +549,10 @@ def test_a_format_cannot_be_added_twice_without_generation_or_read_without_a_par
     add_chat_template("empty", SHOUTING, lambda text: [])
     with pytest.raises(UnparsedTextError, match="found no message"):
         read(["user:Hi!"], "empty")
+
+
+def test_the_template_of_a_model_reaches_no_code() -> None:
+    tokenizer = tiny_tokenizer()
+    for reaching in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os }}"):
+        with pytest.raises(SecurityError):
+            tokenizer.apply_chat_template([USER], chat_template=reaching, tokenize=False)
