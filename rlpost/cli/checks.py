@@ -55,7 +55,7 @@ def compose_and_check(
 
 def _look_at_rows(settings: Any, rewards: Rewards | None) -> None:
     """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes."""
-    from rlpost.data.first_look import look_at_rows
+    from rlpost.envs.first_look import look_at_rows
     from rlpost.settings import DatasetSettings, EvalSettings, SFTSettings
 
     measures = not isinstance(settings, EvalSettings) and settings.eval.enabled

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpost.data import first_look
-from rlpost.data.first_look import look_at_rows
+from rlpost.envs import first_look
+from rlpost.envs.first_look import look_at_rows
 from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings, GSM8KSettings
 
