@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlpost.config.keys import Key, as_text, keys_of
-from rlpost.config.overrides import Override, parse_value
+from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.registry import COMMANDS, SCHEMAS
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
@@ -38,7 +38,8 @@ def check_origin(key: Key, value: Any, given: Override | None) -> None:
             f"{key.name} stands in conf/, and a file cannot {key.runs.no_file}: give {key.name}=... on the command line"
         )
     raise ConfigError(
-        f"{given.source}: a file cannot {key.runs.no_file}; leave the line out and give {given} on the command line"
+        f"{given.source}: a file cannot {key.runs.no_file}; leave the line out and give "
+        f"{key.name}={shown(as_text(value))} on the command line"
     )
 
 

@@ -36,7 +36,7 @@ NO_PROGRAM = "a file cannot name a program to start"
 # what is tried -> (the lines of a recipe after its command, what is said)
 RECIPES: dict[str, tuple[str, str]] = {
     "a plugin": ("plugin: ./evil.py", NO_CODE),
-    "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", NO_CODE),
+    "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", "give plugin=./evil.py on the command line"),
     "a plugin in one text of JSON": (r"""plugin: '"./evil.\u0070y"'""", NO_CODE),
     "a plugin in escapes of YAML": (r'plugin: "./evil.\x70y"', NO_CODE),
     "a plugin in quotes within quotes": ("plugin: \"'./evil.py'\"", NO_CODE),
