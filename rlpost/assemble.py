@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
 from transformers import PreTrainedModel
 
+from rlpost.checkpoint import kept_numbers
 from rlpost.collectors import LLMCollector
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
@@ -28,7 +29,7 @@ from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError, DataError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
-from rlpost.models import context_length, load_model, load_tokenizer, locate_model
+from rlpost.models import context_length, load_model, load_tokenizer, locate_model, pick_device
 from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import GROUP_ESTIMATORS
 from rlpost.objectives.overlong import OverlongPenalty
@@ -39,6 +40,7 @@ from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import vLLMWrapper
+from rlpost.precision import Numbers, choose_numbers
 from rlpost.settings import (
     AutoPolicySettings,
     EnvSettings,
@@ -61,6 +63,8 @@ from rlpost.tracking.process import TrackerProcess
 from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
+
+S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
 
 
 @dataclass
@@ -366,6 +370,27 @@ def chosen_policy(settings: PolicySettings) -> PolicySettings:
     return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
 
 
+def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
+    """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are.
+
+    Every command calls this once, before it assembles anything. A run keeps the formats that its
+    `checkpoint` was trained in.
+    """
+    policy = chosen_policy(settings.policy)
+    scores = not isinstance(settings, SFTSettings) or settings.eval.accuracy
+    numbers = choose_numbers(
+        settings.model,
+        policy,
+        pick_device(settings.model.device),
+        kept=kept_numbers(checkpoint) if checkpoint is not None else None,
+        trains=not isinstance(settings, EvalSettings),
+        samples=scores and not isinstance(policy, ScriptedSettings),
+    )
+    if isinstance(policy, VLLMSettings):
+        settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
+    return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers
+
+
 def build_updater(policy: Policy) -> WeightUpdater:
     """How the trainer's weights reach `policy`."""
     if isinstance(policy, vLLMWrapper):
@@ -383,12 +408,14 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerPro
 
 
 def evaluate_command(
-    settings: EvalSettings, progress: Callable[[int, int], None] = lambda done, total: None
+    settings: EvalSettings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    tell: Callable[[Numbers], None] = lambda numbers: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
 
-    `progress` is told the completions done and their total. What engines write while they load is seen
-    only where loading fails.
+    `progress` is told the completions done and their total, `tell` the formats before anything is
+    loaded. What engines write while they load is seen only where loading fails.
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)
@@ -397,6 +424,8 @@ def evaluate_command(
     with ExitStack() as opened:
         opened.callback(env.close)
         env.start()  # a bad path or row is found here, before a model is loaded
+        settings, numbers = resolve_numbers(settings)
+        tell(numbers)
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder)
@@ -414,4 +443,4 @@ def evaluate_command(
             opened.callback(policy.close)
             policy.start()
         played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
-    return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played)
+    return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())

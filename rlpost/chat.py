@@ -13,10 +13,11 @@ from transformers import DynamicCache
 
 from rlpost.data.conversation import Message
 from rlpost.errors import DataError
-from rlpost.models import load_model, load_tokenizer, locate_model
+from rlpost.models import load_model, load_tokenizer, locate_model, pick_device
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
-from rlpost.settings import Autocast, DType, ModelSettings, SamplingSettings
+from rlpost.precision import Numbers, choose_numbers
+from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of one character in UTF-8
@@ -176,9 +177,16 @@ class TextStream:
         return piece
 
 
-def load_policy(settings: ModelSettings) -> tuple[TransformersWrapper, Path]:
-    """A policy to talk to, and the folder of its model: held in bfloat16, which a conversation does with."""
+def load_policy(
+    settings: ModelSettings, tell: Callable[[Numbers], None] = lambda numbers: None
+) -> tuple[TransformersWrapper, Path]:
+    """A policy to talk to, and the folder of its model, held in the format of its products: nothing is trained.
+
+    `tell` is told the formats before the model is loaded.
+    """
+    numbers = choose_numbers(settings, TransformersSettings(), pick_device(settings.device), trains=False)
+    tell(numbers)
     folder = locate_model(settings.path, settings.revision)
     tokenizer = load_tokenizer(folder)
-    model = load_model(folder, replace(settings, dtype=DType.bfloat16))
+    model = load_model(folder, replace(settings, dtype=numbers.sampler))
     return TransformersWrapper(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

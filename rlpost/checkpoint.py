@@ -27,6 +27,7 @@ from rlpost.errors import CheckpointError
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
 FORMAT = 1  # of what lies in state/; another is not read
+NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
 LATEST = "latest"
 BEST = "best"
 
@@ -85,6 +86,11 @@ def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     verify(path)
     state = json.loads((path / STATE).read_text())
     return load_file(path / TENSORS), {key: value for key, value in state.items() if key != "format"}
+
+
+def kept_numbers(path: Path) -> dict[str, str] | None:
+    """The formats that the run of a checkpoint computes in, as `Numbers.record` gave them; None where it says none."""
+    return json.loads((path / STATE).read_text()).get(NUMBERS)
 
 
 def verify(path: Path) -> None:

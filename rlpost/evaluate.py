@@ -119,6 +119,7 @@ class Evaluation:
 
     result: EvalResult
     played: list[Conversation]
+    numbers: dict[str, str] | None = None  # the formats that were computed in, where a command chose them
 
 
 def evaluate(

@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.checkpoint import drop_checkpoints_after, verify
+from rlpost.checkpoint import NUMBERS, drop_checkpoints_after, verify
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
@@ -63,6 +63,7 @@ class Run:
         self.screen = screen
         self.tracker = tracker
         self.exit_code = 0
+        self.numbers: dict[str, str] | None = None  # the formats that it computes in
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
         self._tracker_is_lost = False
@@ -147,6 +148,13 @@ class Run:
     def plan(self, total_steps: int) -> None:
         """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
         self.total_steps = total_steps
+        if self._is_ours:
+            with self._writing("free some space, then --resume auto"):
+                self._write_environment()
+
+    def keep_numbers(self, numbers: dict[str, str]) -> None:
+        """Record the formats that this run computes in: its checkpoints carry them, and it goes on with them."""
+        self.numbers = numbers
         if self._is_ours:
             with self._writing("free some space, then --resume auto"):
                 self._write_environment()
@@ -262,7 +270,7 @@ class Run:
         self._write_environment()
 
     def _write_environment(self) -> None:
-        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps}
+        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps, NUMBERS: self.numbers}
         (self.folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -33,11 +33,11 @@ LAYERS = [
         "optim",
         "activations",
         "memory",
-        "precision",
         "statistics",
         "config",
         "testing",
     ],
+    ["precision", "products"],  # the cache's place is config's to say
     ["policies", "envs", "objectives", "models", "lora", "distributed"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "agreement", "guards", "cluster"],

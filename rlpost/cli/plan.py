@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
-from rlpost.settings import DatasetSettings, EnvSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings import (
+    DatasetSettings,
+    DType,
+    EnvSettings,
+    ExpertIterationSettings,
+    GRPOSettings,
+    SFTSettings,
+    VLLMSettings,
+)
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
     model = composed.settings.model
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
+        f"numbers {_numbers(composed, going_on=resume is not None)}",
         *WORK[type(composed.settings)](composed),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
     ]
@@ -85,6 +94,16 @@ WORK: dict[type, Callable[[Composed[Any]], list[str]]] = {
     SFTSettings: _sft_lines,
     ExpertIterationSettings: _expert_iteration_lines,
 }
+
+
+def _numbers(composed: Composed[Any], *, going_on: bool) -> str:
+    """The formats as far as they are known before torch is imported."""
+    model, policy = composed.settings.model, composed.settings.policy
+    sampler = policy.dtype if isinstance(policy, VLLMSettings) else DType.auto
+    said = {"model.autocast": model.autocast.value, "policy.dtype": sampler.value}
+    told = [f"{key}={value}" for key, value in said.items() if value != "auto"]
+    kept = ", or those the run began with" if going_on else ""
+    return ", ".join(told) if told else f"auto (measured when the run starts{kept})"
 
 
 def stem_of(composed: Composed[Any]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlpost.cli.columns import WordWrap
-from rlpost.cli.terminal import DIM, painted, print_error, stdout_on_stderr, table
+from rlpost.cli.terminal import DIM, painted, print_error, print_numbers, stdout_on_stderr, table
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable
@@ -37,7 +37,7 @@ def load(
         from rlpost.chat import Chat, load_policy
         from rlpost.models import describe
 
-        policy, folder = load_policy(settings)
+        policy, folder = load_policy(settings, print_numbers)
     facts = [describe(folder), str(policy.model.device)]
     if policy.max_model_len is not None:
         facts.append(f"context {policy.max_model_len} tokens")

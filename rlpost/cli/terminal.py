@@ -9,10 +9,13 @@ import select
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.output import descriptors_onto
 from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.precision import Numbers
 
 RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
@@ -27,6 +30,15 @@ def show_status(text: str) -> None:
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         width = shutil.get_terminal_size().columns
         print(f"\r\x1b[2K{printable(text)[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def print_numbers(numbers: Numbers) -> None:
+    """The formats that a command computes in, on stderr, with the warning there may be."""
+    show_status("")
+    if numbers.used:
+        print(painted(printable(numbers.line), DIM, sys.stderr), file=sys.stderr, flush=True)
+    if numbers.warning is not None:
+        print(f"note: {printable(numbers.warning)}", file=sys.stderr, flush=True)
 
 
 def takes_colour(stream: TextIO) -> bool:

@@ -20,7 +20,7 @@ from rlpost.logprobs import token_log_probs
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
-from rlpost.precision import autocast
+from rlpost.precision import autocast, bfloat16_is_fast
 from rlpost.settings import Autocast, SamplingSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
@@ -61,7 +61,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
         self.tokenizer = chosen.with_template(_tokenizer_of(model) if tokenizer is None else tokenizer)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
-        self.autocast = autocast
+        self.autocast = _resolved(autocast, model.device)
         self._stop_ids = torch.tensor(sorted(stop_ids(model, self.tokenizer)), device=model.device)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
@@ -216,6 +216,13 @@ def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
+
+
+def _resolved(kind: Autocast, device: torch.device) -> Autocast:
+    if kind is not Autocast.auto:
+        return kind
+    fast, _ = bfloat16_is_fast(device)
+    return Autocast.bfloat16 if fast else Autocast.none
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:

@@ -29,7 +29,8 @@ from rlpost.policies.vllm_engines import (
     wait_for,
 )
 from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
-from rlpost.settings import Engine, SamplingSettings, VLLMSettings
+from rlpost.precision import bfloat16_is_fast
+from rlpost.settings import DType, Engine, SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
@@ -358,7 +359,7 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": str(folder),
-        "dtype": settings.dtype.value,
+        "dtype": _format_of(settings, on_gpu).value,
         "max_model_len": longest,
         "max_num_seqs": settings.max_num_seqs,
         "enforce_eager": (not on_gpu) if eager is None else eager,
@@ -378,6 +379,14 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(4096, longest or 0)
     return arguments
+
+
+def _format_of(settings: VLLMSettings, on_gpu: bool) -> DType:
+    """The format of the engine's weights: vLLM's own `auto` is that of the folder, ours what is fast here."""
+    if settings.dtype is not DType.auto:
+        return settings.dtype
+    fast, _ = bfloat16_is_fast(torch.device("cuda" if on_gpu else "cpu"))
+    return DType.bfloat16 if fast else DType.float32
 
 
 def _folder_of(model: str) -> Path:

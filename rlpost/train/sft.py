@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from rlpost.assemble import SFTParts, assemble_sft, build_tracker
+from rlpost.assemble import SFTParts, assemble_sft, build_tracker, resolve_numbers
 from rlpost.batching import Row
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
@@ -58,6 +58,8 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
         with screen.waiting("reading the data, loading the model"), output_into(run.folder / "log.txt"):
+            settings, numbers = resolve_numbers(settings, checkpoint)
+            run.keep_numbers(numbers.record())
             parts = assemble_sft(settings, checkpoint)
             policy = parts.accuracy.policy if parts.accuracy else None
             if policy is not None:
@@ -66,7 +68,7 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             run.catch_signals()
             progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
             run.plan(total_steps(settings, parts, progress))
-            announce(settings, parts, run)
+            announce(settings, parts, numbers, run)
             tokens = settings.tokens_per_microbatch if settings.packing else ONE_SAMPLE
             microbatches = Microbatches.shown_on(screen, tokens, parts.device)
             begin(settings, parts, microbatches, run, progress, checkpoint)

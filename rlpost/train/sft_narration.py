@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from rlpost.assemble import SFTParts
 from rlpost.data.demonstrations import Sample
 from rlpost.lora import describe_adapter
+from rlpost.precision import Numbers
 from rlpost.run import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
 from rlpost.train.best import BestSoFar, best_line
-from rlpost.train.narration import model_line, name_of_data, say_stopped, writes_line
+from rlpost.train.narration import model_line, name_of_data, say_stopped, warn_of_numbers, writes_line
 
 
-def announce(settings: SFTSettings, parts: SFTParts, run: Run) -> None:
+def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run) -> None:
     """The effective model, data, sizes and folder, before anything is done."""
     samples = parts.samples.rows
     trained, read = sum(s.num_trained for s in samples), sum(len(s.ids) for s in samples)
@@ -24,6 +25,7 @@ def announce(settings: SFTSettings, parts: SFTParts, run: Run) -> None:
     length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
     lines = [
         model_line(settings.model, parts.model_folder, parts.model),
+        numbers.line,
         f"data    {data}, {counted(len(samples), 'sample')}"
         + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
         f"tokens  {trained} of {read} are trained ({trained / read:.0%}), at most {settings.max_tokens} a sample",
@@ -36,6 +38,7 @@ def announce(settings: SFTSettings, parts: SFTParts, run: Run) -> None:
     ]
     for line in lines:
         run.screen.line(line)
+    warn_of_numbers(numbers, run)
     for line in parts.bad_rows.lines():
         run.screen.note(f"bad rows: {line}")
     for line in parts.bad_held_out.lines():

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import SamplingParts
-from rlpost.checkpoint import load_checkpoint, save_checkpoint
+from rlpost.checkpoint import NUMBERS, load_checkpoint, save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.lora import is_adapted, save_adapter
 from rlpost.models import save_model
@@ -48,7 +48,7 @@ def save_run(
         write_model=partial(save_model, model, tokenizer),
         write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         tensors=optimizer_tensors(model, optimizer),
-        state={**state, "optimizer": type(optimizer).__name__},
+        state={**state, "optimizer": type(optimizer).__name__, NUMBERS: run.numbers},
         keep_last=settings.keep_last,
         best=best,
     )
