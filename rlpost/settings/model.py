@@ -43,7 +43,7 @@ class ModelSettings:
 
     path: str = MISSING  # hub id, HF folder, run or checkpoint
     revision: str | None = None  # branch, tag or commit of a hub id
-    dtype: DType = DType.float32  # the trainer's weights and the optimizer's state
+    dtype: DType = DType.float32  # the trainer's weights and the optimizer's state; it cannot be auto
     autocast: Autocast = Autocast.auto  # format of the trainer's matrix products; auto: what is fast here
     activation_checkpointing: bool = False  # compute each layer's activations again backward: slower, less memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
