@@ -3,15 +3,15 @@
 Run it on a machine that does nothing else. Figures are medians of the wall time of whole steps:
 sampling, rewards, training and, in rlpost, the push of the new weights to the sampler.
 
-Equal on both sides: the model folder, float32 weights and bfloat16 autocast (TRL's faster mode on a
-CPU), the prompts and their order, prompts and completions a step, the limit on new tokens,
+Equal on both sides: the model folder, float32 weights and autocast to bfloat16 where rlpost measures
+that it is faster here, the prompts and their order, prompts and completions a step, the limit on new tokens,
 temperature 1 and no other filter, the reward function (rlpost's own, imported by both), one update
 a step over all completions, the loss (clipped at 0.2, mean over all tokens, no KL term), advantages
 divided by the group's standard deviation, AdamW with a constant learning rate, gradients clipped at
 1, the number of threads, no evaluation, no GPU.
 
 Not equal, since each side is run as its users would run it on a CPU:
-- rlpost samples with what `policy=auto` finds (vLLM in bfloat16, where it is installed); TRL samples
+- rlpost samples with what `policy=auto` finds (vLLM, where it is installed); TRL samples
   with transformers, since its vLLM mode does not work on a CPU.
 - rlpost computes a group's prompt once and packs by its own rule; TRL pads prompts and completions to
   one rectangle and trains in microbatches of 4 completions (--trl-microbatch), its fastest here. Its gradient
@@ -175,13 +175,15 @@ def settings_words(work: Work) -> list[str]:
 
 def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
+    from rlpost.assemble import resolve_numbers
     from rlpost.config.compose import compose
     from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.build import build_env
     from rlpost.models import locate_model
+    from rlpost.settings import Autocast
     from rlpost.settings.loss import ClippedLossSettings
 
-    settings = compose(TRAIN_GRPO, settings_words(work)).settings
+    settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
     prompts = settings.prompts_per_step
     env = build_env(settings.env, num_prompts=prompts, group_size=settings.group_size, seed=settings.seed)
     env.start()
@@ -193,6 +195,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
         "folder": str(folder),
         "model": str(locate_model(settings.model.path)),
         "rows": [{"prompt": c.messages, "answer": c.task["answer"]} for c in conversations],
+        "bfloat16": settings.model.autocast is Autocast.bfloat16,
         "steps": work.steps,
         "group_size": settings.group_size,
         "completions_per_step": prompts * settings.group_size,

@@ -60,7 +60,7 @@ def configuration(request: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(
         output_dir=request["folder"],
         use_cpu=True,
-        bf16=True,  # autocast over float32 weights
+        bf16=request["bfloat16"],  # autocast over float32 weights
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,
         per_device_train_batch_size=request["microbatch"],

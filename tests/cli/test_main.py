@@ -170,6 +170,7 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     assert training.request is None
     assert capsys.readouterr().out.splitlines() == [
         "model   smollm2 (packaged:smollm2), float32 weights, device auto",
+        "numbers auto (measured when the run starts)",
         "data    gsm8k from a\\x1b[31mb, train split",
         "policy  auto, temperature 1",
         "step    4 prompts x 4 completions = 16, at most 128 tokens each",
@@ -177,6 +178,13 @@ def test_a_dry_run_says_what_would_run_and_does_not(
         "writes  runs/x",
     ]
     assert not Path("runs").exists()
+
+
+def test_a_dry_run_says_which_numbers_are_asked_for(
+    training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "grpo", "policy=vllm", "policy.dtype=float16", "model.autocast=none", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "numbers model.autocast=none, policy.dtype=float16"
 
 
 def test_cfg_and_config_show_print_the_same_yaml(
