@@ -1,16 +1,17 @@
 # Every target works on a fresh machine: it sets up .venv first where that is needed.
-.PHONY: setup quickstart test check
-
-PYTHON ?= python3
+.PHONY: setup setup-dev quickstart test check
 
 setup:
-	@PYTHON="$(PYTHON)" scripts/setup
+	@scripts/setup
+
+setup-dev:
+	@scripts/setup dev
 
 quickstart: setup
 	@scripts/quickstart
 
-test: setup
+test: setup-dev
 	@scripts/test
 
-check: setup
+check: setup-dev
 	@scripts/check
