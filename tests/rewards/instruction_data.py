@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlpost.rewards.checkers import packaged_nltk_data
+
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
-NLTK_DATA = DATA / "nltk_data"
+NLTK_DATA = packaged_nltk_data() or DATA / "nltk_data"
 IFEVAL_ROWS = DATA / "ifeval" / "input_data.jsonl"
 IFEVAL_REPLIES = DATA / "ifeval" / "input_response_data_gpt4_20231107_145030.jsonl"
 IFEVAL_VERDICTS = DATA / "ifeval" / "verdicts_gpt4_20231107.jsonl"
@@ -30,10 +32,11 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def find_nltk_data_in(folders: list[str], patch: pytest.MonkeyPatch) -> None:
-    """Meanwhile NLTK looks in `folders` alone, whatever was found before."""
+    """Meanwhile NLTK looks in `folders` alone, whatever was found before and whatever is packaged."""
     import nltk
 
-    from rlpost.rewards.checkers import require_nltk_data
+    from rlpost.rewards import checkers
 
-    require_nltk_data.cache_clear()
+    checkers.require_nltk_data.cache_clear()
+    patch.setattr(checkers, "packaged_nltk_data", lambda: None)
     patch.setattr(nltk.data, "path", folders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("if_verifiable")
+nltk = pytest.importorskip("nltk")
 
 from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.rewards import checkers
@@ -35,6 +37,7 @@ from tests.rewards.instruction_data import (
 )
 
 ROOT = Path(__file__).parents[2]
+PACKAGED_NLTK_DATA = checkers.packaged_nltk_data  # other tests do without it
 Verdicts = dict[int, tuple[list[bool], list[bool]]]
 
 # The original counts a random letter where the row asks for # (key 1122) or ! (key 1129), and detects languages
@@ -280,9 +283,8 @@ def test_missing_nltk_data_is_an_error_where_an_instruction_needs_it(
 ) -> None:
     find_nltk_data_in([str(tmp_path)], monkeypatch)
     kwargs = {c[0]: c[1] for c in WITH_NLTK}[kind]
-    with pytest.raises(
-        DataError, match=rf"{kind} needs NLTK's punkt_tab.*python -m nltk.downloader punkt_tab, or set NLTK"
-    ):
+    command = re.escape("pip install --no-deps llama-index-core==0.14.25")
+    with pytest.raises(DataError, match=rf"^{kind} needs NLTK's punkt_tab, which is in none of its folders: {command} "):
         verdicts([kind], [kwargs], "", "A reply.")
     with pytest.raises(DataError, match="punkt_tab"):
         IFEVAL.complaint({"instruction_id_list": [kind], "kwargs": [kwargs]})
@@ -297,6 +299,63 @@ def test_nltk_data_may_be_zipped_as_the_downloader_leaves_them(tmp_path: Path, m
     find_nltk_data_in([str(tmp_path)], monkeypatch)
     for kind, kwargs, follows, _ in WITH_NLTK:
         assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """NLTK's data as the package lays them; a package of that name, with nothing else, is installed meanwhile."""
+    site = tmp_path / "site"
+    about = site / "llama_index_core-0.14.25.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-index-core\nVersion: 0.14.25\n")
+    data = site / "llama_index" / "core" / "_static" / "nltk_cache"
+    shutil.copytree(NLTK_DATA, data)
+    monkeypatch.syspath_prepend(str(site))
+    find_nltk_data_in([], monkeypatch)
+    monkeypatch.setattr(checkers, "packaged_nltk_data", PACKAGED_NLTK_DATA)
+    return data
+
+
+@needs_nltk_data
+def test_the_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path) -> None:
+    for kind, kwargs, follows, breaks in WITH_NLTK:
+        assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
+        assert verdicts([kind], [kwargs], "", breaks) == ([False], [False])
+    assert nltk.data.path == [str(packaged)]
+
+
+@pytest.mark.skipif(not IFEVAL_ROWS.is_file(), reason="the IFEval files are not on this machine")
+@pytest.mark.skipif(checkers.packaged_nltk_data() is None, reason="NLTK's data, which set-up brings, are not installed")
+def test_every_row_can_be_checked_with_what_setup_brings_and_nothing_is_downloaded(tmp_path: Path) -> None:
+    program = (
+        "import json, socket, sys\n"
+        "def refused(*_): raise AssertionError('the network was asked for')\n"
+        "socket.socket.connect = socket.getaddrinfo = refused\n"
+        "from rlpost.rewards.ifeval import IFEVAL\n"
+        "print({IFEVAL.complaint(json.loads(line)) for line in open(sys.argv[1])})\n"
+    )
+    surroundings = {name: value for name, value in os.environ.items() if name != "NLTK_DATA"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(IFEVAL_ROWS)],
+        capture_output=True, text=True, cwd=ROOT, env=surroundings | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("{None}\n", "")
+
+
+@needs_nltk_data
+def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
+    nltk.data.path.append(str(NLTK_DATA))
+    checkers.require_nltk_data("punkt_tab", "it")
+    assert nltk.data.path == [str(NLTK_DATA), str(packaged)]
+    assert str(nltk.data.find("tokenizers/punkt_tab/english/")).startswith(str(NLTK_DATA))
+
+
+@needs_nltk_data
+@pytest.mark.filterwarnings("ignore:NLTK will not read")
+def test_packaged_nltk_data_that_others_may_write_are_told_apart_from_missing_ones(packaged: Path) -> None:
+    (packaged / "tokenizers" / "punkt_tab" / "english").chmod(0o777)
+    with pytest.raises(DataError, match=f"punkt_tab, which it does not read .*: chmod -R go-w {packaged} "):
+        checkers.require_nltk_data("punkt_tab", "it")
 
 
 def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
