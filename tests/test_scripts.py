@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
 SHELL = [*SCRIPTS, ROOT / ".ci" / "run"]
-TARGETS = {"setup", "quickstart", "test", "check"}
+TARGETS = {"setup": "setup", "quickstart": "setup", "test": "setup-dev", "check": "setup-dev"}  # and their set-up
 
 
 def name(path: Path) -> str:
@@ -20,7 +20,7 @@ def name(path: Path) -> str:
 
 
 def test_there_is_a_script_for_each_target() -> None:
-    assert {path.name for path in SCRIPTS} >= TARGETS
+    assert {path.name for path in SCRIPTS} >= set(TARGETS)
 
 
 @pytest.mark.parametrize("script", SHELL, ids=name)
@@ -50,8 +50,13 @@ def recipe(target: str) -> tuple[list[str], list[str]]:
     return match[1].split(), [line.strip() for line in match[2].splitlines()]
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS - {"setup"}))
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"setup"}))
 def test_every_target_sets_up_first_and_calls_its_script(target: str) -> None:
     depends_on, commands = recipe(target)
-    assert depends_on == ["setup"]
+    assert depends_on == [TARGETS[target]]
     assert [command.removeprefix("@") for command in commands] == [f"scripts/{target}"]
+
+
+def test_a_run_is_set_up_without_the_development_tools() -> None:
+    assert recipe("setup") == ([], ["@scripts/setup"])
+    assert recipe("setup-dev") == ([], ["@scripts/setup dev"])

@@ -72,7 +72,7 @@ def known_languages() -> list[str]:
 
 @cache
 def require_nltk_data(package: str, needed_for: str) -> None:
-    """Raise DataError, with the way to get it, unless NLTK finds `package` in one of its folders or the packaged one."""
+    """Raise DataError, with the way to get it, unless NLTK finds `package` in its folders or the packaged one."""
     import nltk
 
     with _OPENING:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("if_verifiable")
-nltk = pytest.importorskip("nltk")
 
 from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.rewards import checkers
@@ -284,7 +283,9 @@ def test_missing_nltk_data_is_an_error_where_an_instruction_needs_it(
     find_nltk_data_in([str(tmp_path)], monkeypatch)
     kwargs = {c[0]: c[1] for c in WITH_NLTK}[kind]
     command = re.escape("pip install --no-deps llama-index-core==0.14.25")
-    with pytest.raises(DataError, match=rf"^{kind} needs NLTK's punkt_tab, which is in none of its folders: {command} "):
+    with pytest.raises(
+        DataError, match=rf"^{kind} needs NLTK's punkt_tab, which is in none of its folders: {command} "
+    ):
         verdicts([kind], [kwargs], "", "A reply.")
     with pytest.raises(DataError, match="punkt_tab"):
         IFEVAL.complaint({"instruction_id_list": [kind], "kwargs": [kwargs]})
@@ -318,6 +319,8 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @needs_nltk_data
 def test_the_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path) -> None:
+    import nltk
+
     for kind, kwargs, follows, breaks in WITH_NLTK:
         assert verdicts([kind], [kwargs], "", follows) == ([True], [True])
         assert verdicts([kind], [kwargs], "", breaks) == ([False], [False])
@@ -344,6 +347,8 @@ def test_every_row_can_be_checked_with_what_setup_brings_and_nothing_is_download
 
 @needs_nltk_data
 def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
+    import nltk
+
     nltk.data.path.append(str(NLTK_DATA))
     checkers.require_nltk_data("punkt_tab", "it")
     assert nltk.data.path == [str(NLTK_DATA), str(packaged)]

