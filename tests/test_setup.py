@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -13,12 +14,15 @@ from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import pytest
 
 from rlpost.rewards.checkers import INSTALL_NLTK_DATA
 
 ROOT = Path(__file__).parents[1]
+PYTHONS = ["3.11", "3.12", "3.13"]
+VERSION_OF_TORCH = importlib.metadata.version("torch")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # stands for a Python, and for what it installs: writes down what it is told to do
@@ -312,3 +316,42 @@ def test_a_gpus_torch_is_the_package_indexs_unless_an_index_is_named(
     monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/nvidia-smi")
     find_torch.main("none")
     assert capsys.readouterr().out.splitlines() == ["torch==2.13.0", "torch==2.13.0 --extra-index-url http://index"]
+
+
+# What can be resolved
+
+
+@pytest.fixture
+def torch_index(indexes: str, tmp_path: Path) -> str:
+    """An index with torch's CPU build for every Python: the metadata of the one that is installed, and no files."""
+    metadata = importlib.metadata.distribution("torch").read_text("METADATA") or ""
+    folder = tmp_path / "index" / "torch"
+    for python in PYTHONS:
+        wheel(tmp_path / "index", python=python)
+    links = []
+    for file in sorted(folder.iterdir()):
+        file.with_name(f"{file.name}.metadata").write_text(metadata)
+        links.append(f'<a href="{quote(file.name)}" data-core-metadata="true">{file.name}</a>')
+    (folder / "index.html").write_text("\n".join(links))
+    return f"{indexes}/index"
+
+
+@needs_x86
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="uv is not installed")
+@pytest.mark.skipif(not VERSION_OF_TORCH.endswith("+cpu"), reason="torch's CPU build is not installed")
+def test_every_python_and_engine_can_be_resolved(torch_index: str) -> None:
+    """The rest comes from the package index: without one this is skipped."""
+    uv = Path(sys.executable).parent
+    surroundings = {**os.environ, "RLPOST_TORCH_INDEX": torch_index, "PATH": f"{uv}:{os.environ['PATH']}"}
+    command = [str(ROOT / "scripts" / "resolve_check")]
+    done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
+    if "error sending request" in done.stdout:
+        pytest.skip("the package index cannot be reached")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{python} {engine}" for python in PYTHONS for engine in ("none", "cpu", "cuda")
+    ]
+    builds = {"none": "torch==2.13.0", "cpu": "torch==2.13.0+cpu", "cuda": "torch==2.13.0"}
+    assert [line.rpartition(" ")[2] for line in lines] == list(builds.values()) * len(PYTHONS)
