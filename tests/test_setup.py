@@ -191,8 +191,9 @@ def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        for name in [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]:
+        for name in [name for name in os.environ if name.startswith("PIP_")]:
             monkeypatch.delenv(name)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
         monkeypatch.setenv("PIP_INDEX_URL", f"{address}/package-index")
         yield address
