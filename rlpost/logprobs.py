@@ -19,7 +19,7 @@ from rlpost.errors import ConfigError
 
 AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
 
-CHUNK = 512  # tokens whose logits exist at once
+CHUNK = 256  # tokens whose logits exist at once
 # what some models do to their logits before or behind the head, by its name in their configuration
 MORE_THAN_A_HEAD = (
     "final_logit_softcapping",

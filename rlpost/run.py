@@ -27,6 +27,7 @@ from rlpost.checkpoint import NUMBERS, drop_checkpoints_after, verify
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
+from rlpost.memory import MemoryWatch
 from rlpost.rollouts import write_rollouts
 from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, read_metrics
 from rlpost.screen import Screen
@@ -62,6 +63,7 @@ class Run:
         self.total_steps = total_steps
         self.screen = screen
         self.tracker = tracker
+        self.memory = MemoryWatch()
         self.exit_code = 0
         self.numbers: dict[str, str] | None = None  # the formats that it computes in
         self._kept_step = -1  # the last step that resuming kept
@@ -85,11 +87,13 @@ class Run:
         self._log_handler = handler
         if begins:
             self._say_begun()
+        self.memory.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.memory.close()
         for number, previous in self._previous_signals.items():
             signal.signal(number, previous)
         self._finish_tracking(Status.failed if error else Status.stopped if self.stopping else Status.finished)

@@ -60,6 +60,9 @@ class Policy(ABC):
     def close(self) -> None:  # noqa: B027
         """Give back what `start` took."""
 
+    def rest(self) -> None:  # noqa: B027
+        """Give back the memory that only sampling needs, while nothing is sampled; the next call takes it again."""
+
     @abstractmethod
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """One completion a request, in their order, each stamped with the version it was sampled under.

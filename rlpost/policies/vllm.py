@@ -19,6 +19,7 @@ from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import require_vllm
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
+from rlpost.policies.kv_cache import kv_cache_arguments
 from rlpost.policies.vllm_engines import (
     InProcessEngine,
     OwnProcessEngine,
@@ -145,6 +146,13 @@ class vLLMWrapper(Policy):
         self._needed = self._checkpoint_names()
         if self.adapter is not None:
             self.load_adapter(self.adapter)
+        self.rest()  # vLLM has filled its cache with zeros
+
+    def rest(self) -> None:
+        """See `Policy.rest`: the pages of the KV cache, on a CPU, and the prefixes that lie there."""
+        if self._engine is not None and self._is_ours and not torch.cuda.is_available():
+            self._engine.reset_prefix_cache()
+            self._engine.call_workers("give_back_kv_cache")
 
     def close(self) -> None:
         """Stop the engine, or let go of one that was given; a second call does nothing."""
@@ -334,7 +342,7 @@ def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngin
     """Start vLLM as `settings.engine` says."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gb)))
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would replace what the arguments say
     in_process = settings.engine is Engine.in_process
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     if not in_process:
@@ -378,6 +386,7 @@ def engine_arguments(
         # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(4096, longest or 0)
+        arguments |= kv_cache_arguments(folder, settings, longest or 4096)
     return arguments
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from rlpost.errors import PolicyError
+from rlpost.memory import give_back_contents
 
 EXTENSION = "rlpost.policies.vllm_worker.vLLMWorker"
 GROUP_SECONDS = 300.0  # longest wait for the other ranks of a group, and for one weight
@@ -128,6 +129,7 @@ class vLLMWorker:
     reload_weights: Callable[..., None]
     compute_weight_checksums: Callable[[], dict[str, str]]
     get_model: Callable[[], Any]
+    model_runner: Any
 
     def init_weight_update_group(
         self,
@@ -182,6 +184,22 @@ class vLLMWorker:
         if before is None:
             raise PolicyError("this worker is in no weight group: call init_weight_update_group first")
         return before != self._checksums_before
+
+    def give_back_kv_cache(self) -> None:
+        """Let the kernel take the KV cache's pages, on a CPU; nothing may be under way, and no prefix be known."""
+        for cache in _tensors(self.model_runner.kv_caches):
+            if cache.device.type == "cpu":
+                storage = cache.untyped_storage()  # which several layers may share: a second time is no harm
+                give_back_contents(storage.data_ptr(), storage.nbytes())
+
+
+def _tensors(nested: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists of lists: a layer's cache may be several."""
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    else:
+        for each in nested:
+            yield from _tensors(each)
 
 
 def _check_fused(names: set[str], model: Any) -> None:

@@ -44,7 +44,7 @@ class VLLMSettings(ModelPolicySettings):
     engine: Engine = Engine.in_process  # where vLLM runs
     dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
     gpu_memory_utilization: float = 0.4  # share of the GPU; the trainer needs the rest
-    kv_cache_gb: float = 1.0  # on a CPU
+    kv_cache_gb: float | None = None  # on a CPU; None: what max_num_seqs conversations fill, at most 1
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
     timeout_seconds: float = 600.0  # longest wait for the engine, own_process only
 

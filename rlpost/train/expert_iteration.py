@@ -95,6 +95,7 @@ def learn(
         metrics |= selection_metrics(sampled, selected)
         metrics["groups/evicted"] = parts.buffer.take_counts()["groups/evicted"]
         collected = time.perf_counter()
+        parts.policy.rest()
 
         screen.phase("training")
         rows = [] if selected is None else rows_of(selected)

@@ -91,6 +91,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         check_failed(settings, step, metrics)
         metrics |= parts.buffer.take_counts()
         collected = time.perf_counter()
+        parts.policy.rest()
 
         screen.phase("training")
         rows = rows_of(batch)

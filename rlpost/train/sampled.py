@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlpost.assemble import SamplingParts
 from rlpost.errors import RewardError
 from rlpost.evaluate import EvalResult, evaluate
-from rlpost.memory import give_back_freed_memory, peak_memory_gb
+from rlpost.memory import give_back_freed_memory
 from rlpost.run import Run
 from rlpost.screen import evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
@@ -80,18 +80,17 @@ def finish_step(
 ) -> EvalResult | None:
     """Record a step that trained on `batch`; evaluate if that is due, save if it is, or if none was better so far."""
     progress.step = step
-    metrics["memory/peak_gb"] = peak_memory_gb(parts.device)
+    give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
     when = f"after step {step}"
     result = evaluate_held_out(settings, parts, run, when) if evaluation_due(settings, step) else None
     evaluated = result.metrics() if result else {}
     run.screen.phase("recording", f"step {step}")
-    run.record(step, metrics | evaluated, batch)
+    run.record(step, metrics | evaluated | run.memory.metrics(parts.device), batch)
     if evaluated:
         run.screen.line(evaluation_line(evaluated, when))
     is_best = progress.is_new_best(step, evaluated)
     if run.due(step, settings.checkpoint.every) or is_best:
         save(settings, parts, run, progress)
-    give_back_freed_memory()
     return result
 
 

@@ -23,7 +23,7 @@ from rlpost.batching import Row
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
 from rlpost.evaluate import evaluate
-from rlpost.memory import give_back_freed_memory, keep_freed_memory, peak_memory_gb
+from rlpost.memory import give_back_freed_memory, keep_freed_memory
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
 from rlpost.output import output_into
 from rlpost.run import Run
@@ -102,6 +102,7 @@ def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, ru
             raise diverged(parts.model, parts.tokenizer, folder, f"step {step}: {error}") from error
         progress.step = step
         progress.position += len(samples)
+        give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
         metrics = step_metrics(parts, updated, rows, progress)
         metrics["time/step"] = time.perf_counter() - started
 
@@ -113,13 +114,12 @@ def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, ru
             if reached(settings, progress):
                 end_here(settings, run, progress)
         run.screen.phase("recording", f"step {step}")
-        run.record(step, metrics | evaluated)
+        run.record(step, metrics | evaluated | run.memory.metrics(parts.device))
         if evaluated:
             run.screen.line(evaluation_line(evaluated, f"after step {step}"))
         is_best = progress.is_new_best(step, evaluated)
         if run.due(step, settings.checkpoint.every) or is_best:
             save(settings, parts, run, progress)
-        give_back_freed_memory()
 
 
 def total_steps(settings: SFTSettings, parts: SFTParts, progress: Progress) -> int:
@@ -159,7 +159,6 @@ def step_metrics(
         "grad_norm": updated.grad_norm,
         "lr": parts.optimizer.param_groups[0]["lr"],
         "epoch": progress.position / parts.samples.count(),
-        "memory/peak_gb": peak_memory_gb(parts.device),
     }
 
 
@@ -194,6 +193,7 @@ def evaluate_held_out(
         sampling=SamplingSettings(temperature=0.0),
         progress=lambda done, total: screen.phase("evaluating", "replies", done, total),
     )
+    parts.accuracy.policy.rest()
     return metrics | result.metrics()
 
 

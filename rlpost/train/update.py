@@ -76,7 +76,7 @@ class Update(Generic[O]):
 class Microbatches:
     """How many tokens one forward and backward may hold; halves when memory runs out.
 
-    None asked for: 2048 on a CPU, 16384 on a GPU.
+    None asked for: 512 on a CPU, 16384 on a GPU.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Microbatches:
         note: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        self.tokens = tokens or (2048 if device.type == "cpu" else 16384)
+        self.tokens = tokens or (512 if device.type == "cpu" else 16384)
         self.device = device
         self._note = note
         self.progress = progress  # told the completions that one update has gone through, and how many it has

@@ -78,7 +78,7 @@ def test_a_group_is_explained_with_its_options_and_who_chose(told: Told) -> None
     assert "set by   the command line\n" in out
     assert "  *  vllm          vLLM, on a CPU or a GPU\n" in out
     assert "     transformers  The trainer's own weights" in out
-    assert "policy.kv_cache_gb=1.0" in out
+    assert "policy.kv_cache_gb=null" in out
 
 
 def test_a_part_without_options_is_explained_by_its_keys(told: Told) -> None:

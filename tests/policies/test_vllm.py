@@ -147,6 +147,26 @@ def test_weights_broadcast_through_a_group_arrive_and_empty_the_prefix_cache(cas
         policy.call_workers("update_weight_broadcast", "model.layers.0.self_attn.q_proj.weight", "float32", [64, 64])
 
 
+def test_a_resting_policy_gives_its_cache_back_and_samples_the_same_again(case: tuple[Path, vLLMWrapper]) -> None:
+    _, policy = case
+    # longer than a block of the cache, so that a prefix that was kept would be read, as the zeros it has become
+    long = [Request([5 + i % 50 for i in range(150)], 8, seed) for seed in range(4)]
+    completions = policy.generate(long, SamplingSettings())
+    here = type(policy.model).__name__ == "LLM"  # the cache of an engine in another process is not to be seen
+    assert not here or policy.model.collective_rpc(cached) != [0.0]
+    policy.rest()
+    assert not here or policy.model.collective_rpc(cached) == [0.0]
+    again = policy.generate(long, SamplingSettings())
+    assert [c.token_ids for c in again] == [c.token_ids for c in completions]
+    for one, other in zip(again, completions, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def cached(worker: Any) -> float:
+    """The sum of what lies in a worker's KV cache, signs left out."""
+    return sum(layer.float().abs().sum().item() for layer in worker.model_runner.kv_caches)
+
+
 def test_a_tensordict_is_answered_and_scored_as_transformers_does(case: tuple[Path, vLLMWrapper]) -> None:
     folder, policy = case
     model = load_model(folder, ModelSettings(path=str(folder)))

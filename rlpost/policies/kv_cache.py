@@ -1,0 +1,56 @@
+"""How large the KV cache of a sampler on a CPU is: the keys and values of the tokens of conversations under way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError
+from rlpost.settings import VLLMSettings
+
+BLOCK = 32  # tokens whose keys and values vLLM keeps together, a conversation in whole blocks
+MOST = 1_000_000_000  # bytes that are taken where nobody asks for more
+# parts of a configuration's names whose layers keep something else than keys and values of every token
+OTHER_STATE = ("mamba", "ssm", "linear_", "conv", "kv_lora", "rwkv", "state_size", "recurrent")
+NUMBER_BYTES = {"bfloat16": 2, "float16": 2}  # any other format has 4
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int | None:
+    """Bytes of one token's keys and values in all layers; None for a model whose layers keep other things as well.
+
+    `config` is a model's config.json, or its `text_config`. SmolLM2-135M in bfloat16, with 30 layers of 3 heads of 64
+    numbers: 2 (keys, values) x 30 x 3 x 64 x 2 bytes = 23,040.
+    """
+    if any(part in name for name in config for part in OTHER_STATE):
+        return None
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    if not (layers and heads and hidden):
+        return None
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * layers * kv_heads * head_dim * NUMBER_BYTES.get(dtype, 4)
+
+
+def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int) -> dict[str, int]:
+    """vLLM's arguments for its KV cache on a CPU: `policy.kv_cache_gb`, or what its conversations fill, at most 1 GB.
+
+    Raises ConfigError for a cache that has no room for one conversation.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    each = kv_bytes_per_token(config.get("text_config") or config, settings.dtype.value)
+    asked = None if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 1e9)
+    if each is None:
+        return {"kv_cache_memory_bytes": asked or MOST}
+    conversation = -(-max_model_len // BLOCK) * BLOCK * each
+    spare = BLOCK * each  # vLLM keeps one block to itself
+    if asked is None:
+        asked = max(min(settings.max_num_seqs * conversation + spare, MOST), conversation + spare)
+    elif asked < conversation + spare:
+        raise ConfigError(
+            f"policy.kv_cache_gb={settings.kv_cache_gb:g} has no room for one conversation of {max_model_len} tokens, "
+            f"which takes {(conversation + spare) / 1e9:.2g} GB: raise it, or leave it out"
+        )
+    return {"kv_cache_memory_bytes": asked, "block_size": BLOCK}
