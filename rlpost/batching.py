@@ -160,6 +160,18 @@ def pack(rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device) 
         yield _pack_groups(pending, device)
 
 
+def largest_group(rows: Sequence[Row]) -> int:
+    """Tokens of the largest group of neighbouring rows with one prompt, which is counted once; 0 without rows."""
+    largest = size = 0
+    prompt: torch.Tensor | None = None
+    for row in rows:
+        if prompt is None or not torch.equal(prompt, row.prompt):
+            prompt, size = row.prompt, row.prompt.numel()
+        size += row.response.numel()
+        largest = max(largest, size)
+    return largest
+
+
 def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Microbatch:
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpost.batching import Microbatch, Row, pack
+from rlpost.batching import Microbatch, Row, largest_group, pack
 from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
 from rlpost.logprobs import token_log_probs
@@ -76,7 +76,8 @@ class Update(Generic[O]):
 class Microbatches:
     """How many tokens one forward and backward may hold; halves when memory runs out.
 
-    None asked for: 512 on a CPU, 16384 on a GPU.
+    None asked for: 16384 on a GPU. On a CPU what the largest group takes, within 512 and 2048: fewer tokens take less
+    memory and no more time, unless a prompt has to be read again for the rest of its group.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class Microbatches:
         note: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        self.tokens = tokens or (512 if device.type == "cpu" else 16384)
+        on_cpu = device.type == "cpu"
+        self.tokens = tokens or (2048 if on_cpu else 16384)
+        self._enough = 512 if on_cpu and tokens is None else self.tokens  # unless a group takes more
+        self._used = self.tokens  # what the work under way was split by
         self.device = device
         self._note = note
         self.progress = progress  # told the completions that one update has gone through, and how many it has
@@ -99,6 +103,13 @@ class Microbatches:
             screen.phase("training", done=done, total=total)
 
         return cls(tokens, device, note=screen.note, progress=progress)
+
+    def of(self, rows: Sequence[Row]) -> Iterator[Microbatch]:
+        """The microbatches of `rows`."""
+        self._used = self.tokens
+        if self._enough < self.tokens:
+            self._used = min(self.tokens, max(self._enough, largest_group(rows)))
+        return pack(rows, self._used, self.device)
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.
@@ -121,7 +132,7 @@ class Microbatches:
             yield attempt()
             if fitted:
                 return
-            self.tokens //= 2
+            self.tokens = self._enough = self._used // 2
             start_over()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -164,7 +175,7 @@ def accumulate_gradient(
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
             done = 0
-            for microbatch in pack(rows, microbatches.tokens, microbatches.device):
+            for microbatch in microbatches.of(rows):
                 with autocast(learner.autocast, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
                 output.loss.backward()
@@ -188,7 +199,7 @@ def read_log_probs(
     read: list[torch.Tensor] = []
     for attempt in microbatches.until_they_fit(read.clear):
         with attempt:
-            for microbatch in pack(rows, microbatches.tokens, microbatches.device):
+            for microbatch in microbatches.of(rows):
                 with autocast(kind, microbatches.device):
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])

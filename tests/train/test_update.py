@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlpost.batching import Row
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.settings import Autocast, GRPOLossSettings, OptimSettings
 from rlpost.train.update import Learner, Microbatches, update
@@ -30,3 +31,44 @@ def test_one_bad_gradient_changes_no_weight_and_leaves_the_others_to_be_looked_a
     not_finite = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     assert not_finite == [bad]
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def group(prompt: int, *responses: int) -> list[Row]:
+    """Completions of these lengths of one prompt."""
+    return [
+        Row(torch.full((prompt,), prompt), torch.ones(n, dtype=torch.int64), torch.ones(n) > 0, torch.zeros(n), 1.0)
+        for n in responses
+    ]
+
+
+def sizes(tokens: int | None, rows: list[Row]) -> list[int]:
+    microbatches = Microbatches(tokens, CPU, note=print, progress=lambda done, total: None)
+    return [microbatch.num_packed for microbatch in microbatches.of(rows)]
+
+
+def test_a_cpu_reads_512_tokens_at_once_or_one_group_of_at_most_2048() -> None:
+    small = [*group(100, 40, 60), *group(110, 90), *group(120, 50, 30)]  # 200, 200 and 200 tokens
+    assert sizes(None, small) == [400, 200]
+    assert sizes(600, small) == [600]
+    large = [*small, *group(700, 200, 100, 50)]
+    assert sizes(None, large) == [600, 1050]  # the largest group is not split, and as much is read at once elsewhere
+    assert sizes(512, large) == [400, 200, 900, 800, 750]  # what was asked for is kept: the prompt is read three times
+    huge = group(1000, 400, 400, 400, 400)  # 2600
+    assert sizes(None, huge) == [1800, 1800]
+    assert Microbatches(None, GPU, note=print, progress=lambda done, total: None).tokens == 16384
+
+
+def test_memory_that_runs_out_halves_what_was_read_at_once() -> None:
+    notes: list[str] = []
+    microbatches = Microbatches(None, CPU, note=notes.append, progress=lambda done, total: None)
+    rows, read = group(100, 300, 300, 300), []
+    for attempt in microbatches.until_they_fit(read.clear):  # 1000 tokens, then 500, which holds one completion
+        with attempt:
+            read += [microbatch.num_packed for microbatch in microbatches.of(rows)]
+            if 1000 in read:
+                raise torch.OutOfMemoryError("there is no more")
+    assert read == [400, 400, 400]
+    assert notes == ["out of memory: going on with tokens_per_microbatch=500"]
