@@ -22,8 +22,9 @@ from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.policies import TransformersWrapper
 from rlpost.settings.run import RunRequest
-from rlpost.train import grpo
+from rlpost.train import grpo, sampled
 from rlpost.train import update as update_module
 from rlpost.train.grpo import train
 
@@ -230,6 +231,31 @@ def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
     monkeypatch.setattr(update_module, "pack", tight)
     assert run(tmp_path / "tight", *words, "tokens_per_microbatch=512") == 0
     assert torch.allclose(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), atol=1e-5)
+
+
+def test_the_sampler_rests_while_the_model_trains_and_what_training_freed_goes_back_before_anything_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(TransformersWrapper, "generate")
+    noted(TransformersWrapper, "rest")
+    noted(grpo, "update")
+    noted(sampled, "give_back_freed_memory")
+    noted(sampled, "save")
+    assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "checkpoint.every=1") == 0
+    step = ["generate", "rest", "update", "give_back_freed_memory", "save"]
+    assert done == step * 2
+    assert [line["memory/peak_gb"] > 0 for line in metrics(tmp_path / "r")] == [True, True]
 
 
 def test_the_checkpoint_is_a_plain_folder_that_trains_on(tmp_path: Path) -> None:
