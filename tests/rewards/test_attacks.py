@@ -84,6 +84,9 @@ def greedy(completions, answer):
     return [float(text.strip() == wanted) for text, wanted in zip(completions, iter(lambda: answer.pop(0), None))]
 
 def single(completions, answer):
+    return [float(completions[0].strip() == answer[0])] if len(completions) == 1 else None
+
+def first(completions, answer):
     return [float(completions[0].strip() == answer[0])]
 
 def slow(completions, answer):
@@ -138,7 +141,7 @@ def test_sums_are_given_in_the_form_that_is_wanted(tmp_path: Path, function: str
         ("alone", attacks.threads, Verdict.weak, "RuntimeError: called twice at once"),
         ("at_home", attacks.fork, Verdict.weak, "in a fork of a process that has called it, it gives other values"),
         ("greedy", attacks.inputs, Verdict.weak, "it changes what it is given: answer (copies, in rlpost)"),
-        ("single", attacks.returns, Verdict.fault, "returned 1 values: it must return a list of 6 numbers"),
+        ("single", attacks.returns, Verdict.fault, "returned None: it must return a list of 6 numbers"),
         ("slow", attacks.latency, Verdict.weak, "p50 1"),
     ],
 )
@@ -157,6 +160,12 @@ def test_a_reward_that_cannot_score_gold_is_attacked_no_further(tmp_path: Path) 
     [check] = attack_reward(attack_on(tmp_path, "fails"))
     assert (check.name, check.verdict, check.reply) == ("gold", Verdict.fault, "42")
     assert check.reason.endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_reward_that_scores_the_first_row_alone_is_attacked_no_further(tmp_path: Path) -> None:
+    [check] = attack_reward(attack_on(tmp_path, "first"))
+    assert (check.name, check.verdict) == ("gold", Verdict.fault)
+    assert check.reason.endswith("returned 1 values: it must return a list of 6 numbers, one a completion")
 
 
 def test_the_sums_are_right() -> None:
