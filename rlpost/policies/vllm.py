@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -362,12 +363,13 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """What vLLM is started with. Raises ConfigError for a folder that holds no model."""
     on_gpu = torch.cuda.is_available()
+    settings = replace(settings, dtype=_format_of(settings, on_gpu))
     eager = settings.enforce_eager
     longest = max_model_len if max_model_len is not None else longest_context(folder)
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": str(folder),
-        "dtype": _format_of(settings, on_gpu).value,
+        "dtype": settings.dtype.value,
         "max_model_len": longest,
         "max_num_seqs": settings.max_num_seqs,
         "enforce_eager": (not on_gpu) if eager is None else eager,

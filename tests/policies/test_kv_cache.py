@@ -84,3 +84,11 @@ def test_the_engine_is_given_the_size_on_a_cpu_alone(smollm2: Path, monkeypatch:
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
     assert "kv_cache_memory_bytes" not in arguments
     assert arguments["gpu_memory_utilization"] == settings.gpu_memory_utilization
+
+
+def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for fast, number_bytes in ((True, 2), (False, 4)):
+        monkeypatch.setattr("rlpost.policies.vllm.bfloat16_is_fast", lambda device, fast=fast: (fast, ""))
+        arguments = engine_arguments(smollm2, VLLMSettings(max_num_seqs=1), max_model_len=32, seed=0)
+        assert arguments["kv_cache_memory_bytes"] == (1 + 1) * 32 * 2 * 30 * 3 * 64 * number_bytes
