@@ -77,7 +77,7 @@ def test_a_cache_without_room_for_a_conversation_is_refused(smollm2: Path) -> No
 
 
 def test_the_engine_is_given_the_size_on_a_cpu_alone(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = VLLMSettings(kv_cache_gb=0.5)
+    settings = VLLMSettings(dtype=DType.bfloat16, kv_cache_gb=0.5)
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
     assert arguments["kv_cache_memory_bytes"] == 500_000_000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
