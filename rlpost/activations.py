@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpost.errors import ConfigError
-from rlpost.logprobs import attending
+from rlpost.families import attending
 
 
 def recompute_activations(model: Any) -> None:

@@ -136,16 +136,18 @@ def by_row(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
-def pack(rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device) -> Iterator[Microbatch]:
+def pack(
+    rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device, *, share_prompts: bool = True
+) -> Iterator[Microbatch]:
     """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
 
-    Neighbouring rows with the same prompt share it; a group too large is split and its prompt read
-    again. A single completion above the budget is a microbatch of its own.
+    Neighbouring rows with the same prompt share it, unless it is read once for each; a group too large
+    is split and its prompt read again. A single completion above the budget is a microbatch of its own.
     """
     pending: list[list[Row]] = []  # groups of rows with one prompt
     used = 0
     for row in rows:
-        joins = bool(pending) and torch.equal(pending[-1][0].prompt, row.prompt)
+        joins = share_prompts and bool(pending) and torch.equal(pending[-1][0].prompt, row.prompt)
         cost = row.response.numel() + (0 if joins else row.prompt.numel())
         if pending and used + cost > tokens_per_microbatch:
             yield _pack_groups(pending, device)

@@ -132,6 +132,8 @@ class Chat:
 
     def _keep_common(self, prompt_ids: list[int]) -> None:
         """Crop the cache to what it and the prompt begin with, the prompt's last token excepted."""
+        if self._cache is None:
+            return
         common = 0
         for cached, wanted in zip(self._cached_ids, prompt_ids[:-1], strict=False):
             if cached != wanted:
@@ -144,7 +146,7 @@ class Chat:
         self._cached_ids = self._cached_ids[:common]
 
     def _forget_cache(self) -> None:
-        self._cache = DynamicCache()
+        self._cache = DynamicCache() if self.policy.takes_cache else None
         self._cached_ids: list[int] = []
 
 

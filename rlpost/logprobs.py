@@ -2,32 +2,32 @@
 
 Logits are the largest tensor of training: tokens x vocabulary. They exist here for one chunk of
 tokens at a time, in the forward and again in the backward pass.
+
+`READERS` are the ways to read a microbatch, fastest first. Which of them gives a model's own
+log-probs is found on a small copy of it: see `rlpost.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from rlpost.batching import ATTENTION_NAME, Microbatch, shared_prompt_attention
+from rlpost.batching import ATTENTION_NAME, Microbatch, Row, pack, shared_prompt_attention
+from rlpost.decoding import takes
 from rlpost.errors import ConfigError
+from rlpost.families import Verdict, attending, examine
 
 AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
 
 CHUNK = 256  # tokens whose logits exist at once
-# what some models do to their logits before or behind the head, by its name in their configuration
-MORE_THAN_A_HEAD = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -115,36 +115,149 @@ def chunked_log_probs(
 def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,).
 
-    Raises ConfigError for a model whose logits are more than its head times its hidden states.
+    The first time, the fastest way that is right for `model` is found out. Raises ConfigError where none is.
     """
-    _check_head(model.config)
+    verdict = trainable_verdict(model)
+    with attending(model.config, verdict.attention):
+        return READERS[verdict.reading](model, microbatch, temperature)
+
+
+def microbatches_of(
+    model: nn.Module, rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device
+) -> Iterator[Microbatch]:
+    """`rows` as `pack` splits them, a prompt counted as often as `model` reads it."""
+    shared = verdict_of(model).reads_packed
+    return pack(rows, tokens_per_microbatch, device, share_prompts=shared)
+
+
+def verdict_of(model: nn.Module) -> Verdict:
+    """How `model` is read and sampled."""
+    if model not in _VERDICTS:
+        _VERDICTS[model] = examine(model, READERS)
+    return _VERDICTS[model]
+
+
+def trainable_verdict(model: nn.Module) -> Verdict:
+    """The same. Raises ConfigError for a model that cannot be trained."""
+    verdict = verdict_of(model)
+    if verdict.reading not in READERS:
+        raise ConfigError(f"{type(model).__name__} cannot be trained: {verdict.reason}; choose another model")
+    return verdict
+
+
+def packed_log_probs(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole row in one forward of the body; the logits are the head's alone."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    hidden = _packed_body(model, microbatch).last_hidden_state
+    return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
+
+
+def packed_log_probs_by_own_head(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole row in one forward of the body; the logits are the model's own, caps and scales included."""
+    output = _packed_body(model, microbatch)
+    output["last_hidden_state"] = output.last_hidden_state[0, microbatch.source]
+    return _own_head(model, output, microbatch.target, temperature)
+
+
+def plain_log_probs_by_own_head(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence a forward of the body, then the model's own logits of all of them, chunk by chunk."""
+    hidden = []
+    for ids, row in _sequences(microbatch):
+        output = model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
+        hidden.append(output.last_hidden_state[0, _sources(row, ids.device)])
+    output["last_hidden_state"] = torch.cat(hidden)
+    return _own_head(model, output, microbatch.target, temperature)
+
+
+def plain_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence a forward of the whole model: the logits of its trained tokens exist together."""
+    log_probs, entropies = [], []
+    for ids, row in _sequences(microbatch):
+        sources = _sources(row, ids.device)
+        if takes(model, "logits_to_keep"):
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=sources).logits[0]
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits[0, sources]
+        target = row.response[row.sampled].to(ids.device)
+        log_prob, entropy = _of_logits(logits, target, temperature)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
+READERS: dict[str, Reader] = {
+    "packed": packed_log_probs,
+    "packed, own head": packed_log_probs_by_own_head,
+    "alone, own head": plain_log_probs_by_own_head,
+    "alone": plain_log_probs,
+}
+_VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
+
+
+def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
     with attending(model.config, ATTENTION_NAME):
-        hidden = model.get_decoder()(  # type: ignore[operator]
+        return model.get_decoder()(  # type: ignore[operator]
             input_ids=microbatch.input_ids,
             position_ids=microbatch.position_ids,
             use_cache=False,
             prompt_blocks=microbatch.blocks,
-        ).last_hidden_state
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
+        )
 
 
-def _check_head(config: Any) -> None:
-    config = config.get_text_config()
-    for name in MORE_THAN_A_HEAD:
-        value = getattr(config, name, None)
-        if value not in (None, 1):
-            raise ConfigError(
-                f"the model scales its logits ({name}={value}), which rlpost cannot train: choose another"
-            )
+def _sequences(microbatch: Microbatch) -> Iterator[tuple[torch.Tensor, Row]]:
+    """The ids (1, T) of each row and the row."""
+    for row in microbatch.rows:
+        yield torch.cat([row.prompt, row.response])[None].to(microbatch.input_ids.device), row
+
+
+def _sources(row: Row, device: torch.device) -> torch.Tensor:
+    """The positions whose logits predict the trained tokens of `row`."""
+    return (row.sampled.nonzero().squeeze(-1) + row.prompt.numel() - 1).to(device)
+
+
+def _own_head(
+    model: nn.Module,
+    output: Any,  # of the body, with last_hidden_state (M, D)
+    target: torch.Tensor,  # (M,)
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π(target) and entropy, both (M,), from what `model` makes of its body's output, chunk by chunk."""
+
+    def read(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = copy.copy(output)
+        part["last_hidden_state"] = hidden[None]
+        with _body_gives(model, part):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        return _of_logits(logits, ids, temperature)
+
+    pairs = zip(output.last_hidden_state.split(CHUNK), target.split(CHUNK), strict=True)
+    # the logits of a chunk are computed again in the backward pass; nothing in a head is random
+    parts = [checkpoint(read, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])  # type: ignore[index]
 
 
 @contextmanager
-def attending(config: Any, attention: str) -> Iterator[None]:
-    """Let the model of `config` attend with the function that transformers knows as `attention`, and no other code."""
-    before = config._attn_implementation
-    config._attn_implementation = attention
+def _body_gives(model: nn.Module, output: Any) -> Iterator[None]:
+    """`model` with a body that has been read already, so that what follows it is all that a forward does."""
+    body = model.get_decoder()  # type: ignore[operator]
+    before = vars(body).get("forward")
+    body.forward = lambda *args, **kwargs: output
     try:
         yield
     finally:
-        config._attn_implementation = before
+        if before is None:
+            del body.forward
+        else:
+            body.forward = before
+
+
+def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs = (logits.to(_wide(logits.dtype)) / temperature).log_softmax(-1)
+    return log_probs.gather(-1, target[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)

@@ -119,7 +119,7 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True, attn_implementation="sdpa"
+        folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True
     )
     return model.to(pick_device(settings.device)).eval()
 

@@ -16,6 +16,7 @@ from rlpost.activations import recompute_activations
 from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
 from rlpost.errors import CheckpointError
 from rlpost.home import expanded
+from rlpost.logprobs import trainable_verdict
 from rlpost.lora import adapter_off, add_adapter, load_adapter
 from rlpost.models import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
 from rlpost.optim import build_optimizer
@@ -61,7 +62,8 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
 
     The reference, where there is to be one, is the starting model: that of `model.path`, with the
     adapter of `lora.path` merged into it. Under LoRA it is the trained model with its adapter off.
-    Raises CheckpointError for a checkpoint whose adapter is not one of that starting model.
+    Raises CheckpointError for a checkpoint whose adapter is not one of that starting model, ConfigError for a
+    model that cannot be trained.
     """
     start = locate_model(settings.model.path, settings.model.revision)
     lora = settings.lora
@@ -70,6 +72,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     model = load_model(start if lora.enabled else current, settings.model)
+    trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
         add_adapter(model, lora, base=_name(settings, start))
     if adapter is not None:

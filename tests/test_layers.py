@@ -28,16 +28,20 @@ LAYERS = [
     [
         "rewards",
         "data",
-        "logprobs",
         "batching",
+        "decoding",
+        "small_copy",
         "optim",
-        "activations",
         "memory",
         "statistics",
         "config",
         "testing",
     ],
+<<<<<<< HEAD
     ["precision", "products"],  # the cache's place is config's to say
+=======
+    ["logprobs", "families", "activations"],
+>>>>>>> 572a768 (A model is read in the fastest way that a small copy of it proves right; hybrids, caps and scales train in their own forward)
     ["policies", "envs", "objectives", "models", "lora", "distributed"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "agreement", "guards", "cluster"],

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rlpost.batching import Row, pack
+from rlpost.batching import Row
 from rlpost.data.conversation import Completion
+from rlpost.decoding import DECODINGS
 from rlpost.errors import ConfigError
-from rlpost.logprobs import token_log_probs
+from rlpost.families import attending
+from rlpost.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
@@ -74,7 +76,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
         return completions
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
-        """See `Policy.token_log_probs`; with a gradient unless torch's are off. Sequences are packed, not padded.
+        """See `Policy.token_log_probs`; with a gradient unless torch's are off. Nothing is padded.
 
         Raises ConfigError under a top-p below 1, which leaves some ids without any probability.
         """
@@ -92,7 +94,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
         ]
         read: list[torch.Tensor] = []
         with autocast(self.autocast, self.model.device):
-            for microbatch in pack(packed, TOKENS_TOGETHER, self.model.device):
+            for microbatch in microbatches_of(self.model, packed, TOKENS_TOGETHER, self.model.device):
                 log_probs, _ = token_log_probs(self.model, microbatch, sampling.temperature or 1.0)
                 read += log_probs.split([row.num_trained for row in microbatch.rows])
         following = iter(read)
@@ -102,7 +104,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
     def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """See `CategoricalSequential.token_logits`."""
         positions = (attention_mask.long().cumsum(-1) - 1).clamp_(min=0)
-        with autocast(self.autocast, self.model.device):
+        attention = verdict_of(self.model).attention
+        with autocast(self.autocast, self.model.device), attending(self.model.config, attention):
             logits = self.model(
                 input_ids=tokens.to(self.model.device),
                 attention_mask=attention_mask.long().to(self.model.device),
@@ -114,8 +117,14 @@ class TransformersWrapper(Policy, CategoricalSequential):
     @contextmanager
     def inference(self) -> Iterator[None]:
         """The model without gradients, in the format it computes in: `draws` is to be consumed inside."""
-        with torch.no_grad(), autocast(self.autocast, self.model.device):
+        attention = verdict_of(self.model).attention
+        with torch.no_grad(), autocast(self.autocast, self.model.device), attending(self.model.config, attention):
             yield
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether `draws` reads the keys and values that an earlier call left in a cache."""
+        return verdict_of(self.model).sampling == "padded"
 
     def draws(
         self, requests: Sequence[Request], sampling: SamplingSettings, cache: DynamicCache | None = None
@@ -124,37 +133,25 @@ class TransformersWrapper(Policy, CategoricalSequential):
 
         `cache` may hold the keys and values of the first ids of a single request's prompt, at most
         all but one of them; afterwards it holds those of the prompt and of what was drawn, the last
-        token excepted.
+        token excepted. Raises ValueError for a cache where `takes_cache` is False.
         """
         device = self.model.device
         limits = torch.tensor([request.max_tokens for request in requests], device=device)
         uniforms = _uniforms(requests).to(device)  # (B, T)
         alive = torch.arange(len(requests), device=device)  # which request each row of the batch is
-        cache = DynamicCache() if cache is None else cache
-        tokens, attention_mask = _left_padded([request.prompt_ids for request in requests], device)
-        tokens = tokens[:, cache.get_seq_length() :]
+        decoding = DECODINGS[verdict_of(self.model).sampling](
+            self.model, [request.prompt_ids for request in requests], cache
+        )
         for step in range(int(limits.max())):
-            positions = (attention_mask.cumsum(-1) - 1).clamp_(min=0)[:, -tokens.shape[1] :]
-            logits = self.model(
-                input_ids=tokens,
-                attention_mask=attention_mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            chosen, log_probs = draw(logits.float(), sampling, uniforms[alive, step])
+            chosen, log_probs = draw(decoding.next_logits().float(), sampling, uniforms[alive, step])
             stop = torch.isin(chosen, self._stop_ids)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
             yield [Draw(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
             if not going.any():
                 return
-            if not going.all():
-                cache.batch_select_indices(going.nonzero().squeeze(-1))
-                alive, attention_mask, chosen = alive[going], attention_mask[going], chosen[going]
-            tokens = chosen[:, None]
-            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(alive), 1)], -1)
+            decoding.go_on(chosen, going)
+            alive = alive[going]
 
     def _generate_together(
         self, requests: Sequence[Request], sampling: SamplingSettings, *, before: int
@@ -239,14 +236,3 @@ def _uniforms(requests: Sequence[Request]) -> torch.Tensor:
     longest = max(request.max_tokens for request in requests)
     generator = torch.Generator()
     return torch.stack([torch.rand(longest, generator=generator.manual_seed(r.seed)) for r in requests])
-
-
-def _left_padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, both (B, T) with the prompts at the right."""
-    longest = max(len(ids) for ids in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens[row, longest - len(ids) :] = torch.tensor(ids)
-        mask[row, longest - len(ids) :] = 1
-    return tokens.to(device), mask.to(device)

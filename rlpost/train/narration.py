@@ -12,6 +12,8 @@ from rlpost.assemble import SamplingParts
 from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
 from rlpost.evaluate import EvalResult
+from rlpost.families import explain
+from rlpost.logprobs import verdict_of
 from rlpost.lora import describe_adapter
 from rlpost.models import describe
 from rlpost.precision import Numbers
@@ -32,6 +34,7 @@ def announce(
     lines = [
         model_line(settings.model, parts.model_folder, parts.model),
         numbers.line,
+        *reading_lines(parts.model, settings.group_size),
         f"data    {data}" + (f", {_prompts(settings, parts)}" if hasattr(settings.env, "path") else ""),
         f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
         f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
@@ -69,6 +72,12 @@ def warn_of_numbers(numbers: Numbers, run: Run) -> None:
     if numbers.warning is not None:
         log.warning("%s", numbers.warning)
         run.screen.note(numbers.warning)
+
+
+def reading_lines(model: PreTrainedModel, completions_a_prompt: int = 1) -> list[str]:
+    """What training `model` in another way than packed costs; none for one that is read packed."""
+    line = explain(model, verdict_of(model), completions_a_prompt)
+    return [f"reads   {line}"] if line else []
 
 
 def name_of_data(env: EnvSettings) -> str:

@@ -13,7 +13,14 @@ from rlpost.run import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
 from rlpost.train.best import BestSoFar, best_line
-from rlpost.train.narration import model_line, name_of_data, say_stopped, warn_of_numbers, writes_line
+from rlpost.train.narration import (
+    model_line,
+    name_of_data,
+    reading_lines,
+    say_stopped,
+    warn_of_numbers,
+    writes_line,
+)
 
 
 def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run) -> None:
@@ -26,6 +33,7 @@ def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run)
     lines = [
         model_line(settings.model, parts.model_folder, parts.model),
         numbers.line,
+        *reading_lines(parts.model),
         f"data    {data}, {counted(len(samples), 'sample')}"
         + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
         f"tokens  {trained} of {read} are trained ({trained / read:.0%}), at most {settings.max_tokens} a sample",

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlpost.batching import Microbatch, Row, largest_group, pack
 from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
-from rlpost.logprobs import token_log_probs
+from rlpost.logprobs import token_log_probs, verdict_of
 from rlpost.models import save_model
 from rlpost.optim import learning_rate, set_learning_rate
 from rlpost.precision import autocast
@@ -104,12 +104,12 @@ class Microbatches:
 
         return cls(tokens, device, note=screen.note, progress=progress)
 
-    def of(self, rows: Sequence[Row]) -> Iterator[Microbatch]:
-        """The microbatches of `rows`."""
+    def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
+        """The microbatches of `rows`; a prompt counts once for each unless they `share_prompts`."""
         self._used = self.tokens
         if self._enough < self.tokens:
             self._used = min(self.tokens, max(self._enough, largest_group(rows)))
-        return pack(rows, self._used, self.device)
+        return pack(rows, self._used, self.device, share_prompts=share_prompts)
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.
@@ -175,7 +175,7 @@ def accumulate_gradient(
     for attempt in microbatches.until_they_fit(start_over):
         with attempt:
             done = 0
-            for microbatch in microbatches.of(rows):
+            for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
                 with autocast(learner.autocast, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
                 output.loss.backward()
@@ -199,7 +199,7 @@ def read_log_probs(
     read: list[torch.Tensor] = []
     for attempt in microbatches.until_they_fit(read.clear):
         with attempt:
-            for microbatch in microbatches.of(rows):
+            for microbatch in microbatches.of(rows, share_prompts=verdict_of(model).reads_packed):
                 with autocast(kind, microbatches.device):
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])

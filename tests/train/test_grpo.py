@@ -222,8 +222,8 @@ def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
     assert run(tmp_path / "roomy", *words, "tokens_per_microbatch=512") == 0
     original = update_module.pack
 
-    def tight(rows: Any, budget: int, device: Any) -> Any:
-        for microbatch in original(rows, budget, device):
+    def tight(rows: Any, budget: int, device: Any, **shared: Any) -> Any:
+        for microbatch in original(rows, budget, device, **shared):
             yield microbatch
             if budget > 256:
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte")

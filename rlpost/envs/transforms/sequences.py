@@ -11,12 +11,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rlpost.batching import Row, pack
+from rlpost.batching import Row
 from rlpost.data.batch import ragged, ragged_rows
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
 from rlpost.errors import ConfigError, DataError
-from rlpost.logprobs import token_log_probs
+from rlpost.logprobs import microbatches_of, token_log_probs
 
 Key = str | tuple[str, ...]
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
@@ -172,7 +172,7 @@ def _read(
             rows.append(Row(ids[:first].cpu(), rest, mask[first:].cpu(), torch.zeros(rest.numel()), 0.0))
     read: list[torch.Tensor] = []
     with torch.no_grad(), _evaluating(model):
-        for microbatch in pack(rows, TOKENS_A_PASS, device):
+        for microbatch in microbatches_of(model, rows, TOKENS_A_PASS, device):
             log_probs, _ = token_log_probs(model, microbatch, temperature)
             read += log_probs.float().cpu().split([row.num_trained for row in microbatch.rows])
     in_order = iter(read)
