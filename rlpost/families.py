@@ -72,10 +72,10 @@ def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -
     """A line on what is slower than it could be, and by how much at most; None where nothing is."""
     if verdict.reads_packed:
         return None
-    cost = "one sequence at a time"
+    cost = "one sequence a row"
     if completions_a_prompt > 1:
-        cost += f", each prompt once for each of its completions: up to {completions_a_prompt} times the work"
-    return f"{plain_model(model).config.model_type} is trained in its own forward ({verdict.reason}), {cost}"
+        cost += f", a prompt once for each of its completions: up to {completions_a_prompt} times slower"
+    return f"{plain_model(model).config.model_type} as it is ({verdict.reason}): {cost}"
 
 
 @contextlib.contextmanager
@@ -101,8 +101,8 @@ class Reading:
         off = (other.log_probs - self.log_probs).abs().max().item()
         gradient_off = ((other.gradient - self.gradient).norm() / self.gradient.norm()).item()
         if not off <= LOG_PROBS_OFF:  # NaN is a fault too
-            return f"log-probs off by {off:.2g}"
-        return "" if gradient_off <= GRADIENT_OFF else f"the gradient off by {gradient_off:.0%}"
+            return f"has its log-probs off by {off:.2g}"
+        return "" if gradient_off <= GRADIENT_OFF else f"has its gradient off by {gradient_off:.0%}"
 
 
 def _examined(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
@@ -118,6 +118,7 @@ def _examined(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
             torch.enable_grad(),
             torch.autocast(own.device.type, enabled=False),
         ):
+            torch.manual_seed(0)
             try:
                 small = small_copy(own, heads)
             except CannotCopyError as error:
@@ -156,7 +157,7 @@ def _tried(small: Any, readers: Mapping[str, Reader]) -> Verdict:
         if not fault:
             reading = name
             break
-        reason = reason or f"packed, {fault}"
+        reason = reason or f"a packed row {fault}"
     assert reading, f"{type(small).__name__} is not read as it reads itself: {reason}"
     return Verdict(reading, _sampling(small, rows, attention), attention, "" if reading.startswith("packed") else reason)
 
@@ -212,7 +213,7 @@ def _fault_of(small: Any, reader: Reader, rows: Sequence[Row], right: Reading, a
             log_probs, _ = reader(small, microbatch, TEMPERATURE)
             return right.fault(_with_gradient(small, log_probs))
     except Exception as error:  # whatever the model's own code raises
-        return _first_line(error)
+        return f"ends in {_first_line(error)}"
 
 
 @torch.no_grad()

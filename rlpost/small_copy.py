@@ -46,6 +46,8 @@ WINDOWS = (
     *("sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "keep_window_size"),
     *("sliding_window_size", "index_topk", "local_window_size", "max_window_size"),
 )
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "logit_softcapping")
+TIGHT = 1.0  # a cap that logits of a few units reach
 DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers")
 
 
@@ -95,6 +97,9 @@ def small_config(model: PreTrainedModel, heads: int | None) -> Any:
         if part is not text and part is not config:
             _set(part, DEPTHS, 1)
     _shorten_windows(text)
+    for name in CAPS:
+        if isinstance(getattr(text, name, None), float):
+            setattr(text, name, TIGHT)
     for name in EXPERTS:
         _at_most(text, name, 4)
     for name in CHOSEN_EXPERTS:
@@ -200,6 +205,8 @@ def _narrow(text: Any, fewest_heads: int) -> None:
         by = fitting[-1]
     for name, value in values.items():
         setattr(text, name, value // by)
+    for inside in [value for value in vars(text).values() if isinstance(value, dict)]:
+        inside.update({name: max(1, inside[name] // by) for name in HEADS if isinstance(inside.get(name), int)})
     new_heads = max(1, _first(text, HEADS))
     for name in ROUNDED:
         if _is_own_size(text, name):
