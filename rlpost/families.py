@@ -36,6 +36,8 @@ TEMPERATURE = 0.8
 # whose versions decide, with the model's configuration, what is right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
 OWN_FILES = ("batching.py", "decoding.py", "families.py", "logprobs.py", "small_copy.py")
+# what a model's own code raises for what it was not written for
+FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError)
 BUILT_ON = ("sdpa", "eager")  # the attention functions that a copy in float32 can be tried with
 
 
@@ -126,8 +128,8 @@ def _examined(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
                 continue
             try:
                 verdict = _tried(small, readers)
-            except Exception as error:  # whatever the model's own code raises
-                unknown = f"its own forward fails: {_first_line(error)}"
+            except FAULTS as error:
+                unknown = f"its own forward fails: {_told(error)}"
                 if len(widths) == 1:  # the copy is no other than the model
                     return Verdict(REFUSED, "anew", implementation, unknown)
                 continue
@@ -144,12 +146,13 @@ def _tried(small: Any, readers: Mapping[str, Reader]) -> Verdict:
     own = small.config._attn_implementation if small.config._attn_implementation in BUILT_ON else "sdpa"
     try:
         right = _plain(small, rows, "eager")
-    except Exception:  # a model may have its own attention alone
+    except FAULTS as error:  # a model may have its own attention alone
+        _told(error)
         attention, right = own, _plain(small, rows, own)
     if reason := _unsound(small, rows, right, attention):
         return Verdict(REFUSED, "anew", own, reason)
     if own != attention:
-        with contextlib.suppress(Exception):  # one that it has not; the right one stays
+        with contextlib.suppress(*FAULTS):  # one that it has not; the right one stays
             attention = attention if right.fault(_plain(small, rows, own)) else own
     reading, reason = "", ""
     for name, reader in readers.items():
@@ -159,7 +162,9 @@ def _tried(small: Any, readers: Mapping[str, Reader]) -> Verdict:
             break
         reason = reason or f"a packed row {fault}"
     assert reading, f"{type(small).__name__} is not read as it reads itself: {reason}"
-    return Verdict(reading, _sampling(small, rows, attention), attention, "" if reading.startswith("packed") else reason)
+    return Verdict(
+        reading, _sampling(small, rows, attention), attention, "" if reading.startswith("packed") else reason
+    )
 
 
 def _rows() -> list[Row]:
@@ -212,8 +217,8 @@ def _fault_of(small: Any, reader: Reader, rows: Sequence[Row], right: Reading, a
         with attending(small.config, attention):
             log_probs, _ = reader(small, microbatch, TEMPERATURE)
             return right.fault(_with_gradient(small, log_probs))
-    except Exception as error:  # whatever the model's own code raises
-        return f"ends in {_first_line(error)}"
+    except FAULTS as error:
+        return f"ends in {_told(error)}"
 
 
 @torch.no_grad()
@@ -236,14 +241,18 @@ def _sampling(small: Any, rows: Sequence[Row], attention: str) -> str:
                     going = torch.tensor([row == 1 or step != 2 for row in under_way], device=logits.device)
                     decoding.go_on(chosen, going)
                     under_way = [row for row, goes in zip(under_way, going.tolist(), strict=True) if goes]
-            except Exception:  # whatever the model's own code raises
+            except FAULTS as error:
+                _told(error)
                 continue
             if off <= LOG_PROBS_OFF:
                 return name
     return list(DECODINGS)[-1]
 
 
-def _first_line(error: Exception) -> str:
+def _told(error: Exception) -> str:
+    """What a model's own code raised, in a line. Raises it again where it says nothing of the model."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

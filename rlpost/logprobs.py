@@ -145,9 +145,7 @@ def trainable_verdict(model: nn.Module) -> Verdict:
     return verdict
 
 
-def packed_log_probs(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def packed_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole row in one forward of the body; the logits are the head's alone."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     hidden = _packed_body(model, microbatch).last_hidden_state

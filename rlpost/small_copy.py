@@ -26,14 +26,28 @@ DIVIDED = (
     *HIDDEN,
     *("num_attention_heads", "n_head", "n_heads", "num_heads"),
     *("mamba_n_heads", "mamba_num_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads"),
-    *("attention_hidden_size", "lru_width", "word_embed_proj_dim", "mamba_intermediate", "block_dim", "conv_dim", "conv_dim_out"),
+    *(
+        "attention_hidden_size",
+        "lru_width",
+        "word_embed_proj_dim",
+        "mamba_intermediate",
+        "block_dim",
+        "conv_dim",
+        "conv_dim_out",
+    ),
 )
 # these too, but rounded, down to 1,
 ROUNDED = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups")
 # and these may be what they like
 FREE = (
     *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("intermediate_size_mlp", "shared_intermediate_size", "ffn_hidden_size", "block_ff_dim", "prefix_dense_intermediate_size"),
+    *(
+        "intermediate_size_mlp",
+        "shared_intermediate_size",
+        "ffn_hidden_size",
+        "block_ff_dim",
+        "prefix_dense_intermediate_size",
+    ),
     *("moe_shared_expert_intermediate_size", "dense_intermediate_size", "expert_ffn_hidden_size"),
 )
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -75,8 +89,10 @@ def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
         small: Any = type(model)._from_config(config, dtype=torch.float32)
     except CannotCopyError:
         raise
-    except Exception as error:  # whatever the model's own code raises for sizes that it does not expect
-        raise CannotCopyError(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        # what the model's own code raises for sizes that it does not expect
+        line = next(iter(str(error).strip().splitlines()), "")
+        raise CannotCopyError(f"{type(error).__name__}: {line}") from error
     _draw_wide(small)
     return small.to(model.device).eval()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlpost.batching import Row
 from rlpost.families import REFUSED, Verdict
 from rlpost.logprobs import verdict_of
 
@@ -28,7 +29,12 @@ MIXED = {"num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_expand": 2, "mamba_chunk_size": 16}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
 DEEPSEEK = {**LATENT, **MIXED, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 DEEPSEEK |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}
@@ -162,6 +168,17 @@ def tiny_model(kind: str) -> PreTrainedModel:
             else:
                 parameter.data += 0.3 * torch.randn_like(parameter)
     return model.eval()
+
+
+def own_log_probs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of the sampled tokens by the model's own forward, eager, of the sequence alone."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    logits = model(torch.cat([row.prompt, row.response])[None], use_cache=False).logits[0] / temperature
+    model.config._attn_implementation = before
+    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
+    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
+    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
 
 
 def row(kind: str, verdict: Verdict) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import FAMILIES, WORDS, own_log_probs, row, table_rows, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from model_families import FAMILIES, WORDS, row, table_rows, tiny_model
 from rlpost import families, small_copy
 from rlpost.batching import Row, pack
 from rlpost.config.paths import cache_folder
@@ -42,17 +42,6 @@ def random_rows() -> list[Row]:
             sampled = torch.rand(length, generator=generator) < 0.8
             rows.append(Row(prompt, response, sampled, torch.zeros(length), 1.0 - length / 8))
     return rows
-
-
-def own_log_probs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of the sampled tokens by the model's own forward, eager, of the sequence alone."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    logits = model(torch.cat([row.prompt, row.response])[None], use_cache=False).logits[0] / temperature
-    model.config._attn_implementation = before
-    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
-    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
-    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
 
 
 def check_against_its_own_forward(model: PreTrainedModel) -> None:
@@ -202,7 +191,9 @@ def test_a_model_that_reads_later_tokens_is_refused() -> None:
     config.num_hidden_layers, config.num_attention_heads = 2, 2
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     [microbatch] = pack(random_rows(), 1000, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="BertLMHeadModel cannot be trained: its log-probs of a token depend on later"):
+    with pytest.raises(
+        ConfigError, match="BertLMHeadModel cannot be trained: its log-probs of a token depend on later"
+    ):
         token_log_probs(model, microbatch, 1.0)
 
 
