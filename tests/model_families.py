@@ -197,7 +197,7 @@ def table_rows() -> dict[str, str]:
 def write_table() -> None:
     """Put the table of every family in the place of the one in docs/models.md."""
     rows = [row(kind, verdict_of(tiny_model(kind))) for kind in FAMILIES]
-    head, separator = "| `model_type` | trained | sampled with transformers | why |", "|---|---|---|---|"
+    head, separator = "| model_type | trained | sampled with transformers | why |", "|---|---|---|---|"
     before, _, after = PAGE.read_text().partition(head)
     rest = re.sub(r"\A\n\|---.*\n(\|.*\n)*", "", after)
     PAGE.write_text(before + "\n".join([head, separator, *rows]) + "\n" + rest)
