@@ -109,7 +109,7 @@ class Reading:
 
 def _examined(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
     own = plain_model(model)
-    implementation = own.config._attn_implementation
+    implementation: Any = own.config._attn_implementation
     unknown = ""
     devices = [own.device] if own.device.type == "cuda" else []
     widths = widths_to_try(own)

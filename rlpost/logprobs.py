@@ -165,10 +165,11 @@ def plain_log_probs_by_own_head(
     model: nn.Module, microbatch: Microbatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence a forward of the body, then the model's own logits of all of them, chunk by chunk."""
-    hidden = []
+    output, hidden = None, []
     for ids, row in _sequences(microbatch):
         output = model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
         hidden.append(output.last_hidden_state[0, _sources(row, ids.device)])
+    assert output is not None, "a microbatch has rows"
     output["last_hidden_state"] = torch.cat(hidden)
     return _own_head(model, output, microbatch.target, temperature)
 

@@ -105,7 +105,7 @@ def widths_to_try(model: PreTrainedModel) -> list[int | None]:
 
 def small_config(model: PreTrainedModel, heads: int | None) -> Any:
     """The configuration of the copy."""
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
     _keep_layers(text, layers_until_every_kind(model))
     for part in _parts(config):
