@@ -37,11 +37,7 @@ LAYERS = [
         "config",
         "testing",
     ],
-<<<<<<< HEAD
-    ["precision", "products"],  # the cache's place is config's to say
-=======
-    ["logprobs", "families", "activations"],
->>>>>>> 572a768 (A model is read in the fastest way that a small copy of it proves right; hybrids, caps and scales train in their own forward)
+    ["precision", "products", "logprobs", "families", "activations"],  # the cache's place is config's to say
     ["policies", "envs", "objectives", "models", "lora", "distributed"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "agreement", "guards", "cluster"],
