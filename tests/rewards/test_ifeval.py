@@ -310,7 +310,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-index-core\nVersion: 0.14.25\n")
     data = site / "llama_index" / "core" / "_static" / "nltk_cache"
-    shutil.copytree(NLTK_DATA, data)
+    shutil.copytree(NLTK_DATA, data, ignore=shutil.ignore_patterns("*.zip"))
     monkeypatch.syspath_prepend(str(site))
     find_nltk_data_in([], monkeypatch)
     monkeypatch.setattr(checkers, "packaged_nltk_data", PACKAGED_NLTK_DATA)
@@ -358,7 +358,7 @@ def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
 @needs_nltk_data
 @pytest.mark.filterwarnings("ignore:NLTK will not read")
 def test_packaged_nltk_data_that_others_may_write_are_told_apart_from_missing_ones(packaged: Path) -> None:
-    (packaged / "tokenizers" / "punkt_tab" / "english").chmod(0o777)
+    packaged.chmod(0o777)
     with pytest.raises(DataError, match=f"punkt_tab, which it does not read .*: chmod -R go-w {packaged} "):
         checkers.require_nltk_data("punkt_tab", "it")
 
