@@ -3,12 +3,13 @@
 step-000050/
     model/          a plain HF folder
     adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
-    state/          tensors.safetensors, state.json: what resuming needs beside the weights
+    state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
     manifest.json   size and SHA-256 of every file, written last
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from rlpost.config.paths import MANIFEST, checkpoints, step_of
 from rlpost.errors import CheckpointError
+from rlpost.resumable import check_resumable, keep_the_model_alone, keeps_the_model_alone, read_manifest
 
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
@@ -45,9 +47,10 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
-    `best` is the step of the best checkpoint so far, perhaps this one: the link `best` points at it, and
-    it is never removed. The folder appears under its name only when complete. Raises CheckpointError, leaving what was
-    there before, when the disk does not take it.
+    Those that are left beside it keep the model alone. `best` is the step of the best checkpoint so far, perhaps this
+    one: the link `best` points at it, and it is never removed. The folder appears under its name only when complete,
+    and nothing older is touched before. Raises CheckpointError, leaving what was there before, when the disk does not
+    take it.
     """
     final = folder / f"step-{step:06d}"
     making = folder / f".{final.name}.incomplete"
@@ -69,6 +72,10 @@ def save_checkpoint(
         for old in checkpoints(folder)[:-keep_last]:
             if old != final and step_of(old) != best:
                 shutil.rmtree(old)
+        for older in checkpoints(folder):
+            if older != final:
+                with contextlib.suppress(CheckpointError):  # a damaged one is told to whoever reads it
+                    keep_the_model_alone(older)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
@@ -81,8 +88,9 @@ def save_checkpoint(
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint, after every file of it was checked.
 
-    Raises CheckpointError as `verify` does.
+    Raises CheckpointError as `verify` does, and for a checkpoint that keeps the model alone.
     """
+    check_resumable(path)
     verify(path)
     state = json.loads((path / STATE).read_text())
     return load_file(path / TENSORS), {key: value for key, value in state.items() if key != "format"}
@@ -94,20 +102,18 @@ def kept_numbers(path: Path) -> dict[str, str] | None:
 
 
 def verify(path: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest is there, byte for byte, and its state of this format."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); resume from another one"
-        ) from error
-    for file in dict.fromkeys([path / TENSORS, path / STATE, *expected]):
+    """Raise CheckpointError unless every file of the manifest is there, byte for byte, and its state of this format.
+
+    A checkpoint that keeps the model alone has no state, and is right without.
+    """
+    expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in read_manifest(path).items()}
+    state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
+    for file in dict.fromkeys([*state, *expected]):
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is damaged, resume from another one")
         if (file.stat().st_size, _sha256(file)) != expected.get(file):
             raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, resume from another one")
-    written = json.loads((path / STATE).read_text()).get("format")
+    written = json.loads((path / STATE).read_text()).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(
             f"{path} is of another version of rlpost (its state has format {written}, this one reads {FORMAT}): resume "

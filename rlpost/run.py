@@ -28,6 +28,7 @@ from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.memory import MemoryWatch
+from rlpost.resumable import check_resumable
 from rlpost.rollouts import write_rollouts
 from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, read_metrics
 from rlpost.screen import Screen
@@ -113,10 +114,11 @@ class Run:
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from, every file of it checked, or None to begin.
 
-        Raises CheckpointError where `--resume` finds none, or finds one that is damaged.
+        Raises CheckpointError where `--resume` finds none, or finds one that is damaged or keeps the model alone.
         """
         found = self._asked_checkpoint()
         if found is not None:
+            check_resumable(found)
             verify(found)
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from rlpost.checkpoint import checkpoints, drop_checkpoints_after, load_checkpoint, point_best, save_checkpoint, verify
 from rlpost.errors import CheckpointError
+from rlpost.resumable import bytes_of_state, keep_the_model_alone
 
 TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}
 STATE = {"progress": {"step": 7}, "collector": {"position": 3}, "policy_version": 7}
@@ -154,6 +156,85 @@ def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> Non
     assert drop_checkpoints_after(tmp_path, 10) == []
     assert [path.name for path in drop_checkpoints_after(tmp_path, 0)] == ["step-000010"]
     assert names(tmp_path) == []
+
+
+# The model alone
+
+
+def test_all_but_the_newest_keep_the_model_alone(tmp_path: Path) -> None:
+    write_adapter = write_model
+    for step in (1, 2, 3):
+        save(tmp_path, step, best=1, write_adapter=write_adapter)
+    assert names(tmp_path) == ["best", "latest", "step-000001", "step-000002", "step-000003"]
+    for step in (1, 2):
+        older = tmp_path / f"step-{step:06d}"
+        assert names(older) == ["adapter", "manifest.json", "model"]
+        verify(older)  # as a model
+        with pytest.raises(CheckpointError, match=f"step-{step:06d} keeps the model alone: resume from latest"):
+            load_checkpoint(older)
+    assert load_checkpoint(tmp_path / "step-000003")[1] == STATE
+
+
+def test_a_model_that_is_kept_alone_is_still_checked(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    weights = tmp_path / "step-000001" / "model" / "weights.bin"
+    weights.write_bytes(bytes(256))
+    with pytest.raises(CheckpointError, match=r"weights\.bin is not what was written"):
+        verify(tmp_path / "step-000001")
+
+
+def test_what_is_freed_is_the_state(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    size = sum((path / "state" / name).stat().st_size for name in ("tensors.safetensors", "state.json"))
+    assert (bytes_of_state(path), keep_the_model_alone(path), bytes_of_state(path)) == (size, size, 0)
+    assert keep_the_model_alone(path) == 0
+
+
+@pytest.mark.parametrize("dies_in", ["os.replace", "shutil.rmtree"])
+def test_a_death_while_the_state_is_removed_leaves_a_right_model_and_a_newest_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    older = save(tmp_path, 1)
+    real = {"os.replace": os.replace, "shutil.rmtree": shutil.rmtree}[dies_in]
+
+    def dies(path: Any, *rest: Any, **kind: Any) -> Any:
+        if ".state.removed" in str([path, *rest]) and Path(path).exists():
+            raise KeyboardInterrupt
+        return real(path, *rest, **kind)
+
+    monkeypatch.setattr(dies_in, dies)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert latest(tmp_path) == "step-000002"
+    assert load_checkpoint(tmp_path / "step-000002")[1] == STATE
+    verify(older)
+    with pytest.raises(CheckpointError, match="keeps the model alone"):
+        load_checkpoint(older)
+    save(tmp_path, 3)
+    assert names(tmp_path / "step-000002") == ["manifest.json", "model"]
+    save(tmp_path, 4, keep_last=9)
+    assert bytes_of_state(tmp_path / "step-000003") == 0
+
+
+def test_a_state_that_was_half_removed_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    older = save(tmp_path, 1)
+    keep_the_model_alone(older)
+    for left in ("state", ".state.removed"):
+        (older / left).mkdir()
+        (older / left / "tensors.safetensors").write_bytes(bytes(10))
+    verify(older)
+    assert bytes_of_state(older) == 20
+    save(tmp_path, 2)
+    assert names(older) == ["manifest.json", "model"]
+
+
+def test_a_run_without_a_whole_checkpoint_says_what_can_be_done(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    keep_the_model_alone(path)
+    with pytest.raises(CheckpointError, match=f"begin another run from it with model.path={path}"):
+        load_checkpoint(path)
 
 
 # Damage

@@ -38,7 +38,7 @@ LAYERS = [
         "testing",
     ],
     ["precision", "products", "logprobs", "families", "activations"],  # the cache's place is config's to say
-    ["policies", "envs", "objectives", "models", "lora", "distributed"],
+    ["policies", "envs", "objectives", "models", "lora", "distributed", "resumable"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "agreement", "guards", "cluster"],
     ["assemble", "trainable", "evaluate", "comparison", "chat"],
@@ -103,6 +103,7 @@ NEVER = {
     "text": ["torch", "tensordict", "transformers", "numpy"],
     "runs": ["torch", "tensordict", "transformers", "numpy", "rich", "pyarrow"],
     "config": ["torch", "tensordict", "transformers", "numpy"],
+    "resumable": ["torch", "tensordict", "transformers", "numpy"],
     "rewards": ["torch", "tensordict", "tokenizers", "transformers"],
     "objectives": ["torch.optim", "torch.distributed", "transformers"],
     "envs": ["torch.optim", "rlpost.policies"],

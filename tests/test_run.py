@@ -233,12 +233,21 @@ def test_without_a_checkpoint_auto_begins_and_latest_is_refused(tmp_path: Path) 
 
 
 def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
-    older, newer = save(tmp_path / "run", 2), save(tmp_path / "run", 4)
+    older = save(tmp_path / "run", 2)
     assert make(tmp_path / "new", resume=str(older)).resume_from == older
+    newer = save(tmp_path / "run", 4)
+    assert make(tmp_path / "new", resume=str(newer)).resume_from == newer
     assert make(tmp_path / "new", resume=str(tmp_path / "run")).resume_from == newer
     assert make(tmp_path / "new", resume=str(older.parent / "latest")).resume_from == older.parent / "latest"
     with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
         _ = make(tmp_path / "new", resume=str(tmp_path)).resume_from
+
+
+def test_a_checkpoint_that_keeps_the_model_alone_is_refused_by_its_name(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 2), save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="step-000002 keeps the model alone: resume from latest"):
+        _ = make(tmp_path, resume=str(older)).resume_from
+    assert make(tmp_path, resume=str(newest)).resume_from == newest
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -252,6 +261,7 @@ def test_what_later_steps_left_is_dropped(tmp_path: Path, batch: Batch) -> None:
     with make(tmp_path) as run:
         for step in (1, 2, 3):
             run.record(step, FIGURES, batch())
+        for step in (1, 3, 2):  # the last one written can be gone on from
             save(tmp_path, step)
         with (tmp_path / "metrics.jsonl").open("a") as stream:
             stream.write('{"step": 4, "reward/me')  # a crash in the middle of a line

@@ -25,14 +25,18 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     Nothing where there is no checkpoint to go on from, for then the run begins anew, and for a job
     that its sweep resumes, which is told everything. Raises CheckpointError where the run does not
     say what it was asked, and ConfigError for a run of another command and where it names code to
-    run that the words do not: a folder may be anybody's.
+    run that the words do not: a folder may be anybody's; CheckpointError for a checkpoint that keeps the model alone.
     """
     if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
         return []
-    if newest_checkpoint(run) is None:
+    found = newest_checkpoint(run if resume in RESUME_WORDS else expanded(resume))
+    if found is None:
         return []
     from rlpost.config.code import is_code
     from rlpost.config.overrides import Override
+    from rlpost.resumable import check_resumable
+
+    check_resumable(found)
 
     if (its := command_of(run)) not in (None, command):
         raise ConfigError(f"--resume: {run} is a run of rlpost {its.verb}, not of rlpost {command.verb}")

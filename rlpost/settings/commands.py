@@ -25,7 +25,7 @@ class CheckpointSettings:
     """When training is saved; the last step always is."""
 
     every: int = 30  # steps; 0: the last step only
-    keep_last: int = 2  # checkpoints; older ones are removed
+    keep_last: int = 2  # checkpoints; older ones are removed, and all but the newest keep the model alone
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ def test_a_fork_takes_the_settings_along(capsys: pytest.CaptureFixture[str]) -> 
     make_run(Path("runs/sums"), steps=30)
     plan = planned(capsys, "--resume", "runs/sums/checkpoints/step-000030", "--name", "fork")
     assert (plan["folder"], plan["settings"]["env"]["digits"]) == ("runs/fork", 3)
+
+
+def test_a_checkpoint_that_keeps_the_model_alone_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    older = Path("runs/sums/checkpoints/step-000010")
+    shutil.copytree("runs/sums/checkpoints/step-000030", older)
+    (older / MANIFEST).write_text('{"model/config.json": {"bytes": 2, "sha256": "0"}}')
+    assert run(["train", "grpo", "--resume", str(older), "--dry-run"]) == 3
+    assert f"{older} keeps the model alone: resume from latest" in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_begins_anew_with_what_is_given_now(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,74 @@
+"""Which checkpoints a run can go on from: the newest is whole, all others keep the model alone. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlpost.config.paths import MANIFEST, checkpoints
+from rlpost.errors import CheckpointError
+
+STATE_FOLDER = "state"
+_TAKEN_OUT = ".state.removed"
+
+
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """File -> size and SHA-256. Raises CheckpointError where it cannot be read."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest.items()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); resume from another one"
+        ) from error
+
+
+def keeps_the_model_alone(checkpoint: Path) -> bool:
+    """Whether the manifest names no file of state/. Raises CheckpointError where it cannot be read."""
+    names = read_manifest(checkpoint)
+    return bool(names) and not any(_is_state(name) for name in names)
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """Raise CheckpointError where `checkpoint` keeps the model alone, with what the run can go on from instead."""
+    if not keeps_the_model_alone(checkpoint):
+        return
+    instead = (
+        "resume from latest"
+        if any(not keeps_the_model_alone(other) for other in checkpoints(checkpoint.parent)[-1:])
+        else f"begin another run from it with model.path={checkpoint}"
+    )
+    raise CheckpointError(f"{checkpoint} keeps the model alone: {instead}")
+
+
+def keep_the_model_alone(checkpoint: Path) -> int:
+    """Remove what only resuming needs; returns the bytes that this frees.
+
+    The manifest is replaced first: whenever the process dies, it names files that are there, byte for byte.
+    """
+    manifest = read_manifest(checkpoint)
+    left = {name: entry for name, entry in manifest.items() if not _is_state(name)}
+    state, taken_out = checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT
+    if left != manifest:
+        replacement = checkpoint / f".{MANIFEST}.new"
+        replacement.write_text(json.dumps(left, indent=1))
+        os.replace(replacement, checkpoint / MANIFEST)
+    freed = bytes_of_state(checkpoint)
+    shutil.rmtree(taken_out, ignore_errors=True)  # of a process that died here
+    if state.is_dir():
+        os.replace(state, taken_out)  # whole or not there, also for whoever reads it meanwhile
+        shutil.rmtree(taken_out)
+    return freed
+
+
+def bytes_of_state(checkpoint: Path) -> int:
+    """Bytes that `keep_the_model_alone` would free."""
+    folders = (checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT)
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(f"{STATE_FOLDER}/")
