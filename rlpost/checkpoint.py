@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlpost.config.paths import MANIFEST, checkpoints, step_of
+from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of
 from rlpost.errors import CheckpointError
 from rlpost.resumable import check_resumable, keep_the_model_alone, keeps_the_model_alone, read_manifest
 

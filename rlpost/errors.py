@@ -5,6 +5,7 @@ RlpostError                     the base the command line catches
 ├── DataError(ValueError)       exit 3  found in a dataset, a file or a row
 ├── MissingExtraError(ImportError)  exit 3  an optional dependency is not installed
 ├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
+├── ResourceError(RuntimeError)     exit 3  the machine has too little memory or disk for what was asked
 ├── RewardError                 exit 3  a reward raised, hung or returned what is no number
 ├── SandboxError(RuntimeError)  exit 3  programs cannot be run apart from this machine
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
@@ -50,6 +51,12 @@ class MissingExtraError(RlpostError, ImportError):
 
 class CheckpointError(RlpostError, RuntimeError):
     """A run folder or checkpoint that cannot be read or written."""
+
+    exit_code = 3
+
+
+class ResourceError(RlpostError, RuntimeError):
+    """Less memory or disk than the work takes at the very least; nothing was loaded."""
 
     exit_code = 3
 

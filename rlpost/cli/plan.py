@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpost.cli.plan_needs import needs_dict, needs_lines
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
 from rlpost.settings import (
@@ -32,6 +33,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "choices": composed.choices,
         "overrides": composed.overrides,
         "settings": composed.as_dict(),
+        **needs_dict(composed.settings, folder),
     }
 
 
@@ -43,6 +45,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"numbers {_numbers(composed, going_on=resume is not None)}",
         *WORK[type(composed.settings)](composed),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
+        *needs_lines(composed.settings, folder),
     ]
     return [printable(line) for line in lines]
 

@@ -28,11 +28,17 @@ Examples:
   rlpost runs tail -f                the newest, until it ends
   rlpost runs tail my-run --lines 50
 """
+GC_EXAMPLES = """\b
+Examples:
+  rlpost runs gc                     what could go, and how much that is
+  rlpost runs gc --yes
+  rlpost runs gc --keep-state --keep-rollouts 7 --yes
+"""
 RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
 
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 
-app = App(help="List, show and follow runs.")
+app = App(help="List, show, follow and clear away runs.")
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
@@ -78,3 +84,26 @@ def tail(
     from rlpost.runs import find_run
 
     print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
+
+
+@app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; says first what that is.")
+def gc(
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it; without this it is only said what would go.")] = False,
+    keep_unstarted: Annotated[bool, typer.Option(help="Keep runs that never trained a step.")] = False,
+    keep_checkpoints: Annotated[bool, typer.Option(help="Keep checkpoints other than the last and the best.")] = False,
+    keep_state: Annotated[bool, typer.Option(help="Keep what finished runs need to go on with more steps.")] = False,
+    keep_rollouts: Annotated[
+        float, typer.Option(metavar="DAYS", min=0, help="Keep the rollouts of so many days.", show_default=True)
+    ] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """Remove from runs/, by rule, what is no longer needed: runs that never trained a step, checkpoints other than
+
+    the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
+    """
+    from rlpost.cli.runs_gc import collect
+    from rlpost.runs_gc import Rule
+
+    kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
+    rules = frozenset(rule for rule in Rule if not kept.get(rule, False))
+    collect(rules, keep_rollouts, do_it=yes, as_json=as_json)

@@ -19,6 +19,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 EVALS = Path("evals")
 RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
+LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")

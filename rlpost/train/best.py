@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlpost.checkpoint import BEST, point_best
+from rlpost.checkpoint import point_best
+from rlpost.config.paths import BEST
 from rlpost.run import Run
 
 ACCURACY = "eval/accuracy_lenient"

@@ -31,6 +31,7 @@ from rlpost.settings.run import RunRequest
 from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
 from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
+from rlpost.train.needs import check_needs
 from rlpost.train.sampled import SampledProgress, begin, check_failed, finish_step, resume
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
@@ -51,6 +52,7 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
+        check_needs(settings, run)
         with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
             settings, numbers = resolve_numbers(settings, checkpoint)
             run.keep_numbers(numbers.record())

@@ -31,6 +31,7 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.best import BestSoFar, restore_best
+from rlpost.train.needs import check_needs
 from rlpost.train.sft_narration import announce, conclude
 from rlpost.train.state import load_run, must_stay, save_run
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
@@ -57,6 +58,7 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
+        check_needs(settings, run)
         with screen.waiting("reading the data, loading the model"), output_into(run.folder / "log.txt"):
             settings, numbers = resolve_numbers(settings, checkpoint)
             run.keep_numbers(numbers.record())

@@ -168,7 +168,9 @@ def test_a_dry_run_says_what_would_run_and_does_not(
     words = ["recipe=gsm8k-smollm2-cpu", "env.path=a\x1b[31mb", "--dry-run", "--name", "x"]
     assert run(["train", "grpo", *words]) == 0
     assert training.request is None
-    assert capsys.readouterr().out.splitlines() == [
+    plan = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in plan[-2:]] == ["memory", "disk"]
+    assert plan[:-2] == [
         "model   smollm2 (packaged:smollm2), float32 weights, device auto",
         "numbers auto (measured when the run starts)",
         "data    gsm8k from a\\x1b[31mb, train split",

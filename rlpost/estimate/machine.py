@@ -1,0 +1,87 @@
+"""How much memory and disk there is, and how much of it is free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of memory or disk."""
+
+    free: int
+    total: int
+
+
+def host_memory(root: Path = Path("/")) -> Room | None:
+    """What this process can have: of the machine, or of its control group where that allows less (Linux).
+
+    `total` counts swap. None where the machine does not say.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        facts = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
+        free, total = facts["MemAvailable"], facts["MemTotal"]
+    except (OSError, ValueError, LookupError):
+        return None
+    for limit, used in _group_limits(root):
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return Room(free, total + facts.get("SwapTotal", 0))
+
+
+def gpu_memory() -> Room | None:
+    """That of the first GPU that nvidia-smi names; None without."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        free, total = (int(number) * 2**20 for number in said.splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return Room(free, total)
+
+
+def disk(folder: Path) -> Room | None:
+    """That of the file system on which `folder` lies or will lie; None where it cannot be asked."""
+    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None)
+    try:
+        usage = shutil.disk_usage(there) if there is not None else None
+    except OSError:
+        return None
+    return Room(usage.free, usage.total) if usage is not None else None
+
+
+def _group_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, in use) of each control group around this process that has a limit; what can be dropped is not in use."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, kinds, group = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        mount = root / "sys/fs/cgroup" / kinds
+        inside = PurePosixPath(group.lstrip("/"))
+        for place in (inside, *inside.parents):
+            found += _limit(mount / place, new=not kinds)
+    return found
+
+
+def _limit(group: Path, *, new: bool) -> list[tuple[int, int]]:
+    limit, used = ("memory.max", "memory.current") if new else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    droppable = "inactive_file" if new else "total_inactive_file"
+    try:
+        most = int((group / limit).read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+        held = int((group / used).read_text())
+    except (OSError, ValueError):  # "max", or no file: no limit
+        return []
+    cached = sum(int(line.split()[1]) for line in lines if line.split()[:1] == [droppable])
+    return [(most, held - cached)] if most < os.sysconf("SC_PAGE_SIZE") * 2**50 else []

@@ -1,0 +1,228 @@
+"""Memory and disk that a training takes, part by part: formulas over the model's shape and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from rlpost.estimate.shape import Shape
+from rlpost.extras import is_installed
+from rlpost.settings import (
+    AdamW8bitSettings,
+    Autocast,
+    AutoPolicySettings,
+    EnvSettings,
+    ExpertIterationSettings,
+    GRPOSettings,
+    MinorSFTLossSettings,
+    SFTSettings,
+    TransformersSettings,
+    VLLMSettings,
+)
+
+TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
+
+MARGIN = 1.2  # of what is needed at most over what is estimated
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROGRAM = 500_000_000  # Python, torch and what a training imports
+VLLM_PROGRAM = 500_000_000  # that vLLM adds
+LOGITS_TOGETHER = 512  # tokens whose logits exist at once while training
+MOST_ON_GPU, MOST_ON_CPU = 16384, 2048  # tokens_per_microbatch where it is not set
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that the estimate follows from."""
+
+    shape: Shape
+    weight_bytes: int  # of one of the trainer's weights
+    autocast: bool
+    lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
+    eight_bit: bool
+    reference: bool  # a second copy of the starting weights
+    sampler: str | None  # vllm, transformers, or None where no model samples
+    sampler_bytes: int  # of one of vLLM's weights
+    kv_cache_bytes: int  # that vLLM is given on a CPU
+    gpu_share: float  # of the GPU that vLLM is given
+    together: int  # completions under way at once
+    longest: int  # tokens of a conversation or sample
+    microbatch: int  # tokens of one forward and backward
+    recomputed: bool  # activation checkpointing
+    on_gpu: bool
+    gpu_bytes: int  # that the GPU has; 0: not known, or there is none
+    saves: int  # checkpoints over the whole run
+    keep_last: int
+    keeps_best: bool
+
+    @property
+    def trained(self) -> int:
+        """Parameters that take a gradient."""
+        return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory; `on_gpu` says where, `lasting` whether it is there all the time."""
+
+    name: str
+    bytes: int
+    on_gpu: bool
+    lasting: bool = True
+
+
+def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
+    """What `settings` ask for; `gpu_bytes` None: trained on the CPU."""
+    model, policy, on_gpu = settings.model, settings.policy, gpu_bytes is not None
+    if isinstance(policy, AutoPolicySettings):
+        chosen = VLLMSettings if is_installed("vllm") else TransformersSettings
+        policy = chosen(max_num_seqs=policy.max_num_seqs)
+    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
+    kinds: list[tuple[type, str]] = [(VLLMSettings, "vllm"), (TransformersSettings, "transformers")]
+    sampler = next((name for kind, name in kinds if samples and isinstance(policy, kind)), None)
+    lora = settings.lora
+    targets = None if lora.target_modules is None else tuple(lora.target_modules)
+    longest, completions = _lengths(settings)
+    asked = settings.tokens_per_microbatch or (MOST_ON_GPU if on_gpu else MOST_ON_CPU)
+    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
+    many = keep_last + 1  # where the steps follow from data that nobody has read yet
+    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
+    return Work(
+        shape=shape,
+        weight_bytes=BYTES.get(model.dtype.value, 4),
+        autocast=model.autocast is not Autocast.none,
+        lora=(lora.rank, targets) if lora.enabled else None,
+        eight_bit=isinstance(settings.optim, AdamW8bitSettings),
+        reference=_needs_reference(settings) and not lora.enabled,
+        sampler=sampler,
+        sampler_bytes=BYTES.get(policy.dtype.value, 4) if isinstance(policy, VLLMSettings) else 0,
+        kv_cache_bytes=_kv_cache_bytes(policy) if isinstance(policy, VLLMSettings) else 0,
+        gpu_share=policy.gpu_memory_utilization if isinstance(policy, VLLMSettings) else 0.0,
+        together=min(completions, getattr(policy, "max_num_seqs", completions)),
+        longest=longest,
+        microbatch=min(max(asked, longest), completions * longest),
+        recomputed=model.activation_checkpointing,
+        on_gpu=on_gpu,
+        gpu_bytes=gpu_bytes or 0,
+        saves=saves,
+        keep_last=keep_last,
+        keeps_best=settings.eval.enabled and settings.eval.every > 0,
+    )
+
+
+def parts_of(work: Work) -> list[Part]:
+    """What takes memory while `work` is done."""
+    shape, gpu = work.shape, work.on_gpu
+    trained = work.trained * work.weight_bytes
+    parts = [
+        Part("weights", shape.parameters * work.weight_bytes, gpu),
+        Part("adapter", trained if work.lora else 0, gpu),
+        Part("gradients", trained, gpu),
+        Part("moments", 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), gpu),
+        Part("reference", shape.parameters * work.weight_bytes if work.reference else 0, gpu),
+        *_sampler_parts(work),
+        Part("activations", _activations(work), gpu, lasting=False),
+        Part("program", PROGRAM + (VLLM_PROGRAM if work.sampler == "vllm" else 0), on_gpu=False),
+    ]
+    return [part for part in parts if part.bytes]
+
+
+def peak(parts: list[Part], *, on_gpu: bool) -> int:
+    """Bytes held at the worst moment: all that lasts, and the largest of what comes and goes."""
+    here = [part for part in parts if part.on_gpu == on_gpu]
+    passing = max((part.bytes for part in here if not part.lasting), default=0)
+    return sum(part.bytes for part in here if part.lasting) + passing
+
+
+def floor(parts: list[Part], *, on_gpu: bool) -> int:
+    """What no setting of lengths or batches changes: weights, gradients, moments and the copies of weights."""
+    fixed = ("weights", "adapter", "gradients", "moments", "reference", "sampler")
+    return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
+
+
+def checkpoint_bytes(work: Work) -> tuple[int, int]:
+    """(of a whole checkpoint, of one that keeps the model alone)."""
+    adapter = work.trained * work.weight_bytes if work.lora else 0
+    model = work.shape.parameters * work.weight_bytes + adapter
+    return model + 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), model
+
+
+def disk_of(work: Work) -> int:
+    """Bytes of checkpoints at the worst moment: a new one is whole before the one before it keeps the model alone."""
+    whole, model = checkpoint_bytes(work)
+    if work.saves == 1:
+        return whole
+    older = min(work.keep_last, work.saves - 1) - 1
+    return 2 * whole + (older + work.keeps_best) * model
+
+
+def lighter(work: Work) -> list[tuple[str, Work]]:
+    """Settings that take less, in the order in which to try them, with the work that each makes of this one."""
+    wide = work.weight_bytes == 4
+    tried = [
+        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
+        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
+        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
+        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
+        ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
+        ("tokens_per_microbatch=512", work.microbatch > 512, replace(work, microbatch=512)),
+    ]
+    return [(word, other) for word, applies, other in tried if applies]
+
+
+def _sampler_parts(work: Work) -> list[Part]:
+    shape = work.shape
+    if work.sampler == "vllm":
+        weights = shape.parameters * work.sampler_bytes
+        if work.on_gpu:
+            room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
+            return [Part("sampler", weights, True), Part("its KV cache", room, True)]
+        head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
+        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False)]
+    if work.sampler == "transformers":
+        number = 2 if work.autocast else work.weight_bytes
+        cache = 2 * shape.layers * shape.kv_width * number * work.together * work.longest
+        logits = 3 * 4 * shape.vocab * work.together
+        return [Part("sampling", cache + logits + _cast_weights(work), work.on_gpu, lasting=False)]
+    return []
+
+
+def _activations(work: Work) -> int:
+    """What the forward pass keeps for the backward one, and the logits of one chunk of tokens.
+
+    Counted by hooks on what Llama and Qwen2 layers save, packed rows and all, within 3%.
+    """
+    shape, number = work.shape, work.weight_bytes
+    if work.autocast:
+        a_layer = 44 * shape.hidden + 9 * shape.intermediate + 12 * shape.kv_width
+    else:
+        a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
+    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
+    chunk = min(work.microbatch, LOGITS_TOGETHER)
+    logits = chunk * shape.vocab * (4 + 4 + number)
+    return kept * work.microbatch + logits + _cast_weights(work)
+
+
+def _cast_weights(work: Work) -> int:
+    """The copies of weights that autocast keeps during a forward and backward."""
+    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 else 0
+
+
+def _lengths(settings: TrainingSettings) -> tuple[int, int]:
+    """(tokens of the longest row, rows of a step)."""
+    if isinstance(settings, SFTSettings):
+        return settings.max_tokens, settings.minibatch_size
+    return conversation_length(settings.env), settings.prompts_per_step * settings.group_size
+
+
+def conversation_length(env: EnvSettings) -> int:
+    """Tokens of a conversation as long as the settings let the model make it, with a prompt of common length."""
+    prompt = min(env.max_prompt_tokens, 256)
+    return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
+
+
+def _needs_reference(settings: TrainingSettings) -> bool:
+    return isinstance(settings.loss, MinorSFTLossSettings) or getattr(settings.loss, "kl_coef", 0.0) > 0
+
+
+def _kv_cache_bytes(policy: VLLMSettings) -> int:
+    return ceil(policy.kv_cache_gb) * 2**30  # vLLM rounds up to whole GiB

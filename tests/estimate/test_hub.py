@@ -1,0 +1,141 @@
+"""What a plan says of the hub, without asking it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlpost import models
+from rlpost.cli.main import run
+from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2
+from rlpost.config.registry import options, read_yaml
+from rlpost.envs import gsm8k, ifeval
+from rlpost.estimate import hub
+from rlpost.estimate.hub import readable, shape_of_model
+from rlpost.settings import MathSettings
+
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hf"
+
+
+def plan(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+    assert run(["train", *line.split(), "--dry-run"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def cache_model(home: Path, hub_id: str, tiny_folder: Path, *, revision: str = "main", commit: str = "abc") -> Path:
+    folder = home / "hub" / f"models--{hub_id.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / revision).write_text(commit)
+    shutil.copytree(tiny_folder, folder / "snapshots" / commit)
+    return folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_what_would_be_fetched_is_said_with_its_size(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan(capsys, f"{verb} model=qwen env=gsm8k")
+    assert f"fetches {QWEN} from the hub, about 1 GB" in lines
+    assert "fetches openai/gsm8k from the hub, about 2.73 MB" in lines
+    assert any(
+        line.startswith("memory  about ") and "weights 1.98, gradients 1.98, moments 3.95" in line for line in lines
+    )
+
+
+def test_without_a_hub_it_is_said_that_nothing_can_be_fetched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
+    assert f"fetches {QWEN} from the hub, about 1 GB{offline}" in plan(capsys, "grpo model=qwen")
+
+
+def test_a_model_that_nobody_knows_is_of_a_size_that_only_the_hub_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan(capsys, "grpo model.path=Some/Model")
+    assert "fetches Some/Model from the hub, of a size that only the hub knows" in lines
+    assert "memory  known once the configuration of Some/Model is here" in lines
+
+
+def test_what_is_in_the_cache_is_not_fetched(
+    own_cache: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = cache_model(own_cache, "Some/Model", tiny_folder)
+    rows = own_cache / "datasets" / "openai___gsm8k"
+    rows.mkdir(parents=True)
+    lines = plan(capsys, "grpo model.path=Some/Model env=gsm8k")
+    assert [line for line in lines if line.startswith(("cached", "fetches"))] == [
+        f"cached  Some/Model, in {snapshot}",
+        f"cached  openai/gsm8k, in {rows}",
+    ]
+    assert shape_of_model("Some/Model") == shape_of_model("builtin:tiny")
+
+
+def test_a_revision_is_looked_for_by_its_name(own_cache: Path, tiny_folder: Path) -> None:
+    cache_model(own_cache, "Some/Model", tiny_folder, revision="v2")
+    assert hub.cached_snapshot("models", "Some/Model") is None
+    assert hub.cached_snapshot("models", "Some/Model", "v2") == hub.cached_snapshot("models", "Some/Model", "abc")
+
+
+def test_a_download_that_stopped_half_way_is_fetched(
+    own_cache: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = cache_model(own_cache, QWEN, tiny_folder)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"fetches {QWEN} from the hub, about 1 GB" in plan(capsys, "grpo model=qwen")
+
+
+def test_the_packaged_model_is_fetched_only_without_its_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(hub.importlib.metadata, "version", version)
+    assert f"fetches {PACKAGED_SMOLLM2} from the hub, about 272 MB" in plan(capsys, "grpo")
+    monkeypatch.setattr(hub.importlib.metadata, "version", lambda package: "0.1.2")
+    assert not any(line.startswith("fetches") for line in plan(capsys, "grpo"))
+
+
+def test_as_json_it_is_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "grpo", "model=qwen", "env=gsm8k", "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fetches"][1] == {"id": "openai/gsm8k", "bytes": 2_726_000, "cached": None}
+    parts = planned["estimate"]["memory"]["host"]["parts"]
+    assert parts["weights"] == 4 * 494_032_768
+    assert planned["estimate"]["memory"]["host"]["free"] > 0
+
+
+def test_an_adapter_is_as_large_as_its_model(tmp_path: Path, tiny_folder: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_folder)}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert shape_of_model(str(adapter)) == shape_of_model(str(tiny_folder))
+
+
+def test_every_hub_id_of_an_option_is_known() -> None:
+    named = {str(read_yaml(file).get("path", "")) for file in options("model").values()}
+    assert {path for path in named if "/" in path} <= set(HUB_MODELS)
+    assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
+    assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
+    assert (models.SMOLLM2_HUB_ID, models.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, hub.SMOLLM2_PACKAGE)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(12, "12 bytes"), (2_726_000, "2.73 MB"), (15.243e9, "15.2 GB"), (1.221e11, "122 GB"), (5e12, "5000 GB")],
+)
+def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
+    assert readable(size) == text

@@ -1,0 +1,190 @@
+"""What a training takes, against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlpost.config.compose import compose
+from rlpost.config.hub_sizes import HUB_MODELS
+from rlpost.config.registry import TRAIN_GRPO, TRAIN_SFT
+from rlpost.errors import ResourceError
+from rlpost.estimate.machine import Room
+from rlpost.estimate.needs import checkpoint_bytes, disk_of, floor, parts_of, peak, work_of
+from rlpost.estimate.report import Machine, Needs
+from rlpost.estimate.shape import Shape, shape_of_config
+
+GB = 10**9
+SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60})
+
+
+def known(hub_id: str) -> Shape:
+    shape = shape_of_config(HUB_MODELS[hub_id].config)
+    assert shape is not None
+    return shape
+
+
+SMOLLM2, QWEN_7B = known("HuggingFaceTB/SmolLM2-135M-Instruct"), known("Qwen/Qwen2.5-7B-Instruct")
+
+
+def settings(*words: str, command: Any = TRAIN_GRPO) -> Any:
+    return compose(command, list(words)).settings
+
+
+def parts(*words: str, shape: Shape = SMALL, gpu: int | None = None, command: Any = TRAIN_GRPO) -> dict[str, int]:
+    work = work_of(settings(*words, command=command), shape, gpu_bytes=gpu)
+    return {part.name: part.bytes for part in parts_of(work)}
+
+
+def needs(*words: str, shape: Shape, host: int, disk: int = 1000 * GB, gpu: Room | None = None) -> Needs:
+    return Needs.of(settings(*words), shape, Machine(Room(host, host), gpu, Room(disk, disk)))
+
+
+FLOAT32 = ("policy=transformers", "model.dtype=float32")
+
+
+def test_full_training_holds_weights_gradients_and_two_moments() -> None:
+    found = parts(*FLOAT32)
+    assert {name: found[name] for name in ("weights", "gradients", "moments")} == {
+        "weights": 4000,
+        "gradients": 4000,
+        "moments": 8000,
+    }
+    assert "reference" not in found
+
+
+def test_moments_in_8_bits_take_a_quarter() -> None:
+    composed = settings(*FLOAT32)
+    work = replace(work_of(composed, SMALL, gpu_bytes=None), eight_bit=True)
+    assert {part.name: part.bytes for part in parts_of(work)}["moments"] == 2000
+
+
+def test_an_adapter_alone_is_trained() -> None:
+    # rank 4 beside layers whose inputs and outputs are 100 together
+    found = parts(*FLOAT32, "lora.enabled=true", "lora.rank=4", "loss.kl_coef=0.1")
+    assert {name: found.get(name) for name in ("weights", "adapter", "gradients", "moments", "reference")} == {
+        "weights": 4000,
+        "adapter": 1600,
+        "gradients": 1600,
+        "moments": 3200,
+        "reference": None,  # the model with its adapter off
+    }
+
+
+def test_a_kl_penalty_keeps_the_starting_weights() -> None:
+    assert parts(*FLOAT32, "loss.kl_coef=0.1")["reference"] == 4000
+    assert parts(*FLOAT32, "loss=minor_sft", command=TRAIN_SFT)["reference"] == 4000
+
+
+def test_vllm_holds_a_copy_of_its_own_and_transformers_none() -> None:
+    words = ("policy=vllm", "policy.dtype=bfloat16", "policy.kv_cache_gb=1")
+    found = parts(*words)
+    assert found["sampler"] == 2000 + 2 * 50 * 10  # and the head a second time
+    assert found["its KV cache"] == 2**30
+    assert found["program"] > parts(*FLOAT32)["program"]
+    assert "sampler" not in parts(*FLOAT32)
+    on_gpu = parts(*words, "policy.gpu_memory_utilization=0.5", gpu=100_000)
+    assert (on_gpu["sampler"], on_gpu["its KV cache"]) == (2000, 48_000)
+
+
+def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
+    assert "sampler" not in parts("policy=vllm", command=TRAIN_SFT)
+    assert "sampler" in parts("policy=vllm", "eval.accuracy=true", command=TRAIN_SFT)
+
+
+def test_activations_grow_with_tokens_and_layers_and_shrink_when_they_are_computed_again() -> None:
+    def activations(*words: str, shape: Shape = SMOLLM2) -> int:
+        return parts(*FLOAT32, "model.autocast=none", "env.max_completion_tokens=256", *words, shape=shape)[
+            "activations"
+        ]
+
+    few, many = (activations(f"tokens_per_microbatch={tokens}") for tokens in (1024, 2048))
+    # 30 layers x 4 bytes x (12 x 576 + 4 x 1536 + 4 x 192) for each of 1,024 more tokens
+    assert many - few == 1024 * 30 * 4 * (12 * 576 + 4 * 1536 + 4 * 192)
+    assert activations("model.activation_checkpointing=true") < many / 4
+    assert activations("tokens_per_microbatch=1") == activations("tokens_per_microbatch=300")  # a row is never split
+
+
+def test_seven_billion_in_float32_are_over_120_gb_beside_vllm() -> None:
+    work = work_of(settings("model=qwen-7b", "policy=vllm", "model.dtype=float32"), QWEN_7B, gpu_bytes=None)
+    found = parts_of(work)
+    trained = sum(part.bytes for part in found if part.name in ("weights", "gradients", "moments"))
+    assert trained == 16 * 7_615_616_512  # 121.8 GB
+    assert floor(found, on_gpu=False) > trained + 2 * 7_615_616_512
+    assert peak(found, on_gpu=False) > floor(found, on_gpu=False)
+
+
+def test_what_comes_and_goes_is_counted_once() -> None:
+    found = parts_of(work_of(settings(*FLOAT32), SMOLLM2, gpu_bytes=None))
+    passing = [part.bytes for part in found if not part.lasting]
+    assert len(passing) == 2
+    assert peak(found, on_gpu=False) == sum(part.bytes for part in found) - min(passing)
+
+
+def test_checkpoints_take_two_whole_ones_and_the_models_of_the_others() -> None:
+    def disk(*words: str) -> int:
+        return disk_of(work_of(settings(*FLOAT32, *words), SMALL, gpu_bytes=None))
+
+    whole, model = 4000 + 8000, 4000
+    assert checkpoint_bytes(work_of(settings(*FLOAT32), SMALL, gpu_bytes=None)) == (whole, model)
+    assert disk("checkpoint.every=0") == whole
+    assert disk("steps=60", "checkpoint.every=30") == 2 * whole
+    assert disk("steps=60", "checkpoint.every=1", "checkpoint.keep_last=4") == 2 * whole + 3 * model
+    assert disk("steps=60", "checkpoint.every=1", "checkpoint.keep_last=4", "eval.every=1") == 2 * whole + 4 * model
+
+
+# Whether it fits
+
+
+def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
+    memory, disk = needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).lines()
+    assert memory.startswith("memory  about ")
+    assert "of 64 GB free, by estimate (in GB): weights 0.538, gradients 0.538, moments 1.08, " in memory
+    assert disk == "disk    about 3.23 GB for checkpoints at most, by estimate, of 1000 GB free"
+
+
+def test_what_cannot_fit_is_refused_with_the_settings_that_help_in_their_order() -> None:
+    asked = needs(
+        "model=qwen-7b", "policy=vllm", "model.dtype=float32", "policy.dtype=bfloat16", shape=QWEN_7B, host=64 * GB
+    )
+    with pytest.raises(ResourceError) as said:
+        asked.check("Qwen/Qwen2.5-7B-Instruct")
+    assert said.value.exit_code == 3
+    text = str(said.value)
+    assert "weights, gradients, moments, sampler take 138 GB, and this machine has 64 GB in all" in text
+    helps = ["lora.enabled=true (saves 9", "optim=adamw_8bit (saves 45.7 GB)", "policy=transformers (saves 16.3 GB)"]
+    helps += ["model.dtype=bfloat16 (saves 60.9 GB)", "a smaller model, as model=qwen", "a GPU"]
+    places = [text.index(word) for word in helps]
+    assert places == sorted(places)
+    assert asked.as_dict()["fits"] == "no"
+
+
+def test_what_may_not_fit_is_said_and_not_refused() -> None:
+    least = floor(parts_of(work_of(settings(*FLOAT32), SMOLLM2, gpu_bytes=None)), on_gpu=False)
+    tight = needs(*FLOAT32, shape=SMOLLM2, host=least + GB // 10)
+    tight.check("smollm2")
+    assert tight.lines()[-1].startswith("fits    perhaps not; what helps: lora.enabled=true (saves ")
+    assert tight.as_dict()["fits"] == "perhaps not"
+    assert needs(*FLOAT32, shape=SMOLLM2, host=64 * GB).as_dict()["fits"] == "yes"
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused() -> None:
+    with pytest.raises(ResourceError, match=r"one checkpoint takes 1\.61 GB, and 1 GB are free for it"):
+        needs(*FLOAT32, shape=SMOLLM2, host=64 * GB, disk=GB).check("smollm2")
+
+
+def test_on_a_gpu_memory_is_told_of_both() -> None:
+    asked = needs("policy=vllm", shape=SMOLLM2, host=64 * GB, gpu=Room(70 * GB, 80 * GB))
+    on_gpu, beside, _ = asked.lines()
+    assert "of 70 GB free on the GPU" in on_gpu
+    assert "weights" in on_gpu
+    assert "beside the GPU" in beside
+    assert "weights" not in beside
+    too_small = needs(
+        "model=qwen-7b", "policy=vllm", "model.dtype=float32", shape=QWEN_7B, host=GB * 999, gpu=Room(GB, 80 * GB)
+    )
+    with pytest.raises(ResourceError, match="and the GPU has 80 GB in all") as said:
+        too_small.check("qwen-7b")
+    assert not str(said.value).endswith("a GPU")
