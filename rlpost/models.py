@@ -148,12 +148,16 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges."""
+def tiny_tokenizer(size: int = 0) -> Any:
+    """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges.
+
+    Up to `size` it is filled with words that no text is read as: for a random model that says any of its ids.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary |= {f"w{i}": i for i in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

