@@ -192,7 +192,7 @@ def evaluate(bench: Bench) -> dict[str, Any]:
     run = bench.folder / "runs" / "sft"
     words = bench.words(str(run), env__max_completion_tokens=8, env__limit=8)
     said, _ = bench.rlpost("eval", *words, "--out", str(bench.folder / "evals" / "sft"))
-    return {"prompts": said["result"]["num_prompts"], "seconds": said["seconds"]}
+    return {"prompts": said["result"]["num_prompts"]}
 
 
 def back_off(bench: Bench) -> dict[str, Any]:
@@ -348,7 +348,8 @@ def build_model(folder: Path, layers: int) -> None:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -387,7 +388,7 @@ def run_check(bench: Bench, name: str, check: Check) -> dict[str, Any]:
     say(f"{name} ...", end=" ")
     began = time.perf_counter()
     try:
-        found = {"verdict": "ok", **check(bench)}
+        found: dict[str, Any] = {"verdict": "ok", **check(bench)}
     except Left as reason:
         found = {"verdict": "left out", "why": str(reason)}
     except Failed as reason:

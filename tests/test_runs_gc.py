@@ -27,14 +27,14 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def save(run: Path, step: int, **how: int) -> Path:
+def save(run: Path, step: int, *, best: int | None = None) -> Path:
     def write_model(folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
     tensors = {"moments": torch.zeros(1000)}
     return save_checkpoint(
-        run / "checkpoints", step, write_model=write_model, tensors=tensors, state={}, keep_last=9, **how
+        run / "checkpoints", step, write_model=write_model, tensors=tensors, state={}, keep_last=9, best=best
     )
 
 
@@ -82,7 +82,7 @@ def test_rollouts_go_by_their_age() -> None:
     for step, age in ((1, 40), (2, 20)):
         file = run / "rollouts" / f"step-{step:06d}.parquet"
         file.write_bytes(bytes(100))
-        os.utime(file, (time.time() - age * 86400,) * 2)
+        os.utime(file, (time.time() - age * 86400, time.time() - age * 86400))
     (run / "rollouts" / "mine.parquet").write_bytes(b"")
     assert found() == [("runs/a/rollouts/step-000001.parquet", "rollouts")]
     assert [path for path, _ in found(days=10)] == [f"runs/a/rollouts/step-00000{step}.parquet" for step in (1, 2)]
