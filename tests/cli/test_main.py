@@ -165,6 +165,8 @@ def test_an_interrupt_is_exit_130(training: types.SimpleNamespace) -> None:
 def test_a_dry_run_says_what_would_run_and_does_not(
     training: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("a\x1b[31mb").mkdir()
+    Path("a\x1b[31mb/train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
     words = ["recipe=gsm8k-smollm2-cpu", "env.path=a\x1b[31mb", "--dry-run", "--name", "x"]
     assert run(["train", "grpo", *words]) == 0
     assert training.request is None
