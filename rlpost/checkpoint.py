@@ -30,8 +30,6 @@ TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
 FORMAT = 1  # of what lies in state/; another is not read
 NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
-LATEST = "latest"
-BEST = "best"
 
 
 def save_checkpoint(

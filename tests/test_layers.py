@@ -38,7 +38,7 @@ LAYERS = [
         "testing",
     ],
     ["precision", "products", "logprobs", "families", "activations"],  # the cache's place is config's to say
-    ["policies", "envs", "objectives", "models", "lora", "distributed", "resumable"],
+    ["policies", "envs", "objectives", "models", "lora", "distributed", "resumable", "estimate"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "runs_gc", "agreement", "guards", "cluster"],
     ["assemble", "trainable", "evaluate", "comparison", "chat"],

@@ -11,6 +11,7 @@ from rlpost.settings import (
     AdamW8bitSettings,
     Autocast,
     AutoPolicySettings,
+    DType,
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
@@ -23,11 +24,14 @@ from rlpost.settings import (
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
 MARGIN = 1.2  # of what is needed at most over what is estimated
+COMMON_PROMPT = 256  # tokens; limits on prompts are far above what most have
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM = 500_000_000  # Python, torch and what a training imports
-VLLM_PROGRAM = 500_000_000  # that vLLM adds
-LOGITS_TOGETHER = 512  # tokens whose logits exist at once while training
-MOST_ON_GPU, MOST_ON_CPU = 16384, 2048  # tokens_per_microbatch where it is not set
+VLLM_PROGRAM = 430_000_000  # that vLLM adds
+LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
+ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 512, 2048  # tokens_per_microbatch where it is not set
+KV_BLOCK = 32  # tokens that vLLM gives a conversation at once on a CPU
+LARGEST_KV_CACHE = 10**9  # of a CPU, where policy.kv_cache_gb is not set
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,27 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     sampler = next((name for kind, name in kinds if samples and isinstance(policy, kind)), None)
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
-    longest, completions = _lengths(settings)
-    asked = settings.tokens_per_microbatch or (MOST_ON_GPU if on_gpu else MOST_ON_CPU)
+    longest, completions, group = _lengths(settings)
+    unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
+    asked = settings.tokens_per_microbatch or unset
+    # what is measured when a run starts is taken for bfloat16 on a GPU, and for float32, which takes more, on a CPU
+    autocast = model.autocast is Autocast.bfloat16 or (model.autocast is Autocast.auto and on_gpu)
+    sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast) if isinstance(policy, VLLMSettings) else 0
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # where the steps follow from data that nobody has read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
     return Work(
         shape=shape,
         weight_bytes=BYTES.get(model.dtype.value, 4),
-        autocast=model.autocast is not Autocast.none,
+        autocast=autocast,
         lora=(lora.rank, targets) if lora.enabled else None,
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
         reference=_needs_reference(settings) and not lora.enabled,
         sampler=sampler,
-        sampler_bytes=BYTES.get(policy.dtype.value, 4) if isinstance(policy, VLLMSettings) else 0,
-        kv_cache_bytes=_kv_cache_bytes(policy) if isinstance(policy, VLLMSettings) else 0,
+        sampler_bytes=sampler_bytes,
+        kv_cache_bytes=(
+            _kv_cache_bytes(policy, settings.env, shape, sampler_bytes) if isinstance(policy, VLLMSettings) else 0
+        ),
         gpu_share=policy.gpu_memory_utilization if isinstance(policy, VLLMSettings) else 0.0,
         together=min(completions, getattr(policy, "max_num_seqs", completions)),
         longest=longest,
@@ -177,7 +187,7 @@ def _sampler_parts(work: Work) -> list[Part]:
             room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
             return [Part("sampler", weights, True), Part("its KV cache", room, True)]
         head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
-        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False)]
+        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]
     if work.sampler == "transformers":
         number = 2 if work.autocast else work.weight_bytes
         cache = 2 * shape.layers * shape.kv_width * number * work.together * work.longest
@@ -207,16 +217,18 @@ def _cast_weights(work: Work) -> int:
     return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 else 0
 
 
-def _lengths(settings: TrainingSettings) -> tuple[int, int]:
-    """(tokens of the longest row, rows of a step)."""
+def _lengths(settings: TrainingSettings) -> tuple[int, int, int]:
+    """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt)."""
     if isinstance(settings, SFTSettings):
-        return settings.max_tokens, settings.minibatch_size
-    return conversation_length(settings.env), settings.prompts_per_step * settings.group_size
+        return settings.max_tokens, settings.minibatch_size, settings.max_tokens
+    longest = conversation_length(settings.env)
+    beside = (settings.group_size - 1) * (longest - min(settings.env.max_prompt_tokens, COMMON_PROMPT))
+    return longest, settings.prompts_per_step * settings.group_size, longest + beside
 
 
 def conversation_length(env: EnvSettings) -> int:
     """Tokens of a conversation as long as the settings let the model make it, with a prompt of common length."""
-    prompt = min(env.max_prompt_tokens, 256)
+    prompt = min(env.max_prompt_tokens, COMMON_PROMPT)
     return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
 
 
@@ -224,5 +236,17 @@ def _needs_reference(settings: TrainingSettings) -> bool:
     return isinstance(settings.loss, MinorSFTLossSettings) or getattr(settings.loss, "kl_coef", 0.0) > 0
 
 
-def _kv_cache_bytes(policy: VLLMSettings) -> int:
-    return ceil(policy.kv_cache_gb) * 2**30  # vLLM rounds up to whole GiB
+def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:
+    if policy.dtype is not DType.auto:
+        return BYTES[policy.dtype.value]
+    return 2 if autocast else BYTES[settings.model.dtype.value]
+
+
+def _kv_cache_bytes(policy: VLLMSettings, env: EnvSettings, shape: Shape, number: int) -> int:
+    """What vLLM is given on a CPU: what is asked for, else what as many whole conversations fill as it has at once."""
+    if policy.kv_cache_gb is not None:
+        return int(policy.kv_cache_gb * 10**9)
+    longest = conversation_length(env) - min(env.max_prompt_tokens, COMMON_PROMPT) + env.max_prompt_tokens
+    tokens = ceil(longest / KV_BLOCK) * KV_BLOCK
+    one = 2 * shape.layers * shape.kv_width * number * tokens
+    return max(one, min(LARGEST_KV_CACHE, policy.max_num_seqs * one))
