@@ -20,6 +20,7 @@ from rlpost.collectors import LLMCollector
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.replay_buffer import ReplayBuffer, Transform
 from rlpost.data.samples import Encoder, encode_all
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
@@ -411,11 +412,13 @@ def evaluate_command(
     settings: EvalSettings,
     progress: Callable[[int, int], None] = lambda done, total: None,
     tell: Callable[[Numbers], None] = lambda numbers: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
 
     `progress` is told the completions done and their total, `tell` the formats before anything is
-    loaded. What engines write while they load is seen only where loading fails.
+    loaded, `note` what else should be known before. What engines write while they load is seen only
+    where loading fails.
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)
@@ -428,7 +431,7 @@ def evaluate_command(
         tell(numbers)
         with output_aside():
             folder = locate_model(settings.model.path, settings.model.revision)
-            tokenizer = load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder, settings.model)
             check_template(env, tokenizer)
             policy = build_policy(
                 settings.policy,
@@ -442,5 +445,8 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
+        longest = settings.env.max_completion_tokens
+        if told := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
+            note(told)
         played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
     return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())

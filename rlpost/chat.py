@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from transformers import DynamicCache
 
 from rlpost.data.conversation import Message
+from rlpost.data.rendering import render
 from rlpost.errors import DataError
 from rlpost.models import load_model, load_tokenizer, locate_model, pick_device
 from rlpost.policies import Request, TransformersWrapper
@@ -114,7 +115,7 @@ class Chat:
         tokenizer = self.policy.tokenizer
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            text = tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True, tokenize=False)
+            text = render(tokenizer, [*system, *messages], add_generation_prompt=True)
         except TemplateError as error:
             raise DataError(f"the model's chat template refuses this conversation: {error}") from error
         text = text.encode(errors="replace").decode()  # a terminal can send what is no character
@@ -189,6 +190,6 @@ def load_policy(
     numbers = choose_numbers(settings, TransformersSettings(), pick_device(settings.device), trains=False)
     tell(numbers)
     folder = locate_model(settings.path, settings.revision)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, settings)
     model = load_model(folder, replace(settings, dtype=numbers.sampler))
     return TransformersWrapper(model, tokenizer, sampling=SamplingSettings(), autocast=Autocast.none), folder

@@ -10,7 +10,6 @@ step-000050/
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -22,9 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rlpost.config.manifest import check_file, read_manifest, sha256
 from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of
 from rlpost.errors import CheckpointError
-from rlpost.resumable import check_resumable, keep_the_model_alone, keeps_the_model_alone, read_manifest
+from rlpost.resumable import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
 
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
@@ -104,13 +104,10 @@ def verify(path: Path) -> None:
 
     A checkpoint that keeps the model alone has no state, and is right without.
     """
-    expected = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in read_manifest(path).items()}
+    expected = read_manifest(path, ADVICE)
     state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
     for file in dict.fromkeys([*state, *expected]):
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing: the checkpoint is damaged, resume from another one")
-        if (file.stat().st_size, _sha256(file)) != expected.get(file):
-            raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, resume from another one")
+        check_file(file, expected.get(file), ADVICE)
     written = json.loads((path / STATE).read_text()).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(
@@ -145,12 +142,7 @@ def point_best(folder: Path, step: int | None) -> bool:
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
 
 
 def _point(folder: Path, link: str, name: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,15 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from rlpost.config.manifest import verify_model
+from rlpost.config.model_folder import (
+    GGUF,
+    check_model_folder,
+    check_ships_no_code,
+    check_weights_file,
+    read_json,
+    weight_files,
+)
 from rlpost.config.paths import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,9 +42,11 @@ from rlpost.config.paths import (
     is_adapter_folder,
     resolve_model_path,
 )
+from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.lora import MergedWeights, is_adapted, merged_with
 from rlpost.settings import ModelSettings
+from rlpost.settings.chat_template import template_variables
 
 hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
 
@@ -48,10 +60,11 @@ CHATML_TEMPLATE = (
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
-    """The local HF folder of `path`, made, converted or fetched where needed.
+    """The local HF folder of `path`, made, converted or fetched where needed, and checked.
 
     That of a peft adapter is its model with the adapter merged. Raises ConfigError for a folder that
-    holds no model, DataError where the hub gives none.
+    holds no model or a broken one, CheckpointError for a checkpoint that is not as it was written,
+    DataError where the hub gives none and for weights that are not finite.
     """
     if path == "builtin:tiny":
         return _made_once("tiny-v1", build_tiny)
@@ -61,8 +74,19 @@ def locate_model(path: str, revision: str | None = None) -> Path:
             return _made_once("smollm2-135m-instruct-v1", lambda folder: convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
     path = resolve_model_path(path)
-    folder = Path(path) if Path(path).exists() else _fetch(path, revision)
-    return locate_merged(locate_model(adapter_base(folder)), folder) if is_adapter_folder(folder) else folder
+    if path.endswith(GGUF):
+        folder = locate_gguf(Path(path))
+    else:
+        folder = Path(path) if Path(path).exists() else _fetch(path, revision)
+    verify_model(folder)
+    if is_adapter_folder(folder):
+        check_weights_file(folder / ADAPTER_WEIGHTS)
+        check_finite(folder / ADAPTER_WEIGHTS)
+        return locate_merged(locate_model(adapter_base(folder)), folder)
+    check_model_folder(folder)
+    for file in weight_files(folder):
+        check_finite(file)
+    return folder
 
 
 def locate_tokenizer(path: str, revision: str | None = None) -> Path:
@@ -70,12 +94,41 @@ def locate_tokenizer(path: str, revision: str | None = None) -> Path:
 
     Raises what `locate_model` raises.
     """
-    if ":" in path:  # made here, tokenizer and weights together
+    if ":" in path or path.endswith(GGUF):  # made here, tokenizer and weights together
         return locate_model(path, revision)
     folder = Path(resolve_model_path(path))
     if not folder.exists():
         return _fetch(path, revision, with_weights=False)
     return locate_tokenizer(adapter_base(folder)) if is_adapter_folder(folder) else folder
+
+
+def locate_gguf(file: Path) -> Path:
+    """The HF folder that a .gguf file was converted to, once for each file of this size and age.
+
+    Raises ConfigError for one that transformers cannot read.
+    """
+    file = file.resolve()
+    facts = file.stat()
+    content = hashlib.sha256(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    return _made_once(f"gguf-{content}", lambda folder: convert_gguf(file, folder))
+
+
+def check_finite(file: Path) -> None:
+    """Raise DataError where a tensor of a safetensors file holds what is not finite: nothing good comes of it."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            bad = next((name for name in names if not _is_finite(tensors.get_tensor(name))), None)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): download or save it again") from error
+    if bad is not None:
+        raise DataError(f"{bad} in {file} holds NaN or infinity: the weights are broken, take another copy of them")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))  # which carry a NaN on
 
 
 def locate_merged(base: Path, adapter: Path) -> Path:
@@ -98,13 +151,25 @@ def locate_merged(base: Path, adapter: Path) -> Path:
     return _made_once(f"merged-{content.hexdigest()[:16]}", make)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a local model folder. Raises ConfigError if it has no chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
+    """The tokenizer of a local model folder, with the chat template that `settings` choose and what it is told.
+
+    Raises ConfigError if it cannot be read or has no chat template.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            check_ships_no_code(folder, read_json(folder / name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+    if settings is not None:
+        variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
+        tokenizer = with_choice(tokenizer, settings.chat_template, variables)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {folder} has no chat template, so rlpost cannot talk to it: choose the instruct "
-            "version of the model, or add a chat_template.jinja to the folder"
+            "version of the model, or give a template with model.chat_template=plain, chatml or FILE.jinja"
         )
     return tokenizer
 
@@ -113,15 +178,40 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
     """The model of a local folder, from safetensors only, on `settings.device`, in eval mode.
 
     Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
+    Raises ConfigError where the weights and the configuration do not make a model.
     """
     if not any(folder.glob("*.safetensors")):  # a hub's may have none; a local folder's are looked for earlier
         raise ConfigError(
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, settings.dtype.value), use_safetensors=True
-    )
-    return model.to(pick_device(settings.device)).eval()
+    device = pick_device(settings.device)
+    try:
+        model, found = _from_pretrained(
+            folder,
+            dtype=getattr(torch, settings.dtype.value),
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:
+        raise ConfigError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    _check_complete(folder, found["missing_keys"])
+    return model.to(device).eval()
+
+
+def _from_pretrained(*arguments: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, and what was missing of it: transformers draws that at random."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(*arguments, output_loading_info=True, **options)
+    return loaded
+
+
+def _check_complete(source: Path, missing: Any) -> None:
+    if names := sorted(missing):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConfigError(f"{source} lacks the weights {names[0]}{more}, which its model has: take a whole copy of it")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -191,10 +281,21 @@ def build_tiny(folder: Path) -> None:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write the GGUF model as a plain float32 HF folder that transformers and vLLM load."""
-    print("converting the packaged SmolLM2-135M-Instruct, once (about 20 s) ...", flush=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    """Write the GGUF model as a plain float32 HF folder that transformers and vLLM load.
+
+    Raises ConfigError for one that transformers cannot read.
+    """
+    print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
+    with tempfile.TemporaryDirectory() as alone:  # what lies beside the file is not to be taken for a part of it
+        (Path(alone) / gguf.name).symlink_to(gguf.resolve())
+        try:
+            model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
+        except Exception as error:
+            raise ConfigError(
+                f"{gguf} cannot be converted: {_first_line(error)}; take the model as a HF folder"
+            ) from error
+    _check_complete(gguf, found["missing_keys"])
     # what GGUF loading leaves behind would make save_pretrained write a quantized model
     model.hf_quantizer = None
     model._is_quantized = False
@@ -252,9 +353,8 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
         HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({reason}): "
+            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({_first_line(error)}): "
             "give a local HF folder, or connect and try again"
         ) from error
 

@@ -6,30 +6,20 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
+from rlpost.config.manifest import read_manifest
 from rlpost.config.paths import MANIFEST, checkpoints
 from rlpost.errors import CheckpointError
 
+ADVICE = "resume from another one"  # where a checkpoint is damaged
 STATE_FOLDER = "state"
 _TAKEN_OUT = ".state.removed"
 
 
-def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """File -> size and SHA-256. Raises CheckpointError where it cannot be read."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        return {name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest.items()}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); resume from another one"
-        ) from error
-
-
 def keeps_the_model_alone(checkpoint: Path) -> bool:
     """Whether the manifest names no file of state/. Raises CheckpointError where it cannot be read."""
-    names = read_manifest(checkpoint)
-    return bool(names) and not any(_is_state(name) for name in names)
+    files = read_manifest(checkpoint, ADVICE)
+    return bool(files) and not any(_is_state(file, checkpoint) for file in files)
 
 
 def check_resumable(checkpoint: Path) -> None:
@@ -49,10 +39,14 @@ def keep_the_model_alone(checkpoint: Path) -> int:
 
     The manifest is replaced first: whenever the process dies, it names files that are there, byte for byte.
     """
-    manifest = read_manifest(checkpoint)
-    left = {name: entry for name, entry in manifest.items() if not _is_state(name)}
+    files = read_manifest(checkpoint, ADVICE)
+    left = {
+        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
+        for file, (size, digest) in files.items()
+        if not _is_state(file, checkpoint)
+    }
     state, taken_out = checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT
-    if left != manifest:
+    if len(left) < len(files):
         replacement = checkpoint / f".{MANIFEST}.new"
         replacement.write_text(json.dumps(left, indent=1))
         os.replace(replacement, checkpoint / MANIFEST)
@@ -70,5 +64,5 @@ def bytes_of_state(checkpoint: Path) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith(f"{STATE_FOLDER}/")
+def _is_state(file: Path, checkpoint: Path) -> bool:
+    return checkpoint / STATE_FOLDER in file.parents

@@ -51,10 +51,13 @@ class Trainable:
 
 
 def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> Any:
-    """The tokenizer of the model that `load_trainable` gives, before any weights are loaded."""
+    """The tokenizer of the model that `load_trainable` gives, before any weights are loaded.
+
+    That of a checkpoint was saved with the chat template, and what it is told, that the run has.
+    """
     if checkpoint is not None:
         return load_tokenizer(checkpoint / "model")
-    return load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision))
+    return load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
 
 
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ EXAMPLES = """\b
 Examples:
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
+  rlpost chat Qwen/Qwen3-0.6B model.chat_template_kwargs={enable_thinking:false}
   echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
 
@@ -32,6 +35,10 @@ def chat(
             autocompletion=complete_model,
         ),
     ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[model.KEY=VALUE]...", help="Settings of the model."),
+    ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens.")] = 0.9,
@@ -46,7 +53,7 @@ def chat(
     """
     from rlpost.settings import SamplingSettings
 
-    settings = model_settings(path)
+    settings = model_settings(path, overrides or [])
     sampling = SamplingSettings(temperature, top_p)
     piped = not sys.stdin.isatty()
     if (as_json or lines) and not piped:
@@ -64,37 +71,53 @@ def chat(
         talk(session)
 
 
-def model_settings(path: str) -> ModelSettings:
-    """The model that an option of `model`, a run's name or anything `model.path` takes means.
+def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
+    """The model that an option of `model`, a run's name or anything `model.path` takes means, under `words`.
 
-    Raises ConfigError, with the nearest name, where it is none of them.
+    Raises ConfigError, with the nearest name, where it is none of them, and for what it cannot be
+    loaded under.
     """
     from rlpost.config.compose import compose
+    from rlpost.config.device import check_device
     from rlpost.config.paths import is_run_folder, resolve_model_path
     from rlpost.config.registry import EVAL, options
+    from rlpost.data.template_choice import named_template
     from rlpost.nearest import did_you_mean, nearest
     from rlpost.runs import RUNS, find_runs
-    from rlpost.settings import ModelSettings
 
+    if other := next((word for word in words if not word.startswith("model.") or word.startswith("model.path=")), None):
+        raise ConfigError(f"{other}: beside PATH stand settings of the model, as model.device=cpu; leave it out")
     known = options("model")
-    if path in known and not Path(path).is_dir():
-        return compose(EVAL, [f"model={path}"]).settings.model
     run = RUNS / path
-    if not Path(path).is_absolute() and is_run_folder(run):
-        path = str(run)
-    elif "/" not in path and ":" not in path and not path.startswith((".", "~")) and not Path(path).exists():
+    chosen = f"model.path={path}"
+    if path in known and not Path(path).is_dir():
+        chosen = f"model={path}"
+    elif not Path(path).is_absolute() and is_run_folder(run):
+        chosen = f"model.path={run}"
+    elif _is_bare(path) and not Path(path).exists():
         runs = [str(found.relative_to(RUNS)) for found in find_runs(RUNS)] if RUNS.is_dir() else []
         hint = did_you_mean(nearest(path, [*known, *runs]), "a hub id has the form OWNER/NAME")
         raise ConfigError(f"{path} is no model, run or folder{hint}")
     try:
-        return ModelSettings(path=resolve_model_path(path))
+        settings = compose(EVAL, [chosen, *words]).settings.model
     except ConfigError as error:  # it speaks of a setting, where the path was all that was typed
         raise ConfigError(str(error).removeprefix("model.path=")) from None
+    check_device(settings.device)
+    if settings.chat_template is not None:
+        named_template(settings.chat_template)
+    return replace(settings, path=resolve_model_path(settings.path))  # now: a run may go on
+
+
+def _is_bare(path: str) -> bool:
+    """Whether this is one word, a name rather than a path."""
+    return "/" not in path and ":" not in path and not path.startswith((".", "~"))
 
 
 def what_is_loaded(path: str, settings: ModelSettings) -> str:
     """What was asked for and, where this is something else, what it stands for."""
     folder = Path(settings.path)
+    if folder.is_file():
+        return path
     if not folder.is_dir():
         found = settings.path if settings.path == path else f"{path} ({settings.path})"
         return found if ":" in settings.path else f"{found}, from the hub unless it is cached"

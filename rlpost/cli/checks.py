@@ -28,6 +28,8 @@ def compose_and_check(
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
     from rlpost.config.compose import compose
+    from rlpost.config.device import check_device
+    from rlpost.data.template_choice import named_template
     from rlpost.rewards.functions import load_rewards
     from rlpost.settings import AdamW8bitSettings, EvalSettings, SFTSettings, VLLMSettings
     from rlpost.tracking.choice import chosen_tracker
@@ -41,6 +43,9 @@ def compose_and_check(
         else:
             _look_at_rows(composed.settings, None)
     settings = composed.settings
+    check_device(settings.model.device)
+    if settings.model.chat_template is not None:
+        named_template(settings.model.chat_template)
     samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
     if samples and isinstance(settings.policy, VLLMSettings):
         require_vllm()

@@ -81,7 +81,7 @@ def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Enco
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     demonstrations = list(islice(env.demonstrations(), count))  # a bad path or row is found first
-    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision))
+    tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
     return demonstrations, Encoder(tokenizer, settings.max_tokens)
 
 

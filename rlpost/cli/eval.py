@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import UTC, datetime
 from functools import cached_property
@@ -106,8 +107,12 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             def progress(done: int, total: int) -> None:
                 show_status(f"evaluating: {done} of {total} completions")
 
+            def note(text: str) -> None:
+                show_status("")
+                print(printable(f"note: {text}"), file=sys.stderr, flush=True)
+
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
-            evaluation = evaluate_command(settings, progress, print_numbers)
+            evaluation = evaluate_command(settings, progress, print_numbers, note)
         finally:
             show_status("")
         record = {
@@ -115,7 +120,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             "command": typed,
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - began, 1),
-            "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+            "model": str(Path(model).resolve()) if Path(model).exists() else model,
             "choices": composed.choices,
             "overrides": composed.overrides,
             "settings": composed.as_dict(),

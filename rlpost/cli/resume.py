@@ -76,6 +76,8 @@ def check_kept(composed: Composed[Any], kept: list[Override]) -> None:
     changed = {key: (before[key], getattr(now, key)) for key in now.must_stay}
     if _is_there(before.model.path):
         changed["model.path"] = (before.model.path, now.model.path)
+    for name in ("chat_template", "chat_template_kwargs"):  # its checkpoints hold them
+        changed[f"model.{name}"] = (before.model[name], getattr(now.model, name))
     for key, (old, new) in changed.items():
         if old != new:
             raise ConfigError(f"--resume: the run began with {key}={as_text(old)}, not {as_text(new)}; keep it")

@@ -35,6 +35,7 @@ def load(
     started = time.perf_counter()
     with stdout_on_stderr():
         from rlpost.chat import Chat, load_policy
+        from rlpost.data.template_choice import thinking_cut_short
         from rlpost.models import describe
 
         policy, folder = load_policy(settings, print_numbers)
@@ -43,6 +44,8 @@ def load(
         facts.append(f"context {policy.max_model_len} tokens")
     said = f"{', '.join(facts)}, loaded in {time.perf_counter() - started:.1f} s"
     print(painted(printable(said), DIM, sys.stderr), file=sys.stderr)
+    if told := thinking_cut_short(policy.tokenizer, max_tokens, "--max-tokens"):
+        print(printable(f"note: {told}"), file=sys.stderr)
     return Chat(policy, sampling=sampling, max_tokens=max_tokens, system=system, seed=seed)
 
 

@@ -19,8 +19,16 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.explain import option_of_others, unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
+from rlpost.config.model_folder import GGUF, check_model_folder
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
-from rlpost.config.paths import check_data_path, check_reward, is_run_folder, resolve_adapter_path, resolve_model_path
+from rlpost.config.paths import (
+    check_data_path,
+    check_reward,
+    is_adapter_folder,
+    is_run_folder,
+    resolve_adapter_path,
+    resolve_model_path,
+)
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
@@ -130,7 +138,8 @@ def _plugins(overrides: Sequence[Override]) -> list[str]:
 
 def model_path(override: Override) -> Override:
     """`model=runs/x` as `model.path=runs/x`; any other override as it is."""
-    if override.key == "model" and ("/" in override.text or override.text.startswith((".", "~"))):
+    text = override.text
+    if override.key == "model" and ("/" in text or text.startswith((".", "~")) or text.endswith(GGUF)):
         return Override("model.path", override.text, override.source)
     return override
 
@@ -255,7 +264,9 @@ def _check_paths(settings: GRPOSettings | SFTSettings | ExpertIterationSettings 
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
     if is_run_folder(Path("runs") / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
-    resolve_model_path(path)
+    folder = Path(resolve_model_path(path))
+    if folder.is_dir() and not is_adapter_folder(folder):
+        check_model_folder(folder)
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
         resolve_adapter_path(lora.path)
     for key in ("path", "test_path"):

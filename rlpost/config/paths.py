@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from rlpost.config.model_folder import GGUF, check_gguf
 from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest, one_typo_away
@@ -111,13 +112,13 @@ def never_began(run: Path) -> bool:
     return not (run / "checkpoints").exists() and not (metrics.is_file() and metrics.stat().st_size)
 
 
-def resolve_model_path(path: str) -> str:
+def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> str:
     """The HF folder that `model.path` means, or `path` itself where it names a model that is not local.
 
     A run folder stands for its latest checkpoint, a checkpoint for its model folder, the folder of a
-    peft adapter for itself and the model that it names. Touches the disk, never the network. Raises
-    ConfigError for a missing folder, for one without a model in safetensors, and for an adapter
-    whose model is missing.
+    peft adapter for itself and the model that it names, a .gguf file for itself. Touches the disk,
+    never the network. Raises ConfigError for a missing folder, for one without a model in
+    safetensors, and for an adapter whose model is missing or one of the `adapters` that led to it.
     """
     if ":" in path and path.partition(":")[0] in ("builtin", "packaged"):
         if path not in NAMED_MODELS:
@@ -127,7 +128,7 @@ def resolve_model_path(path: str) -> str:
     folder = expanded(path)
     if folder.is_dir() and is_adapter_folder(folder):
         resolve_adapter_path(path, "model.path")
-        _check_base(folder, path)
+        _check_base(folder, path, adapters)
         return str(folder)
     if folder.is_dir():
         found = _model_folder(folder, path)
@@ -136,10 +137,15 @@ def resolve_model_path(path: str) -> str:
             held = f"weights as a pickle ({pickled.name})" if pickled else "no weights"
             raise ConfigError(f"model.path={path} holds {held}: rlpost reads .safetensors files only; convert it first")
         return str(found)
+    if folder.suffix == GGUF and folder.is_file():
+        check_gguf(folder)
+        return str(folder)
     if folder.exists():
-        raise ConfigError(f"model.path={path} is a file: give the folder that holds it")
-    if looks_local(path):
+        raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
+    if looks_local(path) or folder.suffix == GGUF:
         raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
+    if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
+        raise ConfigError(f"model.path={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
     if not HUB_ID.fullmatch(path):
         raise ConfigError(f"model.path={path!r} is neither a folder nor a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
     return path
@@ -185,10 +191,17 @@ def looks_local(path: str) -> bool:
     )
 
 
-def _check_base(adapter: Path, path: str) -> None:
+def _check_base(adapter: Path, path: str, adapters: frozenset[Path]) -> None:
     base = adapter_base(adapter)
+    seen = adapters | {adapter.resolve()}
+    if expanded(base).resolve() in seen:
+        itself = "itself" if expanded(base).resolve() == adapter.resolve() else f"{base}, an adapter for this one,"
+        raise ConfigError(
+            f"the adapter {adapter} names {itself} as its model: write the model it is for as base_model_name_or_path "
+            f"into its {ADAPTER_CONFIG}"
+        )
     try:
-        resolve_model_path(base)
+        resolve_model_path(base, seen)
     except ConfigError as error:
         raise ConfigError(
             f"model.path={path} is an adapter for {base}, and that is not to be had here: put the model there, or "
@@ -213,7 +226,33 @@ def _model_folder(folder: Path, path: str) -> Path:
         raise ConfigError(f"model.path={path} is a sweep of several runs: name one of {', '.join(jobs) or 'them'}")
     raise ConfigError(
         f"model.path={path} holds no model: there is no config.json in it, and it is no run or checkpoint of rlpost"
+        f"{_held_instead(folder, path)}"
     )
+
+
+def _held_instead(folder: Path, path: str) -> str:
+    """A hint at what a folder holds that is no model's: a model below it, a .gguf file, or data."""
+    if below := _model_names(folder):
+        return did_you_mean(str(Path(path) / below[0]) if len(below) == 1 else None, f"give one of {', '.join(below)}")
+    if file := next(iter(sorted(folder.glob(f"*{GGUF}"))), None):
+        return did_you_mean(str(Path(path) / file.name))
+    data = next((file for ending in DATA_FILES for file in sorted(folder.glob(f"*{ending}"))), None)
+    return f"; it holds {data.name}: data is given as env.path" if data else ""
+
+
+def _model_names(folder: Path) -> list[str]:
+    """The folders in `folder` that hold a model, by name."""
+    try:
+        return sorted(file.parent.name for file in folder.glob("*/config.json"))
+    except OSError:
+        return []
+
+
+def _meant_by(file: Path) -> str:
+    """A hint at what a file was given for that is no model itself."""
+    if file.suffix == ".safetensors":
+        return did_you_mean(str(file.parent))
+    return "; data is given as env.path" if file.suffix in DATA_FILES else ""
 
 
 def _nearby(missing: Path) -> str:

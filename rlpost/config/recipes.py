@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rlpost.config.registry import COMMANDS, Command, recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+
+MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
 
 
 def read_recipe(name: str, command: Command[Any]) -> list[Override]:
@@ -85,6 +88,8 @@ def _line_numbers(file: Path) -> dict[str, int]:
 
 
 def _override(key: str, value: Any, where: str) -> Override:
+    if isinstance(value, dict) and key in MAPPINGS:
+        value = json.dumps(value)
     if isinstance(value, dict):
         inner = next(iter(value), "...")
         raise ConfigError(f"{where}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")

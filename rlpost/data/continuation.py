@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError
 
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Conversation, Message
+from rlpost.data.rendering import render
 from rlpost.errors import DataError
 
 _PROBE_TOOL = {
@@ -124,9 +125,7 @@ class Continuation:
 
     def _applied(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, asking: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=asking, tokenize=False
-            )
+            return render(self.tokenizer, messages, tools=list(tools) or None, add_generation_prompt=asking)
         except _REFUSALS as error:
             said = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"{self.template} refuses this conversation: {said}") from error

@@ -169,6 +169,8 @@ class vLLMWrapper(Policy):
         self._running_engine()
         self._check_log_probs_mode(sampling)
         version = self.version
+        # the tokenizer may be told another end of turn than the folder that the engine reads
+        stops = None if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
@@ -176,6 +178,7 @@ class vLLMWrapper(Policy):
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 logprobs=0,
+                stop_token_ids=stops,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for request in requests

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rlpost.errors import ConfigError
+from rlpost.settings.chat_template import template_variables
 from rlpost.settings.checks import MISSING
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
@@ -37,16 +38,18 @@ class ModelSettings:
     """A model and how the trainer holds it.
 
     `path` is a hub id (`Qwen/Qwen2.5-0.5B-Instruct`), a local HF folder, a run folder or checkpoint
-    of rlpost, or one of the two names `builtin:tiny` (random weights, built on the spot) and
-    `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub).
+    of rlpost, a .gguf file, or one of the two names `builtin:tiny` (random weights, built on the spot)
+    and `packaged:smollm2` (SmolLM2-135M-Instruct from the packaged weights, else from the hub).
     """
 
-    path: str = MISSING  # hub id, HF folder, run or checkpoint
+    path: str = MISSING  # hub id, HF folder, run or checkpoint, .gguf file
     revision: str | None = None  # branch, tag or commit of a hub id
     dtype: DType = DType.float32  # the trainer's weights and the optimizer's state; it cannot be auto
     autocast: Autocast = Autocast.auto  # format of the trainer's matrix products; auto: what is fast here
     activation_checkpointing: bool = False  # compute each layer's activations again backward: slower, less memory
     device: str = "auto"  # auto: cuda where there is one, else cpu
+    chat_template: str | None = None  # plain, chatml, qwen, llama3, ... or FILE.jinja; None: the model's own
+    chat_template_kwargs: str | None = None  # what the template is told, as {enable_thinking: false}
 
     def __post_init__(self) -> None:
         if self.dtype is DType.auto:
@@ -57,3 +60,4 @@ class ModelSettings:
         if not DEVICE.fullmatch(self.device):
             hint = "; did you mean cuda?" if self.device.lower() in ("gpu", "nvidia", "cuda") else ""
             raise ConfigError(f"model.device={self.device} is unknown: it is auto, cpu, cuda, cuda:N, mps or xpu{hint}")
+        template_variables("model.chat_template_kwargs", self.chat_template_kwargs)

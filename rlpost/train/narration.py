@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import shlex
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from rlpost.assemble import SamplingParts
 from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
+from rlpost.data.template_choice import thinking_cut_short
 from rlpost.evaluate import EvalResult
 from rlpost.families import explain
 from rlpost.logprobs import verdict_of
@@ -52,6 +54,7 @@ def announce(
             f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called held-out "
             "are not: take them out of one of the two"
         )
+    say_thinking_is_cut(settings.env, parts.tokenizer, run)
     engine = type(parts.policy).__name__
     run.screen.open(
         title=run.folder.name,
@@ -59,6 +62,12 @@ def announce(
         total_steps=settings.steps,
         log=run.folder / "log.txt",
     )
+
+
+def say_thinking_is_cut(env: EnvSettings, tokenizer: Any, run: Run) -> None:
+    """Say so where a completion has no room for the thinking that the model begins with."""
+    if told := thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens"):
+        run.screen.note(told)
 
 
 def model_line(settings: ModelSettings, folder: Path, model: PreTrainedModel) -> str:

@@ -18,6 +18,7 @@ from rlpost.train.narration import (
     name_of_data,
     reading_lines,
     say_stopped,
+    say_thinking_is_cut,
     warn_of_numbers,
     writes_line,
 )
@@ -51,6 +52,8 @@ def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run)
         run.screen.note(f"bad rows: {line}")
     for line in parts.bad_held_out.lines():
         run.screen.note(f"bad rows held out: {line}")
+    if parts.accuracy:
+        say_thinking_is_cut(settings.env, parts.tokenizer, run)
     if shared := _shared(samples, parts.held_out):
         run.screen.note(
             f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called held-out "

@@ -16,6 +16,7 @@ from rlpost.cli.chat import chat, model_settings, piped_messages, what_is_loaded
 from rlpost.cli.main import run as rlpost
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import ModelSettings, SamplingSettings
+from tests.model_folders import write_model
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder with one finished run and a Hugging Face folder."""
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/sums/checkpoints/step-000002/model", "models/mine"):
-        Path(folder).mkdir(parents=True)
-        (Path(folder) / "config.json").write_text("{}")
-        (Path(folder) / "model.safetensors").write_text("")
+        write_model(Path(folder))
     (Path("runs/sums/checkpoints") / "latest").symlink_to("step-000002")
 
 

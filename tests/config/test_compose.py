@@ -35,6 +35,7 @@ from rlpost.settings import (
     TransformersSettings,
     VLLMSettings,
 )
+from tests.model_folders import write_model
 
 NEEDED = {
     "dataset": ["env.path=someone/rows", "env.reward=exact"],
@@ -149,10 +150,7 @@ def test_a_model_with_a_slash_is_a_path_on_the_default_option() -> None:
 
 
 def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "runs" / "a" / "checkpoints" / "latest" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_text("")
+    write_model(tmp_path / "runs" / "a" / "checkpoints" / "latest" / "model")
     monkeypatch.chdir(tmp_path)
     assert compose(EVAL, ["model=runs/a"]).settings.model.path == "runs/a"
     assert "did you mean model=runs/a?" in refusal(["model=a"], EVAL)

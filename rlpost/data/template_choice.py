@@ -1,0 +1,160 @@
+"""The chat template that a model is used with: its own or the one that is asked for, and what it is told.
+
+Both are written into the tokenizer: all that renders with it renders alike, and a checkpoint that
+the tokenizer is saved with holds them too. What a template is told becomes the default of its
+variables, which whoever renders with that checkpoint can still override.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, meta
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rlpost.data.chat_mask import ChatMask
+from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
+from rlpost.data.rendering import render, template_name
+from rlpost.errors import ConfigError
+from rlpost.home import expanded
+from rlpost.nearest import did_you_mean, nearest
+
+TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
+PLAIN = "plain"
+# for a tokenizer that has no special token but the end of a text
+PLAIN_TEMPLATE = r"""
+{%- for m in messages -%}
+  {{- '### ' + m.role | capitalize + ':\n' -}}
+  {%- if m.role == 'assistant' -%}
+    {%- generation -%}{{- (m.content or '') + eos_token -}}{%- endgeneration -%}
+  {%- else -%}
+    {{- m.content or '' -}}
+  {%- endif -%}
+  {{- '\n\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### Assistant:\n' -}}{%- endif -%}
+"""
+THINKING_TOKENS = 1024  # fewer seldom hold a thought and the answer behind it
+_FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
+_GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_QUESTION = [{"role": "user", "content": "2 + 2?"}]
+
+
+def named_template(name: str) -> str:
+    """The template that `model.chat_template` means: the format of that name, or what a jinja file holds.
+
+    Raises ConfigError for a name that no format has, and for a file that cannot be read or is no template.
+    """
+    if not (name.endswith(_FILE_ENDINGS) or "/" in name):
+        try:
+            return PLAIN_TEMPLATE if name == PLAIN else chat_template(name).template
+        except UnknownTemplateError:
+            known = [PLAIN, *sorted(TEMPLATES)]
+            hint = did_you_mean(nearest(name, known))
+            raise ConfigError(
+                f"{TEMPLATE_KEY}={name} is unknown: it is one of {', '.join(known)}, or a FILE.jinja{hint}"
+            ) from None
+    try:
+        text = expanded(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{TEMPLATE_KEY}={name} cannot be read: {error}") from error
+    try:
+        variables_read(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"{TEMPLATE_KEY}={name}, line {error.lineno}: {error.message}") from error
+    return text
+
+
+def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) -> Any:
+    """`tokenizer` with the template `name` in place of its own, where one is asked for, told `variables`.
+
+    Raises ConfigError for what `named_template` refuses, for a format that the tokenizer has no
+    end-of-turn token for, and for a variable that the template does not read.
+    """
+    if name is None and not variables:
+        return tokenizer
+    chosen = copy.copy(tokenizer)
+    if name is not None:
+        _give_template(chosen, name)
+    if variables and chosen.chat_template:
+        own = chosen.chat_template  # several by name, or one
+        several = own if isinstance(own, dict) else {"": own}
+        read = set().union(*(variables_read(template) for template in several.values()))
+        for variable in variables:
+            if variable not in read:
+                raise ConfigError(
+                    f"{VARIABLES_KEY}: {template_name(chosen)} does not read {variable}"
+                    f"{did_you_mean(nearest(variable, read), 'leave it out')}"
+                )
+        told = {key: with_defaults(template, variables) for key, template in several.items()}
+        chosen.chat_template = told if isinstance(own, dict) else told[""]
+    return chosen
+
+
+def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """`template` with values for variables that whoever renders does not give; those given last come first."""
+    head = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in variables.items()
+    )
+    head += "\n"  # taken away by the block before it, so that the template begins on a line of its own
+    return template if template.startswith(head) else head + template
+
+
+def variables_read(template: str) -> set[str]:
+    """The variables that a template reads. Raises TemplateSyntaxError for what is no template."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return meta.find_undeclared_variables(environment.parse(_GENERATION_TAGS.sub("", template)))
+
+
+def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
+    """What to say where the model thinks before it answers and `tokens`, the value of `key`, are too few for it."""
+    if tokens >= THINKING_TOKENS or not tokenizer.chat_template:
+        return None
+    try:
+        text = render(tokenizer, _QUESTION, add_generation_prompt=True)
+        on, off = (
+            render(tokenizer, _QUESTION, add_generation_prompt=True, variables={"enable_thinking": value})
+            for value in (True, False)
+        )
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        return None  # a template that refuses a question says so where one is asked
+    can_be_told = on != off
+    if not (can_be_told and text == on) and text.rfind("<think>") <= text.rfind("</think>"):
+        return None
+    remedy = f"add {VARIABLES_KEY}={{enable_thinking:false}}, or give" if can_be_told else "give"
+    return (
+        f"with {template_name(tokenizer)} the model thinks before it answers, and {key}={tokens} will often cut it off "
+        f"in its thoughts: {remedy} {key} {THINKING_TOKENS} or more"
+    )
+
+
+def _give_template(tokenizer: Any, name: str) -> None:
+    template = named_template(name)
+    if tokenizer.bos_token and "bos_token" not in template and tokenizer.bos_token not in template:
+        begun = tokenizer("")["input_ids"]
+        if begun[:1] == [tokenizer.bos_token_id]:  # what the tokenizer begins any text with, the template has to write
+            template = "{{- bos_token -}}" + template
+    tokenizer.chat_template = template
+    end = ChatMask(tokenizer).end_of_turn
+    if end is None:
+        plain = f"take {TEMPLATE_KEY}={PLAIN}, which ends one with the eos_token"
+        raise ConfigError(
+            f"{TEMPLATE_KEY}={name} ends a turn with no special token that the tokenizer has: "
+            + ("give it an eos_token" if name == PLAIN else plain)
+        )
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)  # sampling stops there
+
+
+def _literal(value: Any) -> str:
+    """`value` as jinja writes it: as JSON does, but for null."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

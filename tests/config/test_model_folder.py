@@ -1,0 +1,176 @@
+"""A broken folder is refused for what is wrong with it, from its files alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlpost.config.compose import compose
+from rlpost.config.model_folder import check_model_folder, weight_files
+from rlpost.config.paths import resolve_model_path
+from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT
+from rlpost.errors import ConfigError
+from tests.model_folders import write_model, write_weights
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 538090408\n"
+INDEX = "model.safetensors.index.json"
+
+
+def sharded(folder: Path, *present: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}))
+    for name in present:
+        write_weights(folder / name)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a configuration that is no JSON": (
+        lambda f: (f / "config.json").write_text('{"model_type": "llama",'),
+        r"config\.json cannot be read as JSON \(.*line 1",
+    ),
+    "a configuration of something else": (
+        lambda f: (f / "config.json").write_text('{"steps": 3}'),
+        r"config\.json names no model_type",
+    ),
+    "a configuration that is a list": (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
+    "code that the model ships": (
+        lambda f: write_model(f, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}),
+        r"loaded with code that it ships \(auto_map\), which rlpost never runs",
+    ),
+    "code that the tokenizer ships": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'),
+        "which rlpost never runs",
+    ),
+    "weights that are empty": (lambda f: (f / "model.safetensors").write_bytes(b""), r"model\.safetensors is empty"),
+    "weights cut short": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
+        r"model\.safetensors has 66 bytes, and its header tells of 67",
+    ),
+    "weights with a damaged header": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\x10" + b"\x00" * 7 + b"{" * 16),
+        "its header cannot be read",
+    ),
+    "weights that begin with a huge number": (
+        lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 20),
+        "its header cannot be read",
+    ),
+    "weights that are a git-lfs pointer": (
+        lambda f: (f / "model.safetensors").write_text(POINTER),
+        r"model\.safetensors is a git-lfs pointer.*git lfs pull",
+    ),
+    "weights that are a web page": (
+        lambda f: (f / "model.safetensors").write_text("<!DOCTYPE html><html>Sign in</html>"),
+        r"model\.safetensors is a web page",
+    ),
+    "a configuration that is a web page": (
+        lambda f: (f / "config.json").write_text("<html>404</html>"),
+        r"config\.json is a web page",
+    ),
+    "a file of the index that is missing": (
+        lambda f: sharded(f, "model-1.safetensors"),
+        r"model-2\.safetensors is missing, and model\.safetensors\.index\.json names it",
+    ),
+    "an index that is missing": (
+        lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00002.safetensors"),
+        r"index\.json is missing: model-00001-of-00002\.safetensors is one of 2 files",
+    ),
+    "weights under another name": (
+        lambda f: (f / "model.safetensors").rename(f / "weights.safetensors"),
+        r"weights\.safetensors, which is not the model\.safetensors",
+    ),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer: copy tokenizer.json"),
+    "a tokenizer that is no JSON": (
+        lambda f: (f / "tokenizer.json").write_text(POINTER),
+        r"tokenizer\.json is a git-lfs pointer",
+    ),
+}
+
+
+def test_a_whole_folder_passes_in_one_file_and_in_several(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    check_model_folder(folder)
+    assert (folder / "model.safetensors").stat().st_size == 67  # 8 for the length, 55 of header, 4 of data
+    sharded(folder, "model-1.safetensors", "model-2.safetensors")
+    check_model_folder(folder)
+    assert [file.name for file in weight_files(folder)] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
+    breaks, message = BROKEN[what]
+    breaks(write_model(tmp_path / "m"))
+    with pytest.raises(ConfigError, match=message) as refused:
+        compose(EVAL, [f"model={tmp_path}/m"])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT], ids=lambda c: c.name)
+def test_every_command_looks_at_the_folder(command: object, tmp_path: Path) -> None:
+    (write_model(tmp_path) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is empty"):
+        compose(command, [f"model.path={tmp_path}"])  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_a_folder_or_device_is_told_without_torch(tmp_path: Path) -> None:
+    (write_model(tmp_path / "m") / "model.safetensors").write_bytes(b"")
+    script = (
+        "import sys\nfrom rlpost.cli.main import run\n"
+        f"codes = [run(['eval', 'model={tmp_path}/m']), run(['train', 'grpo', 'model.device=mps']),\n"
+        f"         run(['chat', '{tmp_path}/m']), run(['train', 'sft', 'model.chat_template=chatlm'])]\n"
+        "assert codes == [2, 2, 2, 2], codes\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("is empty") == 2
+    assert "model.device=mps cannot be used here" in ran.stderr
+    assert "did you mean chatml?" in ran.stderr
+
+
+def test_an_adapter_that_names_itself_or_one_that_names_it_is_refused(tmp_path: Path) -> None:
+    for name, base in (("self", "self"), ("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        names = json.dumps({"base_model_name_or_path": str(tmp_path / base)})
+        (tmp_path / name / "adapter_config.json").write_text(names)
+        write_weights(tmp_path / name / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"the adapter .*/self names itself as its model: write the model"):
+        resolve_model_path(str(tmp_path / "self"))
+    with pytest.raises(ConfigError, match=r"the adapter .*/b names .*/a, an adapter for this one, as its model"):
+        resolve_model_path(str(tmp_path / "a"))
+
+
+def test_a_folder_that_holds_something_else_says_what_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "models", "quantized"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
+    write_model(tmp_path / "models" / "small")
+    write_model(tmp_path / "qwen-small")
+    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF")
+    for path, message in {
+        "./data": r"holds no model.*; it holds train\.jsonl: data is given as env\.path",
+        "./models": r"holds no model.*did you mean models/small\?",
+        "./quantized": r"holds no model.*did you mean quantized/q4\.gguf\?",
+        "qwen-small/model.safetensors": r"is a file: give the folder that holds it; did you mean qwen-small\?",
+        "data/train.jsonl": r"is a file.*data is given as env\.path",
+        "qwen-smal": r"is neither a folder here nor OWNER/NAME; did you mean \./qwen-small\?",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            resolve_model_path(path)
+    assert resolve_model_path("quantized/q4.gguf") == "quantized/q4.gguf"
+    assert resolve_model_path("gpt2") == "gpt2"
+    with pytest.raises(ConfigError, match=r"q5\.gguf does not exist; did you mean quantized/q4\.gguf\?"):
+        resolve_model_path("quantized/q5.gguf")
+    (tmp_path / "quantized" / "q4.gguf").write_text(POINTER)
+    with pytest.raises(ConfigError, match=r"q4\.gguf is a git-lfs pointer"):
+        resolve_model_path("quantized/q4.gguf")
+    (tmp_path / "quantized" / "q4.gguf").write_text("lmgg")
+    with pytest.raises(ConfigError, match=r"q4\.gguf is no GGUF file"):
+        resolve_model_path("quantized/q4.gguf")
