@@ -211,7 +211,7 @@ def _check_complete(source: Path, missing: Any) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -1,0 +1,163 @@
+"""The chat template that a model is used with, and what it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.data.chat_mask import ChatMask
+from rlpost.data.continuation import Continuation
+from rlpost.data.conversation import Conversation
+from rlpost.data.history import History
+from rlpost.data.template_choice import THINKING_TOKENS, named_template, thinking_cut_short, with_choice, with_defaults
+from rlpost.errors import ConfigError
+from rlpost.models import load_tokenizer, tiny_tokenizer
+from rlpost.settings import ModelSettings
+from rlpost.settings.chat_template import template_variables
+
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
+OFF = {"enable_thinking": False}
+# how Qwen3 leaves thinking out, how SmolLM3 sets its default, how DeepSeek-R1 always thinks
+QWEN3 = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+SMOLLM3 = (
+    """{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- macro mode() %}{{ '/think' if enable_thinking else '/no_think' }}{% endmacro -%}
+{{- '<|im_start|>system\\n' + mode() + '<|im_end|>\\n' }}"""
+    + QWEN3.partition("{%- if add_generation_prompt")[0]
+    + """
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+)
+R1 = QWEN3.replace("is defined and enable_thinking is false", "is not defined")
+R1 = R1.replace("enable_thinking is not defined %}{{- '<think>\\n\\n</think>\\n\\n'", "true %}{{- '<think>\\n'")
+
+
+def having(template: str | None) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(tokenizer: Any, **variables: Any) -> str:
+    return tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False, **variables)
+
+
+@pytest.mark.parametrize("template", [QWEN3, SMOLLM3], ids=["qwen3", "smollm3"])
+def test_what_a_template_is_told_is_as_if_each_rendering_said_it(template: str) -> None:
+    plain, told = having(template), with_choice(having(template), None, OFF)
+    expected = rendered(plain, **OFF)
+    assert expected != rendered(plain)
+    conversation = Conversation(task={}, messages=list(ASKED))
+    Continuation(told).begin(conversation)
+    assert conversation.prompt_text == expected
+    assert History.from_chats([ASKED]).apply_chat_template(told) == [expected]
+    ids, mask = ChatMask(told).encode(ANSWERED)
+    prompt = plain(expected, add_special_tokens=False)["input_ids"]
+    if template is QWEN3:  # the empty thought is the template's, so it is not trained
+        assert ids[: len(prompt)] == prompt
+        assert mask == [False] * len(prompt) + [True, True, False]  # 4, the end of the turn, a line break
+    assert rendered(told, enable_thinking=True) == rendered(plain, enable_thinking=True)  # who renders can still say
+    assert rendered(with_choice(told, None, {"enable_thinking": True})) == rendered(plain, enable_thinking=True)
+    assert with_choice(told, None, OFF).chat_template == told.chat_template
+    assert plain.chat_template == template
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"does not read enable_thinkin; did you mean enable_thinking\?"):
+        with_choice(having(QWEN3), None, {"enable_thinkin": False})
+
+
+@pytest.mark.parametrize("value", ['a"\n%}{{ x }}é\u2028\U0001f600\\n', [None, True, -1.5e3, {"a": []}], 3, False, ""])
+def test_any_plain_value_arrives_as_it_is_and_runs_nothing(value: object) -> None:
+    template = having(with_defaults("{{ value == given }}{{ value }}", {"value": value}))
+    assert rendered(template, given=value) == f"True{value}"
+
+
+@pytest.mark.parametrize(
+    "begins", ["\n\n{{ x }}", "  {% if true %}a{% endif %}", "\n{%- if true %}a{% endif %}", "b\n"]
+)
+def test_a_template_begins_as_it_did(begins: str) -> None:
+    assert rendered(having(with_defaults(begins, {"y": 1}))) == rendered(having(begins))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{enable_thinking: false}", OFF),
+        ("{enable_thinking:False}", OFF),
+        ('{"a": [1, "x: {y}"], "b": null}', {"a": [1, "x: {y}"], "b": None}),
+        ("{a: -1.5e3, b: {c: d-e}, f: 'it is, {x}'}", {"a": -1500.0, "b": {"c": "d-e"}, "f": "it is, {x}"}),
+        (None, {}),
+    ],
+)
+def test_a_mapping_is_written_with_or_without_quotes(text: str | None, value: dict[str, Any]) -> None:
+    assert template_variables("k", text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "[1]", "{messages: 1}", "{a: 1e999}", "{a b: 1}", "{'a-b': 1}", "{__class__: 1}"]
+)
+def test_what_is_no_mapping_of_names_to_values_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs"):
+        ModelSettings(chat_template_kwargs=text)
+
+
+def test_a_base_model_is_given_a_template_that_is_saved_with_it(tmp_path: Path) -> None:
+    having(None).save_pretrained(tmp_path / "base")
+    given = load_tokenizer(tmp_path / "base", ModelSettings(path="", chat_template="chatml"))
+    assert rendered(given) == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    given.save_pretrained(tmp_path / "trained")
+    assert rendered(load_tokenizer(tmp_path / "trained")) == rendered(given)
+    (tmp_path / "mine.jinja").write_text(QWEN3)
+    own = ModelSettings(chat_template=f"{tmp_path}/mine.jinja", chat_template_kwargs="{enable_thinking: false}")
+    load_tokenizer(tmp_path / "base", own).save_pretrained(tmp_path / "trained")
+    assert rendered(load_tokenizer(tmp_path / "trained")) == rendered(having(QWEN3), **OFF)
+
+
+def test_plain_ends_a_turn_with_the_end_of_a_text_and_chatml_says_where_it_cannot() -> None:
+    tokenizer = having(None)
+    tokenizer.eos_token = "<|endoftext|>"
+    plain = with_choice(tokenizer, "plain", {})
+    text = plain.apply_chat_template(ANSWERED, tokenize=False)
+    assert text == "### User:\n2 + 2?\n\n### Assistant:\n4<|endoftext|>\n\n"
+    ids, mask = ChatMask(plain).encode(ANSWERED)
+    assert plain.decode([i for i, trained in zip(ids, mask, strict=True) if trained]) == "4<|endoftext|>"
+    assert with_choice(tokenizer, "chatml", {}).eos_token == "<|im_end|>"  # where sampling stops
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.chat_template is None
+    with pytest.raises(
+        ConfigError, match=r"chat_template=gemma ends a turn with no special token.*chat_template=plain"
+    ):
+        with_choice(tokenizer, "gemma", {})
+
+
+def test_a_template_that_is_none_is_refused_by_name_or_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.jinja").write_text("{{ messages }}\n{% if %}")
+    for name, message in {
+        "chatlm": r"model\.chat_template=chatlm is unknown: it is one of plain, chatml.*did you mean chatml\?",
+        f"{tmp_path}/no.jinja": r"no\.jinja cannot be read",
+        f"{tmp_path}/bad.jinja": r"bad\.jinja, line 2: ",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            named_template(name)
+
+
+def test_a_model_that_thinks_is_told_of_where_there_is_no_room_for_it() -> None:
+    for template in (QWEN3, SMOLLM3):
+        said = thinking_cut_short(having(template), 48, "env.x") or ""
+        assert "and env.x=48 will often cut it off" in said
+        assert "add model.chat_template_kwargs={enable_thinking:false}, or give env.x 1024 or more" in said
+        assert thinking_cut_short(with_choice(having(template), None, OFF), 48, "env.x") is None
+        assert thinking_cut_short(having(template), THINKING_TOKENS, "env.x") is None
+    said = thinking_cut_short(having(R1), 48, "env.x") or ""
+    assert "in its thoughts: give env.x 1024 or more" in said
+    assert "chat_template_kwargs" not in said
+    assert thinking_cut_short(tiny_tokenizer(), 48, "env.x") is None
