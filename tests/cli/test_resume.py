@@ -88,6 +88,11 @@ def test_a_job_that_its_sweep_resumes_is_told_everything_by_it(capsys: pytest.Ca
     [
         ("seed=4", "the run began with seed=0, not 4; keep it"),
         ("group_size=4", "the run began with group_size=2, not 4; keep it"),
+        ("model.chat_template=plain", "the run began with model.chat_template=null, not plain; keep it"),
+        (
+            "model.chat_template_kwargs={enable_thinking:false}",
+            "the run began with model.chat_template_kwargs=null, not {enable_thinking:false}; keep it",
+        ),
         ("model=smollm2", "the run began with model.path=builtin:tiny, not packaged:smollm2; keep it"),
     ],
 )
