@@ -345,10 +345,11 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
     try:
         cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
-        if not with_weights or any(cached.glob("*.safetensors")):  # the tokenizer alone may be there
-            return cached
+        if with_weights:
+            weight_files(cached)
+        return cached
     except (OSError, ValueError):
-        pass  # not in the cache yet: ask the hub
+        pass  # not in the cache yet, or the tokenizer alone, or cut short: ask the hub
     try:
         HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))

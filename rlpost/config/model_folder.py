@@ -12,7 +12,7 @@ from rlpost.errors import ConfigError
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 GGUF = ".gguf"
 # one of these holds the vocabulary of any tokenizer that transformers reads
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "*vocab*")
+VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
 _LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _NOT_WEIGHTS = (

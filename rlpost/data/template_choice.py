@@ -78,7 +78,7 @@ def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) 
     """
     if name is None and not variables:
         return tokenizer
-    chosen = copy.copy(tokenizer)
+    chosen = copy.copy(tokenizer) if name is None else copy.deepcopy(tokenizer)  # whose special tokens may change
     if name is not None:
         _give_template(chosen, name)
     if variables and chosen.chat_template:
