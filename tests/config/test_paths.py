@@ -76,9 +76,9 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("")
+    (tmp_path / "model.onnx").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        resolve_model_path(str(tmp_path / "model.gguf"))
+        resolve_model_path(str(tmp_path / "model.onnx"))
 
 
 def test_a_misspelt_builtin_name_gets_the_right_one() -> None:
