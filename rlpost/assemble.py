@@ -410,15 +410,15 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerPro
 
 def evaluate_command(
     settings: EvalSettings,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
     tell: Callable[[Numbers], None] = lambda numbers: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """`rlpost eval`: every task of the split, or the first `env.limit`, each `eval.samples` times.
 
-    `progress` is told the completions done and their total, `tell` the formats before anything is
-    loaded, `note` what else should be known before. What engines write while they load is seen only
-    where loading fails.
+    `progress` is told the completions done, their total and the tokens sampled, `tell` the formats before
+    anything is loaded, `note` what else should be known before. What engines write while they load is seen
+    only where loading fails.
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = chosen_sampling(settings.sampling, samples)
@@ -448,5 +448,11 @@ def evaluate_command(
         longest = settings.env.max_completion_tokens
         if told := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
             note(told)
-        played = play(env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=progress)
+
+        def tell_progress(done: int, total: int) -> None:
+            progress(done, total, policy.tokens_sampled)
+
+        played = play(
+            env, policy, num_prompts=env.num_tasks, samples=samples, sampling=sampling, progress=tell_progress
+        )
     return Evaluation(summarise(played, k=settings.eval.k, temperature=sampling.temperature), played, numbers.record())

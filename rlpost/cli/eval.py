@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ from rlpost.cli.evaluation_folder import choose_evaluation_folder, reserved
 from rlpost.cli.plan import model_name
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import print_json, print_numbers, show_status, stdout_on_stderr
+from rlpost.cli.terminal import Status, print_json, print_numbers, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, VerbWithVerbs
 from rlpost.errors import ConfigError
 from rlpost.text import printable
@@ -88,33 +90,34 @@ def evaluate(
     print("\n".join(printable(line) for line in [*result.lines(), f"written to {folder}"]))
 
 
+@contextmanager
+def saying_abandoned() -> Iterator[None]:
+    """Say that a signal has ended the evaluation that the block is, and that nothing is left of it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(OSError):  # there may be no terminal any more
+            print("stopping: the evaluation is abandoned, nothing is written", file=sys.stderr, flush=True)
+        raise
+
+
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], EvalResult]:
-    """The evaluation, written to `folder`; its progress is on stderr where a person is looking.
+    """The evaluation, written to `folder`; its progress is on stderr.
 
     Returns what `result.json` holds, and the figures in it.
     """
     settings = composed.settings
     began = time.monotonic()
-    with reserved(folder):
-        show_status(f"loading {settings.model.path} ...")
-        try:
+    with reserved(folder), saying_abandoned():
+        with Status(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
             from rlpost.checkpoint import NUMBERS
             from rlpost.config.paths import resolve_model_path
             from rlpost.evaluations import write_evaluation
             from rlpost.run import environment
 
-            def progress(done: int, total: int) -> None:
-                show_status(f"evaluating: {done} of {total} completions")
-
-            def note(text: str) -> None:
-                show_status("")
-                print(printable(f"note: {text}"), file=sys.stderr, flush=True)
-
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
-            evaluation = evaluate_command(settings, progress, print_numbers, note)
-        finally:
-            show_status("")
+            evaluation = evaluate_command(settings, partial(status.now, "evaluating"), print_numbers, status.note)
         record = {
             "folder": str(folder),
             "command": typed,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -19,6 +21,7 @@ from rlpost.cli.complaint import explain_usage
 from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
 from rlpost.errors import RlpostError
+from rlpost.output import leave_dead_terminals
 
 BEGIN = """\b
 Begin with:
@@ -104,7 +107,25 @@ def main() -> NoReturn:
         completion.answer(typer.main.get_command(app))
     _quiet_libraries()
     _wait_briefly()
+    _leave_on_signals()
     sys.exit(run(sys.argv[1:]))
+
+
+def _leave_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, so that all is closed that was started; twice: at once.
+
+    A training has more to do then, and catches them itself. SIGHUP stays ignored where it is, as under nohup.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGHUP:
+            leave_dead_terminals()
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
 
 
 def _wait_briefly() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr
+from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
 from rlpost.config.registry import Command, S
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs import read_run
@@ -17,11 +17,8 @@ from rlpost.settings.run import RunRequest
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
     """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
-    show_status("loading torch ...")
-    try:
+    with Status("loading torch"):
         return importlib.import_module(f"rlpost.train.{command.name}").train
-    finally:
-        show_status("")
 
 
 def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.run_folder import RESUME_WORDS
-from rlpost.config.paths import SWEEP_FILE, newest_checkpoint, resolve_model_path, step_of
+from rlpost.config.paths import (
+    SWEEP_FILE,
+    is_run_folder,
+    never_began,
+    newest_checkpoint,
+    resolve_model_path,
+    step_of,
+)
 from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
@@ -19,32 +26,45 @@ if TYPE_CHECKING:
     from rlpost.config.overrides import Override
 
 
-def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence[str]) -> list[Override]:
-    """What `run` was asked, to compose under the `words` given now.
+def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence[str]) -> list[Override] | None:
+    """What `run` was asked, to compose under the `words` given now, whether or not it has a checkpoint yet.
 
-    Nothing where there is no checkpoint to go on from, for then the run begins anew, and for a job
-    that its sweep resumes, which is told everything. Raises CheckpointError where the run does not
-    say what it was asked, and ConfigError for a run of another command and where it names code to
-    run that the words do not: a folder may be anybody's; CheckpointError for a checkpoint that keeps the model alone.
+    None where there is nothing to keep: no run yet, one that did nothing and does not say what it was
+    asked, and a job that its sweep resumes, which is told everything. Raises CheckpointError where the
+    run does not say what it was asked, or has no checkpoint where one was named, or one that keeps the
+    model alone, and ConfigError for a run of another command and where it names code to run that the
+    words do not: a folder may be anybody's.
     """
     if resume in RESUME_WORDS and (run.parent / SWEEP_FILE).is_file():
-        return []
-    found = newest_checkpoint(run if resume in RESUME_WORDS else expanded(resume))
-    if found is None:
-        return []
+        return None
+    if not is_run_folder(run):
+        return None
+    found = newest_checkpoint(run if resume in RESUME_WORDS else expanded(resume).resolve())
+    if resume not in RESUME_WORDS and found is None:
+        raise CheckpointError(
+            f"--resume {resume}: there is no complete checkpoint; --out {run} --resume auto begins the run again, with "
+            "its own settings"
+        )
     from rlpost.config.code import is_code
     from rlpost.config.overrides import Override
     from rlpost.resumable import check_resumable
 
-    check_resumable(found)
+    if found is not None:
+        check_resumable(found)
 
-    if (its := command_of(run)) not in (None, command):
-        raise ConfigError(f"--resume: {run} is a run of rlpost {its.verb}, not of rlpost {command.verb}")
     file = run / "overrides.txt"
+    if (its := command_of(run)) not in (None, command):
+        if never_began(run):
+            return None
+        raise ConfigError(f"--resume: {run} is a run of rlpost {its.verb}, not of rlpost {command.verb}")
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): leave --resume out to begin anew") from error
+        if never_began(run):
+            return None
+        raise CheckpointError(
+            f"{file} cannot be read ({error}), so nothing says what the run was asked: give another --name to begin one"
+        ) from error
     given = {word.partition("=")[0] for word in words}
     if code := [word for word in code_words(lines) if word.partition("=")[0] not in given]:
         raise ConfigError(
@@ -65,9 +85,9 @@ def code_words(overrides: Sequence[str]) -> list[str]:
     return [word for key, _, text in parts if (word := code_word(Override(key, text))) is not None]
 
 
-def check_kept(composed: Composed[Any], kept: list[Override]) -> None:
-    """Raise ConfigError where the words given now change what a run cannot change while it goes on."""
-    if not kept:
+def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] | None) -> None:
+    """Raise ConfigError where the words given now change what `run` cannot change once it has begun."""
+    if kept is None or run is None or never_began(run):
         return
     from rlpost.config.compose import merge_all
     from rlpost.config.overrides import as_text
@@ -87,7 +107,10 @@ def point_of(folder: Path, resume: str) -> str:
     """Where a run in `folder` that is resumed goes on, as `--dry-run` says it."""
     source = folder if resume in RESUME_WORDS else expanded(resume)
     found = newest_checkpoint(source.resolve())
-    return f"going on after step {step_of(found)}" if found else "beginning: it has no checkpoint yet"
+    if found:
+        return f"going on after step {step_of(found)}"
+    again = "beginning again with its own settings" if is_run_folder(source) else "beginning"
+    return f"{again}: it has no checkpoint yet"
 
 
 def _is_there(model_path: str) -> bool:

@@ -89,7 +89,10 @@ def _resumed(asked: Path | None, resume: str, stem: str) -> Path:
     folder = asked if asked is not None else _last_numbered(stem)
     if folder is not None and is_run_folder(folder):
         if resume == "latest" and not checkpoints(folder / "checkpoints"):
-            raise CheckpointError(f"--resume latest: {folder} has no complete checkpoint; leave --resume out")
+            raise CheckpointError(
+                f"--resume latest: {folder} has no complete checkpoint; --resume auto begins it again, with its own "
+                "settings"
+            )
         return folder
     if resume == "latest":
         where = folder if folder is not None else RUNS / f"{stem}-1"

@@ -8,15 +8,19 @@ import os
 import select
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.output import descriptors_onto
+from rlpost.heartbeat import Heartbeat, progress_line
+from rlpost.output import descriptors_onto, where_it_leads
 from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.precision import Numbers
 
+ERASE_LINE = "\r\x1b[2K"
+LIVE = 0.5  # seconds between two looks at a line on a terminal
 RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
@@ -39,6 +43,51 @@ def print_numbers(numbers: Numbers) -> None:
         print(painted(printable(numbers.line), DIM, sys.stderr), file=sys.stderr, flush=True)
     if numbers.warning is not None:
         print(f"note: {printable(numbers.warning)}", file=sys.stderr, flush=True)
+
+
+class Status:
+    """What is under way, on stderr: one line on a terminal, one now and then elsewhere; a context manager.
+
+    It is seen wherever other output is sent meanwhile.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._opened = contextlib.ExitStack()
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.now(doing)
+
+    def now(self, doing: str, done: int | None = None, total: int | None = None, tokens: int | None = None) -> None:
+        """From now on this is being done; said again it tells how far it is and how much was sampled."""
+        if getattr(self, "_doing", None) != doing:
+            self._doing, self._since = doing, time.monotonic()
+        self._done, self._total, self._tokens = done, total, tokens
+
+    def __enter__(self) -> Status:
+        number = self._number = self._opened.enter_context(where_it_leads(2))
+        if self._live:
+            self._opened.callback(lambda: _write(number, ERASE_LINE))
+        self._opened.enter_context(
+            Heartbeat(self._line, lambda text: self._say(number, text), LIVE if self._live else None)
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def note(self, text: str) -> None:
+        """Say something that stays, in a line of its own."""
+        _write(self._number, f"{ERASE_LINE if self._live else ''}note: {printable(text)}\n")
+
+    def _line(self) -> str:
+        seconds = time.monotonic() - self._since
+        return printable(progress_line(self._doing, seconds, done=self._done, total=self._total, tokens=self._tokens))
+
+    def _say(self, number: int, text: str) -> None:
+        _write(number, f"{ERASE_LINE}{text[: shutil.get_terminal_size().columns - 1]}" if self._live else f"{text}\n")
+
+
+def _write(number: int, text: str) -> None:
+    os.write(number, text.encode(errors="replace"))
 
 
 def takes_colour(stream: TextIO) -> bool:

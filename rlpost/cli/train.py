@@ -46,8 +46,7 @@ Examples:
   rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu
 """
 RESUME_HELP = (
-    "Go on with a run and its settings: from its latest checkpoint (auto begins a run where there is none), or from "
-    "PATH."
+    "Go on with a run and its settings: from its latest checkpoint (auto begins where there is none), or from PATH."
 )
 
 app = App(help="Train a model.", epilog="Begin with: rlpost train grpo")
@@ -120,14 +119,14 @@ def resolve(
 ) -> tuple[Composed[Any], Path | None]:
     """The settings, those that a resumed run keeps among them, and the run that only they could name."""
     run = run_to_resume(out, name, resume) if resume is not None else None
-    kept = kept_settings(command, run, resume, words) if run and resume else []
-    composed = compose_and_check(command, words, kept, as_json=as_json)
+    kept = kept_settings(command, run, resume, words) if run and resume else None
+    composed = compose_and_check(command, words, kept or [], as_json=as_json)
     named = None
     if resume is not None and run is None:  # the settings given now say which run is meant
         named = choose_folder(None, None, resume, stem_of(composed))
         kept = kept_settings(command, named, resume, words)
-        composed = compose_and_check(command, words, kept, as_json=as_json)
-    check_kept(composed, kept)
+        composed = compose_and_check(command, words, kept or [], as_json=as_json)
+    check_kept(composed, run or named, kept)
     return composed, named
 
 

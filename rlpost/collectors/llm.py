@@ -103,6 +103,8 @@ class LLMCollector(Collector):
         self.verbose = verbose
         self.begin_ahead = begin_ahead
         self.on_phase: Callable[[str, str], None] = lambda kind, what: None  # told what is under way
+        # told while sampling: how many completions have ended, of how many, and the tokens of all so far
+        self.on_sampled: Callable[[int, int, int], None] | None = None
         self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
         self.policy_version_tracker = self._version_tracker(track_policy_version)
@@ -329,7 +331,8 @@ class LLMCollector(Collector):
         completions = f"{len(conversations)} completions"
         self.on_phase("sampling", completions)
         started = time.perf_counter()
-        self.policy.reply(conversations)
+        with self._telling_progress(len(conversations)):
+            self.policy.reply(conversations)
         sampled = time.perf_counter()
         self.on_phase("scoring", completions)
         self.env.advance(conversations)
@@ -343,6 +346,20 @@ class LLMCollector(Collector):
                 self._ready.append(trajectory)
             self._live[i] = [] if conversation.done else trajectory
         return conversations
+
+    @contextlib.contextmanager
+    def _telling_progress(self, total: int) -> Iterator[None]:
+        """While the policy samples, `on_sampled` is told how far it is."""
+        on_sampled = self.on_sampled
+        if on_sampled is None:
+            yield
+            return
+        before = self.policy.tokens_sampled
+        self.policy.on_ended = lambda ended: on_sampled(ended, total, self.policy.tokens_sampled - before)
+        try:
+            yield
+        finally:
+            self.policy.on_ended = None
 
     def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
         if track is False:

@@ -53,6 +53,7 @@ class Policy(ABC):
         self.rows_asked = 0  # of TensorDicts without conversations of an environment, which number each row
         self.version: PolicyVersionLabel = 0
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
+        self.tokens_sampled = 0  # in all, those under way included where the engine tells
 
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load what is needed to sample; a second call does nothing."""

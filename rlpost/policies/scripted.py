@@ -37,7 +37,9 @@ class ScriptedPolicy(Policy):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
-        return [self._complete(self.replies[i % len(self.replies)], r.max_tokens) for i, r in enumerate(requests)]
+        made = [self._complete(self.replies[i % len(self.replies)], r.max_tokens) for i, r in enumerate(requests)]
+        self.tokens_sampled += sum(len(completion.token_ids) for completion in made)
+        return made
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`."""

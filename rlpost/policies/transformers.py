@@ -167,6 +167,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
                 log_probs[row].append(log_prob)
                 stopped[row] = stop
                 ended += stop or len(ids[row]) == requests[row].max_tokens
+            self.tokens_sampled += len(drawn)
             if self.on_ended is not None:
                 self.on_ended(before + ended)
         return [

@@ -6,7 +6,7 @@ vLLM is imported when an engine starts, never before.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from rlpost.policies.kv_cache import kv_cache_arguments
 from rlpost.policies.vllm_engines import (
     InProcessEngine,
     OwnProcessEngine,
+    Telling,
     VLLMEngine,
     engine_around,
     in_thread,
@@ -183,7 +184,9 @@ class vLLMWrapper(Policy):
             )
             for request in requests
         ]
-        outputs = self._ask([request.prompt_ids for request in requests], params, "sampling")
+        before = self.tokens_sampled
+        outputs = self._ask([request.prompt_ids for request in requests], params, "sampling", self._told(before))
+        self.tokens_sampled = before + sum(len(output.outputs[0].token_ids) for output in outputs)
         completions = []
         for output in outputs:
             sample = output.outputs[0]
@@ -219,10 +222,27 @@ class vLLMWrapper(Policy):
             read.append(torch.tensor([0.0, *(step[token].logprob for step, token in known)]))
         return read
 
-    def _ask(self, prompts: list[list[int]], params: list[Any], doing: str) -> list[Any]:
+    def _told(self, before: int) -> Callable[[int, int], None] | None:
+        """Takes how many completions have ended and the tokens of all so far, where somebody wants to know."""
+        on_ended = self.on_ended
+        if on_ended is None:
+            return None
+
+        def told(ended: int, tokens: int) -> None:
+            self.tokens_sampled = before + tokens
+            on_ended(ended)
+
+        return told
+
+    def _ask(
+        self, prompts: list[list[int]], params: list[Any], doing: str, told: Callable[[int, int], None] | None = None
+    ) -> list[Any]:
         """What vLLM makes of `prompts`; an engine that fails is closed. Raises PolicyError."""
+        engine = self._running_engine()
+        if isinstance(engine, Telling):
+            engine.told = told
         try:
-            return self._running_engine().generate(prompts, params, self._applied)
+            return engine.generate(prompts, params, self._applied)
         except Exception as error:
             self._discard(f"{doing} failed: {_first_line(error)}")
             raise PolicyError(

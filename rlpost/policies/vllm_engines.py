@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -27,6 +28,7 @@ from safetensors.torch import save_file
 from rlpost.errors import ConfigError
 from rlpost.loop_thread import LoopThread
 
+TELL_EVERY = 0.5  # seconds
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 _setting = threading.RLock()  # held while variables are set: again by the thread that sets several
@@ -62,7 +64,13 @@ class VLLMEngine(Protocol):
         ...
 
 
-class InProcessEngine:
+class Telling:
+    """An engine that tells how far it is with what it was asked last."""
+
+    told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
+
+
+class InProcessEngine(Telling):
     """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
 
     def __init__(self, llm: Any) -> None:
@@ -70,8 +78,7 @@ class InProcessEngine:
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
-        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
-        return self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+        return generate_telling(self.llm, prompts, params, adapter, self.told)
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
@@ -100,7 +107,7 @@ class InProcessEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class SeparateEngine:
+class SeparateEngine(Telling):
     """A caller's `vllm.LLM` whose engine runs in a process of its own, as it does by default.
 
     Its methods wait for ever when that process dies, so they are called from a thread that is not
@@ -113,11 +120,8 @@ class SeparateEngine:
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
-        inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
         work = f"{len(prompts)} completions"
-        return self._wait(
-            lambda: self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter), waited_for=work
-        )
+        return self._wait(lambda: generate_telling(self.llm, prompts, params, adapter, self.told), waited_for=work)
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
@@ -165,7 +169,7 @@ class SeparateEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class OwnProcessEngine:
+class OwnProcessEngine(Telling):
     """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline.
 
     It is stopped by `close`, and else when nobody holds it any more or when Python ends.
@@ -183,6 +187,7 @@ class OwnProcessEngine:
         self._stop = weakref.finalize(self, stop_async_engine, self._running, self._thread, sockets)
 
         async def start() -> AsyncLLM:
+            unreached_by_the_terminal()
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
         try:
@@ -214,10 +219,17 @@ class OwnProcessEngine:
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
 
+        ended = tokens = 0
+
         async def one(ids: list[int], how: Any, name: str) -> Any:
-            final = None
+            nonlocal ended, tokens
+            final: Any = None
             async for output in self.llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
                 final = output
+            ended += 1
+            tokens += len(final.outputs[0].token_ids)
+            if self.told is not None:
+                self.told(ended, tokens)
             return final
 
         async def all_of_them() -> list[Any]:
@@ -262,6 +274,43 @@ class OwnProcessEngine:
         """See `VLLMEngine`."""
         self._stop()
         atexit.unregister(self._stop)
+
+
+def generate_telling(
+    llm: Any, prompts: list[list[int]], params: list[Any], adapter: Any | None, told: Callable[[int, int], None] | None
+) -> list[Any]:
+    """What `llm.generate` gives; `told` is called about twice a second, as `Telling` says."""
+    inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+    if told is None:
+        return llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+    llm.enqueue(inputs, params, use_tqdm=False, lora_request=adapter)
+    engine = llm.llm_engine
+    ended: list[Any] = []
+    tokens, told_at = 0, time.monotonic()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ended.append(output)
+                tokens += len(output.outputs[0].token_ids)
+        if time.monotonic() - told_at >= TELL_EVERY:
+            told(len(ended), tokens + tokens_under_way(engine))
+            told_at = time.monotonic()
+    told(len(ended), tokens)
+    return sorted(ended, key=lambda output: int(output.request_id))
+
+
+def tokens_under_way(engine: Any) -> int:
+    """Tokens of the completions that an LLMEngine has begun and not ended."""
+    states = engine.output_processor.request_states.values()
+    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+def unreached_by_the_terminal() -> None:
+    """Let what this thread starts from now on miss Ctrl-C and a closed terminal, which are for the whole program.
+
+    It ends when this process ends it: what is under way can be finished.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
 
 
 def stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from rlpost.heartbeat import figures_of_pace
 from rlpost.screen.curves import area, line, range_around, range_from_zero
 from rlpost.screen.lines import clock, fold, one_line
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import CURVES, SPEED, State
 
-STOPPING = "stopping: this step is finished and saved first; Ctrl-C again leaves at once"
+AGAIN = "Ctrl-C again leaves at once"
+STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 HINT = "Ctrl-C finishes the step, saves and stops"
+HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
 ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts, and larger curves
 ROOM_FOR_PACE = 60  # columns
 GAP = 3  # columns between curves
@@ -112,7 +115,8 @@ class Layout:
             if phase.total:
                 words.append(f" {phase.done or 0}/{phase.total}", "bold")
             if (seconds := state.now() - phase.since) >= 1:
-                words.append(f"  {_seconds(seconds)}", "dim")
+                pace = figures_of_pace(seconds, phase.done, phase.total, phase.tokens) if phase.tokens else []
+                words.append("  ".join(["", _seconds(seconds), *pace]), "dim")
         pace = state.step_seconds()
         elapsed = f"elapsed {clock(state.now() - state.started)}"
         if pace is not None and width >= ROOM_FOR_PACE:
@@ -124,8 +128,9 @@ class Layout:
         most = 0 if height < 10 else 1 if height < TALL else 4
         notes = [Text(one_line(note, width), "yellow") for note in list(self.state.notes)[-most:]] if most else []
         if self.state.stopping:
-            return [*notes, Text(STOPPING, "bold yellow")]
-        return [*notes, Text(HINT, "dim")] if height >= ROOMY else notes
+            return [*notes, Text(self.state.stopping, "bold yellow")]
+        evaluating = self.state.phase is not None and self.state.phase.kind == "evaluating"
+        return [*notes, Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else notes
 
     def _body(self, width: int, room: int, height: int) -> list[Text]:
         """At most `room` lines: curves, figures, where the time goes, and a completion in what is left."""

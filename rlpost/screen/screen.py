@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from rlpost.heartbeat import Heartbeat
+from rlpost.output import leave_dead_terminals, where_it_leads
 from rlpost.screen.layout import STOPPING, Layout
-from rlpost.screen.lines import clock, one_line, sample_lines, step_line
+from rlpost.screen.lines import clock, evaluation_line, one_line, sample_lines, step_line
 from rlpost.screen.record import Record
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import Figures, State
@@ -47,6 +50,8 @@ class Screen:
         self._lock = threading.Lock()  # of the state, which another thread draws
         colour = self.console.color_system is not None and not os.environ.get("NO_COLOR")
         self._styled = self.console.is_terminal and colour
+        self._heartbeat: Heartbeat | None = None  # while plain lines are all there is
+        self._said_to = 2  # the descriptor of what is said in a signal's function
         self._layout = Layout(self.state, colour=colour)
 
     def __enter__(self) -> Screen:
@@ -74,13 +79,39 @@ class Screen:
             self.state.add_note(text)
         self.line(text, "yellow")
 
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Say what is being waited for before there is a picture, on a terminal with the seconds it has taken."""
-        if self._descriptor is None:
-            self.line(f"{what} ...")
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what is being waited for before there is a picture, and now and then for how long already.
+
+        Wherever other output is sent meanwhile.
+        """
         began = time.monotonic()
-        return Waiting(self._descriptor, lambda: f"{printable(what)} ...  {time.monotonic() - began:.0f} s")
+        with contextlib.ExitStack() as opened:
+            self._said_to = opened.enter_context(where_it_leads(2))
+            opened.callback(setattr, self, "_said_to", 2)
+            if self._descriptor is not None:
+                line = lambda: f"{printable(what)} ...  {time.monotonic() - began:.0f} s"  # noqa: E731
+                opened.enter_context(Waiting(self._descriptor, line))
+            else:
+                self.line(f"{what} ...")
+                say = opened.enter_context(self._saying())
+                opened.enter_context(Heartbeat(lambda: f"still {what} ... {time.monotonic() - began:.0f} s", say))
+            yield
+
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[Callable[[str], None]]:
+        """Prints plain lines where stdout leads now."""
+        try:
+            number = self.console.file.fileno()
+        except (AttributeError, io.UnsupportedOperation):
+            yield self._print
+            return
+        with where_it_leads(number) as descriptor:
+
+            def say(text: str) -> None:
+                os.write(descriptor, f"{printable(text)}\n".encode(errors="replace"))
+
+            yield say
 
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
         """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
@@ -90,6 +121,9 @@ class Screen:
             self.console.file.flush()
             last_words = printable(f"the training's process has died; what it said last is in {log}")
             self._picture = Picture(self._descriptor, self._frame, log=log, last_words=last_words)
+        else:
+            self._heartbeat = Heartbeat(self._under_way, self._print)
+            self._heartbeat.__enter__()
 
     def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
         """Steps up to `done` of `total` were done before, and `recorded` is everything that was said so far."""
@@ -101,10 +135,20 @@ class Screen:
         with self._lock:
             self.state.begin_step()
 
-    def phase(self, kind: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
-        """From now on `kind` (a verb) is being done to `what`; called again it tells how much of it is done."""
+    def phase(
+        self,
+        kind: str,
+        what: str = "",
+        done: int | None = None,
+        total: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """From now on `kind` (a verb) is being done to `what`; called again it tells how much of it is done.
+
+        `tokens` are those sampled in it so far.
+        """
         with self._lock:
-            self.state.begin_phase(kind, what, done, total)
+            self.state.begin_phase(kind, what, done, total, tokens)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
         """A finished step: its figures, and the first of its completions. Step 0 is what came before training."""
@@ -126,25 +170,37 @@ class Screen:
             for each in sample_lines(sample):
                 self._print(each, "dim")
 
-    def stop_asked(self) -> None:
-        """Say that the run ends after this step; called in a signal's function, so nothing here waits."""
-        self.state.stopping = True
+    def evaluated(self, step: int, metrics: Figures) -> None:
+        """The evaluation after `step` is done."""
+        with self._lock:
+            self.state.end_evaluation(step, metrics)
+        self.line(evaluation_line(metrics, f"after step {step}"))
+
+    def stop_asked(self, answer: str = STOPPING) -> None:
+        """Say what becomes of the run that a signal has asked to end; called in its function, so nothing here waits."""
+        self.state.stopping = answer
         if self._picture is None:
-            os.write(2, f"\n{STOPPING}\n".encode())
+            with contextlib.suppress(OSError):  # there may be no terminal any more
+                os.write(self._said_to, f"\n{answer}\n".encode())
 
     def leave_at_once(self, last_words: str) -> None:
         """Give the terminal back just before the process ends; called in a signal's function."""
         if self._picture is None:
-            os.write(2, f"\n{last_words}\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(self._said_to, f"\n{last_words}\n".encode())
         else:
             self._picture.leave_at_once(f"{last_words}\n".encode())
 
     def end(self) -> None:
         """End the picture and print what stays of it; a second call does nothing."""
+        if self._heartbeat is not None:
+            self._heartbeat.__exit__()
+            self._heartbeat = None
         picture, self._picture = self._picture, None
         if picture is None:
             return
         picture.close()
+        leave_dead_terminals()
         for text, style in self._record.lines():
             self._print(text, style)
 
@@ -160,7 +216,19 @@ class Screen:
 
     def _print(self, text: str, style: str = "") -> None:
         shown = printable(text).encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
-        self.console.print(Text(shown, style=style if self._styled else ""))
+        if self._heartbeat is not None:
+            self._heartbeat.said()
+        try:
+            self.console.print(Text(shown, style=style if self._styled else ""))
+        except OSError as error:
+            # the terminal has been closed, or who reads has stopped with us: what is under way goes on without
+            if error.errno != errno.EIO and not (self.state.stopping and error.errno == errno.EPIPE):
+                raise
+            leave_dead_terminals()
+
+    def _under_way(self) -> str:
+        with self._lock:
+            return self.state.under_way()
 
     def _log(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk ends the run where its records are written, with advice

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from rlpost.heartbeat import progress_line
 from rlpost.screen.curves import Series
 from rlpost.screen.lines import tokens_per_second
 from rlpost.screen.sample import Sample
@@ -38,6 +39,7 @@ class Phase:
     since: float
     done: int | None = None
     total: int | None = None
+    tokens: int | None = None  # sampled in it so far
 
 
 @dataclass
@@ -57,7 +59,7 @@ class State:
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
     sample: Sample | None = None
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
-    stopping: bool = False
+    stopping: str = ""  # what a signal was answered with
     revision: int = 0
     _step_started: float | None = None
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -76,14 +78,21 @@ class State:
         """A step begins now."""
         self._step_started = self.now()
 
-    def begin_phase(self, kind: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+    def begin_phase(
+        self,
+        kind: str,
+        what: str = "",
+        done: int | None = None,
+        total: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
         """From now on `kind` is being done; the same kind again tells how far it is."""
         now = self.now()
         if self.phase is None or self.phase.kind != kind:
             self._end_phase(now)
             self.phase = Phase(kind, what, now)
             self.revision += 1
-        self.phase.what, self.phase.done, self.phase.total = what, done, total
+        self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
 
     def end_step(self, step: int, metrics: Figures, sample: Sample | None) -> None:
         """`step` is done; step 0 is the evaluation before training."""
@@ -94,10 +103,29 @@ class State:
         self._step_started = None
         self.sample = sample or self.sample
 
+    def end_evaluation(self, step: int, metrics: Figures) -> None:
+        """What the evaluation after `step` found."""
+        found = {name: value for name, value in metrics.items() if value is not None}
+        self.evaluations = [*self.evaluations[:1], (step, found)]
+        self.revision += 1
+
     def add_note(self, text: str) -> None:
         """Something that wants attention."""
         self.notes.append(text)
         self.revision += 1
+
+    def under_way(self) -> str:
+        """What is being done, how far it is and how fast, on one line; empty before anything is."""
+        phase = self.phase
+        if phase is None:
+            return ""
+        seconds = self.now() - phase.since
+        where = "" if self._step_started is None else f"step {self.done + 1}: "
+        if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
+            return progress_line(f"{where}{phase.kind} {phase.done or 0} of {phase.what}", seconds, tokens=phase.tokens)
+        doing = f"{where}{phase.kind} {phase.what}".rstrip()
+        done, total = phase.done, phase.total
+        return progress_line(doing, seconds, done=done, total=total, tokens=phase.tokens)
 
     def left(self) -> float | None:
         """Seconds until the last step is done, at the pace of the last few; None before the first.
@@ -130,7 +158,7 @@ class State:
         self.revision += 1
         found = {name: value for name, value in metrics.items() if value is not None}
         if any(name.startswith("eval/") for name in found):
-            self.evaluations = [*self.evaluations[:1], (step, found)]
+            self.end_evaluation(step, found)
         if step == 0:
             return
         speed = tokens_per_second(found)

@@ -24,11 +24,13 @@ from rlpost.settings.tracking import TrackingSettings
 class CheckpointSettings:
     """When training is saved; the last step always is."""
 
-    every: int = 30  # steps; 0: the last step only
+    every: int = 30  # steps; 0: none for their number
+    every_minutes: float = 5.0  # of training, the most that a crash can lose; 0: none for the time
     keep_last: int = 2  # checkpoints; older ones are removed, and all but the newest keep the model alone
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.every_minutes", self.every_minutes, 0.0)
         at_least("checkpoint.keep_last", self.keep_last, 1)
 
 

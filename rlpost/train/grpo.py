@@ -32,7 +32,16 @@ from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overl
 from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.needs import check_needs
-from rlpost.train.sampled import SampledProgress, begin, check_failed, finish_step, resume
+from rlpost.train.sampled import (
+    SampledProgress,
+    begin,
+    check_failed,
+    finish_step,
+    owed_evaluation,
+    resume,
+    show_sampling,
+)
+from rlpost.train.standstill import say_at_end
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
 
@@ -52,16 +61,16 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
+        run.catch_signals()
         check_needs(settings, run)
-        with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
-            settings, numbers = resolve_numbers(settings, checkpoint)
-            run.keep_numbers(numbers.record())
-            parts = assemble_grpo(settings, checkpoint)
-            parts.policy.start()
-        with screen, contextlib.closing(parts):  # what an engine says while it closes is not for the terminal
-            run.catch_signals()
+        with screen, contextlib.ExitStack() as opened:  # what an engine says while it closes is not for the terminal
+            with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
+                settings, numbers = resolve_numbers(settings, checkpoint)
+                run.keep_numbers(numbers.record())
+                parts = opened.enter_context(contextlib.closing(assemble_grpo(settings, checkpoint)))
+                parts.policy.start()
             announce(settings, parts, numbers, run)
-            parts.collector.on_phase = screen.phase
+            show_sampling(parts, screen)
             if checkpoint:
                 progress = resume(settings, parts, run, checkpoint, Progress)
             else:
@@ -69,12 +78,13 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
             after = learn(settings, parts, run, progress)
             screen.phase("closing", "the policy")
         conclude(run, progress.step, progress.eval_before, after, progress)
-        return run.exit_code
+        say_at_end(run, progress)
+    return run.exit_code
 
 
 def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> EvalResult | None:
     """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
-    after = None
+    after = owed_evaluation(settings, parts, run, progress)
     screen = run.screen
     accept = has_spread if settings.dynamic.enabled else None
     learner = Learner(

@@ -14,17 +14,19 @@ from rlpost.errors import RewardError
 from rlpost.evaluate import EvalResult, evaluate
 from rlpost.memory import give_back_freed_memory
 from rlpost.run import Run
-from rlpost.screen import evaluation_line
+from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.train.best import BestSoFar, restore_best
+from rlpost.train.finish import evaluations_until, finish, make_up
+from rlpost.train.standstill import LearningSoFar, watch, why_sampled
 from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
 
 Settings = GRPOSettings | ExpertIterationSettings
 
 
 @dataclass
-class SampledProgress(BestSoFar):
+class SampledProgress(LearningSoFar, BestSoFar):
     """How far a training is, and when it was best."""
 
     step: int = 0  # steps done
@@ -32,6 +34,16 @@ class SampledProgress(BestSoFar):
 
 
 P = TypeVar("P", bound=SampledProgress)
+
+
+def show_sampling(parts: SamplingParts, screen: Screen) -> None:
+    """Let the screen show what the collector does, and how far it is."""
+
+    def sampled(ended: int, total: int, tokens: int) -> None:
+        screen.phase("sampling", f"{total} completions", ended, total, tokens)
+
+    parts.collector.on_phase = screen.phase
+    parts.collector.on_sampled = sampled
 
 
 def begin(settings: Settings, parts: SamplingParts, run: Run, progress: P) -> P:
@@ -49,6 +61,8 @@ def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path,
     state = load_run(checkpoint, settings, parts.model, parts.optimizer)
     restore_collection(parts, state)
     progress = kind(**state["progress"])
+    for row in evaluations_until(checkpoint, progress.step):
+        progress.is_new_best(row["step"], row)
     run.forget_after(progress.step)
     restore_best(run, progress)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
@@ -56,6 +70,30 @@ def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path,
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
         run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
     return progress
+
+
+def owed_evaluation(settings: Settings, parts: SamplingParts, run: Run, progress: SampledProgress) -> EvalResult | None:
+    """The evaluation after the last step done, where a signal has ended it before; else None."""
+    measuring = Measuring(settings, parts, run, progress)
+    due = evaluation_due(settings, progress.step)
+    make_up(run, progress.step, progress, settings.checkpoint, evaluate=measuring, evaluation_due=due)
+    return measuring.result
+
+
+@dataclass
+class Measuring:
+    """Called, it evaluates after the last step done, keeps the result and gives its metrics."""
+
+    settings: Settings
+    parts: SamplingParts
+    run: Run
+    progress: SampledProgress
+    result: EvalResult | None = None
+
+    def __call__(self) -> dict[str, float]:
+        when = f"after step {self.progress.step}"
+        self.result = evaluate_held_out(self.settings, self.parts, self.run, when)
+        return self.result.metrics() | self.run.memory.metrics(self.parts.device)
 
 
 def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
@@ -78,20 +116,23 @@ def finish_step(
     metrics: dict[str, float],
     batch: TensorDict,
 ) -> EvalResult | None:
-    """Record a step that trained on `batch`; evaluate if that is due, save if it is, or if none was better so far."""
+    """Record a step that trained on `batch`, save it if that is due, then evaluate if that is."""
     progress.step = step
     give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-    when = f"after step {step}"
-    result = evaluate_held_out(settings, parts, run, when) if evaluation_due(settings, step) else None
-    evaluated = result.metrics() if result else {}
-    run.screen.phase("recording", f"step {step}")
-    run.record(step, metrics | evaluated | run.memory.metrics(parts.device), batch)
-    if evaluated:
-        run.screen.line(evaluation_line(evaluated, when))
-    is_best = progress.is_new_best(step, evaluated)
-    if run.due(step, settings.checkpoint.every) or is_best:
-        save(settings, parts, run, progress)
-    return result
+    watch(run, progress, metrics, lambda: why_sampled(settings, run, progress, metrics))
+    measuring = Measuring(settings, parts, run, progress)
+    finish(
+        run,
+        step,
+        metrics | run.memory.metrics(parts.device),
+        batch,
+        progress,
+        settings.checkpoint,
+        save=lambda: save(settings, parts, run, progress),
+        evaluate=measuring,
+        evaluation_due=evaluation_due(settings, step),
+    )
+    return measuring.result
 
 
 def save(settings: Settings, parts: SamplingParts, run: Run, progress: SampledProgress) -> None:
@@ -124,6 +165,11 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     if not run.screen.is_live:
         run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
+    before = parts.policy.tokens_sampled
+
+    def progress(done: int, total: int) -> None:
+        run.screen.phase("evaluating", "", done, total, parts.policy.tokens_sampled - before)
+
     return evaluate(
         parts.eval_env,
         parts.policy,
@@ -131,5 +177,5 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         sampling=SamplingSettings(temperature=0.0) if samples == 1 else settings.sampling,
         k=settings.eval.k,
         samples=samples,
-        progress=lambda done, total: run.screen.phase("evaluating", done=done, total=total),
+        progress=progress,
     )

@@ -31,16 +31,19 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.best import BestSoFar, restore_best
+from rlpost.train.finish import evaluations_until, finish, make_up
 from rlpost.train.needs import check_needs
 from rlpost.train.sft_narration import announce, conclude
+from rlpost.train.standstill import LearningSoFar, say_at_end, watch
 from rlpost.train.state import load_run, must_stay, save_run
 from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
 
+WHY_NOTHING = "no token's loss moves a weight; look at the rows with rlpost data preview"
 ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
 
 
 @dataclass
-class Progress(BestSoFar):
+class Progress(LearningSoFar, BestSoFar):
     """How far a training is, and when it was best."""
 
     step: int = 0  # steps done, an optimizer step each
@@ -58,16 +61,15 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
         torch.manual_seed(settings.seed)
         torch.use_deterministic_algorithms(settings.deterministic)
         checkpoint = run.resume_from
+        run.catch_signals()
         check_needs(settings, run)
-        with screen.waiting("reading the data, loading the model"), output_into(run.folder / "log.txt"):
-            settings, numbers = resolve_numbers(settings, checkpoint)
-            run.keep_numbers(numbers.record())
-            parts = assemble_sft(settings, checkpoint)
-            policy = parts.accuracy.policy if parts.accuracy else None
-            if policy is not None:
-                policy.start()
-        with screen, contextlib.closing(parts.accuracy) if parts.accuracy else contextlib.nullcontext():
-            run.catch_signals()
+        with screen, contextlib.ExitStack() as opened:
+            with screen.waiting("reading the data, loading the model"), output_into(run.folder / "log.txt"):
+                settings, numbers = resolve_numbers(settings, checkpoint)
+                run.keep_numbers(numbers.record())
+                parts = assemble_sft(settings, checkpoint)
+                if parts.accuracy:
+                    opened.enter_context(contextlib.closing(parts.accuracy)).policy.start()
             progress = restore(settings, parts, checkpoint) if checkpoint else Progress()
             run.plan(total_steps(settings, parts, progress))
             announce(settings, parts, numbers, run)
@@ -76,7 +78,8 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
             begin(settings, parts, microbatches, run, progress, checkpoint)
             learn(settings, parts, microbatches, run, progress)
         conclude(run, progress.step, progress.eval_before, progress.eval_after, progress)
-        return run.exit_code
+        say_at_end(run, progress)
+    return run.exit_code
 
 
 def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, run: Run, progress: Progress) -> None:
@@ -107,21 +110,18 @@ def learn(settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, ru
         give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
         metrics = step_metrics(parts, updated, rows, progress)
         metrics["time/step"] = time.perf_counter() - started
-
-        evaluated = {}
-        if evaluation_due(settings, run, step):
-            evaluated = progress.eval_after = evaluate_held_out(
-                settings, parts, microbatches, run, f"after step {step}"
-            )
-            if reached(settings, progress):
-                end_here(settings, run, progress)
-        run.screen.phase("recording", f"step {step}")
-        run.record(step, metrics | evaluated | run.memory.metrics(parts.device))
-        if evaluated:
-            run.screen.line(evaluation_line(evaluated, f"after step {step}"))
-        is_best = progress.is_new_best(step, evaluated)
-        if run.due(step, settings.checkpoint.every) or is_best:
-            save(settings, parts, run, progress)
+        watch(run, progress, metrics, lambda: WHY_NOTHING)
+        finish(
+            run,
+            step,
+            metrics | run.memory.metrics(parts.device),
+            None,
+            progress,
+            settings.checkpoint,
+            save=lambda: save(settings, parts, run, progress),
+            evaluate=lambda: evaluate_step(settings, parts, microbatches, run, progress),
+            evaluation_due=evaluation_due(settings, run, step),
+        )
 
 
 def total_steps(settings: SFTSettings, parts: SFTParts, progress: Progress) -> int:
@@ -170,6 +170,16 @@ def evaluation_due(settings: SFTSettings, run: Run, step: int) -> bool:
     return settings.eval.enabled and (step == run.total_steps or (every > 0 and step % every == 0))
 
 
+def evaluate_step(
+    settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, run: Run, progress: Progress
+) -> dict[str, float]:
+    """Evaluate after the last step done; training ends where the accuracy is what was asked for."""
+    progress.eval_after = evaluate_held_out(settings, parts, microbatches, run, f"after step {progress.step}")
+    if reached(settings, progress):
+        end_here(settings, run, progress)
+    return progress.eval_after | run.memory.metrics(parts.device)
+
+
 def evaluate_held_out(
     settings: SFTSettings, parts: SFTParts, microbatches: Microbatches, run: Run, when: str
 ) -> dict[str, float]:
@@ -179,7 +189,13 @@ def evaluate_held_out(
         screen.line(f"evaluating on {len(parts.held_out)} held-out rows, {when} ...")
     screen.phase("evaluating", "the loss")
     rows = [row_of(sample) for sample in parts.held_out]
-    read = read_log_probs(parts.model, microbatches, rows, kind=settings.model.autocast)
+    read = read_log_probs(
+        parts.model,
+        microbatches,
+        rows,
+        kind=settings.model.autocast,
+        progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
+    )
     tokens = sum(row.num_trained for row in rows)
     metrics = {
         "eval/loss": -sum(log_probs.double().sum().item() for log_probs in read) / tokens,
@@ -187,13 +203,15 @@ def evaluate_held_out(
     }
     if parts.accuracy is None:
         return metrics
+    policy = parts.accuracy.policy
     parts.accuracy.updater.push(parts.model)
+    before = policy.tokens_sampled
     result = evaluate(
         parts.accuracy.env,
-        parts.accuracy.policy,
+        policy,
         num_prompts=min(settings.eval.limit or settings.env.eval_limit, parts.accuracy.env.num_tasks),
         sampling=SamplingSettings(temperature=0.0),
-        progress=lambda done, total: screen.phase("evaluating", "replies", done, total),
+        progress=lambda done, total: screen.phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
     )
     parts.accuracy.policy.rest()
     return metrics | result.metrics()
@@ -245,6 +263,14 @@ def begin(
     run.forget_after(progress.step)
     restore_best(run, progress)
     run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
+    make_up(
+        run,
+        progress.step,
+        progress,
+        settings.checkpoint,
+        evaluate=lambda: evaluate_step(settings, parts, microbatches, run, progress),
+        evaluation_due=evaluation_due(settings, run, progress.step),
+    )
     if progress.step >= run.total_steps:
         done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
         more = "its accuracy is what was asked for" if reached(settings, progress) else "give more steps or epochs"
@@ -262,7 +288,11 @@ def restore(settings: SFTSettings, parts: SFTParts, checkpoint: Path) -> Progres
             f"--resume: the run began with {state['samples']}, and this data gives {parts.fingerprint}: resume with "
             "the data, the tokenizer and the env settings it began with"
         )
-    return Progress(**state["progress"])
+    progress = Progress(**state["progress"])
+    for row in evaluations_until(checkpoint, progress.step):
+        progress.is_new_best(row["step"], row)
+        progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}
+    return progress
 
 
 def save(settings: SFTSettings, parts: SFTParts, run: Run, progress: Progress) -> None:

@@ -53,6 +53,7 @@ def save_run(
         best=best,
     )
     log.info("saved %s", path)
+    run.saved()
 
 
 def load_run(

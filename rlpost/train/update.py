@@ -194,8 +194,12 @@ def read_log_probs(
     *,
     kind: Autocast,
     temperature: float = 1.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[torch.Tensor]:
-    """log π of `model` for each row: (length of its response,), 0 on ids that are not trained."""
+    """log π of `model` for each row: (length of its response,), 0 on ids that are not trained.
+
+    `progress` is told how many rows are read, of how many.
+    """
     read: list[torch.Tensor] = []
     for attempt in microbatches.until_they_fit(read.clear):
         with attempt:
@@ -205,6 +209,7 @@ def read_log_probs(
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
                     read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
+                progress(len(read), len(rows))
     return read
 
 

@@ -70,10 +70,60 @@ def test_a_checkpoint_that_keeps_the_model_alone_is_refused_at_once(capsys: pyte
     assert f"{older} keeps the model alone: resume from latest" in capsys.readouterr().err
 
 
-def test_a_run_without_a_checkpoint_begins_anew_with_what_is_given_now(capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(Path("runs/sums"), steps=30)
-    (Path("runs/sums/checkpoints/step-000030") / MANIFEST).unlink()
-    assert planned(capsys, "--name", "sums", "--resume", "auto")["settings"]["env"]["digits"] == 2
+def without_checkpoint(folder: Path, *, metrics: str = '{"step": 0, "eval/reward": 0.5}\n') -> None:
+    make_run(folder, steps=30)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.jsonl").write_text(metrics)
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_its_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    without_checkpoint(Path("runs/sums"))
+    plan = planned(capsys, "--name", "sums", "--resume", "auto", "steps=90")
+    assert (plan["settings"]["env"]["digits"], plan["settings"]["steps"]) == (3, 90)
+    assert plan["overrides"] == [*ASKED, "steps=90"]
+    assert run(["train", "grpo", "--name", "sums", "--resume", "auto", "--dry-run"]) == 0
+    assert "beginning again with its own settings: it has no checkpoint yet\n" in capsys.readouterr().out
+    message = "the run began with seed=0, not 4; keep it"
+    assert message in refused(capsys, "--name", "sums", "--resume", "auto", "seed=4")
+    Path("runs/sums/overrides.txt").write_text("")  # a run that was asked nothing keeps the defaults
+    assert message in refused(capsys, "--name", "sums", "--resume", "auto", "seed=4")
+
+
+def test_a_run_that_was_stopped_before_it_did_anything_keeps_its_settings_and_may_change_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without_checkpoint(Path("runs/sums"), metrics="")
+    assert planned(capsys, "--name", "sums", "--resume", "auto")["settings"]["env"]["digits"] == 3
+    assert planned(capsys, "--name", "sums", "--resume", "auto", "seed=4")["settings"]["seed"] == 4
+
+
+def test_a_run_that_does_not_say_what_it_was_asked_is_not_begun_again(capsys: pytest.CaptureFixture[str]) -> None:
+    without_checkpoint(Path("runs/sums"))
+    Path("runs/sums/overrides.txt").unlink()
+    assert run(["train", "grpo", "--name", "sums", "--resume", "auto", "--dry-run"]) == 3
+    assert "nothing says what the run was asked: give another --name" in capsys.readouterr().err
+
+
+def test_without_a_checkpoint_only_auto_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    without_checkpoint(Path("runs/sums"))
+    assert run(["train", "grpo", "--resume", "runs/sums", "--dry-run"]) == 3
+    assert "there is no complete checkpoint; --out runs/sums --resume auto begins the run again" in (
+        capsys.readouterr().err
+    )
+    assert run(["train", "grpo", "--name", "sums", "--resume", "latest", "--dry-run"]) == 3
+    assert "--resume auto begins it again, with its own settings" in capsys.readouterr().err
+
+
+def test_beginning_again_keeps_the_record_of_what_was_asked_and_says_that_metrics_are_begun_anew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without_checkpoint(Path("runs/sums"))
+    words = ["eval.enabled=false", "steps=1", "tracking=none", "env.max_completion_tokens=4"]
+    assert run(["train", "grpo", "--name", "sums", "--resume", "auto", *words]) == 0
+    assert "training begins again at step 0, and its metrics are begun anew\n" in capsys.readouterr().out
+    assert Path("runs/sums/overrides.txt").read_text().splitlines() == [*ASKED, *words]
+    rows = [json.loads(line) for line in Path("runs/sums/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1]
 
 
 def test_a_job_that_its_sweep_resumes_is_told_everything_by_it(capsys: pytest.CaptureFixture[str]) -> None:

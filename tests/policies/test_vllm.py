@@ -25,7 +25,15 @@ from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import is_installed
 from rlpost.logprobs import token_log_probs
 from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
-from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vLLMWrapper
+from rlpost.policies import (
+    Face,
+    LLMOnDevice,
+    Request,
+    TransformersWrapper,
+    make_vllm_worker,
+    vllm_engines,
+    vLLMWrapper,
+)
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
 from tests.processes import children
@@ -250,6 +258,24 @@ def test_completions_are_stamped_and_repeat_from_their_seeds(case: tuple[Path, v
     assert {c.policy_version for c in first} == {41}
     assert all(len(c.token_ids) == len(c.log_probs) <= 24 for c in first)
     policy.version = 0
+
+
+def test_how_far_sampling_is_is_told_and_changes_nothing(
+    case: tuple[Path, vLLMWrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, policy = case
+    monkeypatch.setattr(vllm_engines, "TELL_EVERY", 0.0)
+    silent = policy.generate(REQUESTS, SamplingSettings())
+    before, told = policy.tokens_sampled, []
+    policy.on_ended = lambda ended: told.append((ended, policy.tokens_sampled - before))
+    try:
+        said = policy.generate(REQUESTS, SamplingSettings())
+    finally:
+        policy.on_ended = None
+    assert [c.token_ids for c in said] == [c.token_ids for c in silent]
+    assert told == sorted(told)
+    assert told[0][0] < told[-1][0]
+    assert (told[-1][0], policy.tokens_sampled - before) == (len(REQUESTS), sum(len(c.token_ids) for c in said))
 
 
 def test_an_incomplete_push_is_refused_before_anything_changes(case: tuple[Path, vLLMWrapper]) -> None:

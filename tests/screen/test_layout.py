@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import Layout
+from rlpost.screen.layout import STOPPING, Layout
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import State
 
@@ -197,7 +197,7 @@ def test_what_changes_only_with_steps_is_drawn_once(state: State, monkeypatch: p
 
 
 def test_stopping_is_said_in_the_picture(state: State) -> None:
-    state.stopping = True
+    state.stopping = STOPPING
     lines = frame(state, 80, 24)
     assert lines[-1] == " stopping: this step is finished and saved first; Ctrl-C again leaves at once"
     assert "left" not in lines[1]

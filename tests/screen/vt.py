@@ -174,6 +174,10 @@ class Session:
         """Read until `text` stands somewhere."""
         return self.until(lambda terminal: any(text in line for line in terminal.shown))
 
+    def hang_up(self) -> None:
+        """Close the terminal, as somebody does who closes its window."""
+        os.close(self._ours)
+
     def end(self) -> int:
         """Read to the end; the exit code."""
         deadline = time.monotonic() + 20

@@ -36,7 +36,14 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
     monkeypatch.setattr(ArithmeticEnv, "score", lambda self, c: Score(reward=float(c.sample), parts={}))
     told: list[tuple[str, str, int | None, int | None]] = []
 
-    def phase(self: Screen, kind: str, what: str = "", done: int | None = None, total: int | None = None) -> None:
+    def phase(
+        self: Screen,
+        kind: str,
+        what: str = "",
+        done: int | None = None,
+        total: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
         told.append((kind, what, done, total))
 
     monkeypatch.setattr(Screen, "phase", phase)
@@ -46,7 +53,7 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
     assert [kind for kind, _ in groupby(told, key=lambda each: each[0])] == [
         "evaluating",
         *[*step, "recording"],
-        *[*step, "evaluating", "recording", "saving checkpoint"],
+        *[*step, "recording", "saving checkpoint", "evaluating"],
         "closing",
     ]
     first = [done or 0 for _, _, done, _ in told[: told.index(("evaluating", "", 8, 8)) + 1]]

@@ -1,0 +1,143 @@
+"""Nothing is silent for long: what is being waited for is said now and then, in a pipe too."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlpost import heartbeat
+from rlpost.cli.main import run
+from rlpost.data.conversation import Completion
+from rlpost.heartbeat import Heartbeat, progress_line
+from rlpost.output import output_into
+from rlpost.policies.base import Request
+from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.screen import Screen
+from rlpost.screen.state import State
+from rlpost.settings import SamplingSettings
+
+SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
+TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
+    """An event that is set once a text has been said by a heartbeat."""
+    waited: dict[str, threading.Event] = {}
+    original = Heartbeat._run
+
+    def noting(self: Heartbeat) -> None:
+        say = self._say
+
+        def noted(text: str) -> None:
+            say(text)
+            for begin, event in waited.items():
+                if begin in text:
+                    event.set()
+
+        self._say = noted
+        original(self)
+
+    monkeypatch.setattr(Heartbeat, "_run", noting)
+    return lambda begin: waited.setdefault(begin, threading.Event())
+
+
+def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
+    assert progress_line("evaluating", 30.0, done=120, total=500, tokens=6000) == (
+        "evaluating 120 of 500, 30 s, 200 tok/s, 1:35 left"
+    )
+    assert progress_line("evaluating", 12.0, done=0, total=500) == "evaluating 0 of 500, 12 s"
+    assert progress_line("loading packaged:smollm2", 20.4) == "loading packaged:smollm2, 20 s"
+
+
+def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
+    clock = iter([0.0, 0.0, 1.0, 13.0, 40.0, 52.0])
+    state = State(now=lambda: next(clock))
+    assert state.under_way() == ""
+    state.begin(2, 9)
+    state.begin_step()
+    state.begin_phase("sampling", "64 completions", 40, 64, 600)
+    assert state.under_way() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s"
+    state.begin_phase("scoring", "64 completions")
+    assert state.under_way() == "step 3: scoring 64 completions, 12 s"
+
+
+def test_loading_is_said_though_other_output_goes_elsewhere(
+    tmp_path: Path, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = beats("still loading the model ... ")
+    with Screen().waiting("loading the model"), output_into(tmp_path / "log.txt"):
+        assert said.wait(20)
+        os.write(1, b"from a library\n")
+    out = capfd.readouterr().out
+    assert out.startswith("loading the model ...\nstill loading the model ... ")
+    assert "from a library" not in out
+    assert (tmp_path / "log.txt").read_text() == "from a library\n"
+
+
+def test_whatever_is_printed_puts_the_next_word_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 60.0)
+    screen = Screen(Console(file=io.StringIO()))
+    with screen:
+        screen.open(title="a run", about="", total_steps=1, log=tmp_path / "log.txt")
+        assert screen._heartbeat is not None
+        screen._heartbeat._said = 0.0
+        screen.line("something")
+        assert screen._heartbeat._said > 0.0
+    assert screen._heartbeat is None
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:
+    """Sampling that goes on until it was said to be under way."""
+    original = ScriptedPolicy.generate
+
+    def generate(self: ScriptedPolicy, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        made = original(self, requests, sampling)
+        if self.on_ended is not None:
+            self.on_ended(1)
+        assert (drawn if sampling.temperature else greedy).wait(20)
+        return made
+
+    monkeypatch.setattr(ScriptedPolicy, "generate", generate)
+
+
+def test_a_training_in_a_pipe_says_how_far_evaluations_and_steps_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    beats: Callable[[str], threading.Event],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    greedy, drawn = "\nevaluating 1 of 2, ", "\nstep 1: sampling 1 of 2 completions, "
+    slow(monkeypatch, beats(greedy.strip("\n")), beats(drawn.strip("\n")))
+    assert run(["train", "grpo", *TRAIN, "--out", str(tmp_path / "r")]) == 0
+    out = capfd.readouterr().out
+    assert greedy in out
+    assert drawn in out
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_an_evaluation_says_on_stderr_how_far_it_is(
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    beats: Callable[[str], threading.Event],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = beats("evaluating 1 of 3, ")
+    slow(monkeypatch, said, said)
+    assert run(["eval", *SMALL, "env.limit=3", "--out", str(tmp_path / "e"), *more]) == 0
+    captured: Any = capfd.readouterr()
+    assert "\nevaluating 1 of 3, " in f"\n{captured.err}"
+    assert "evaluating" not in captured.out
