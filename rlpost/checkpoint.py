@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def save_checkpoint(
         os.replace(making, final)
         _point(folder, LATEST, final.name)
         point_best(folder, best)
-        _remove_old(folder, keep_last, spared=(step, best))
+        _remove_old(folder, keep_last, step, best)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
@@ -141,22 +141,23 @@ def mark_best(folder: Path, step: int, keep_last: int) -> None:
     """
     try:
         point_best(folder, step)
-        _remove_old(folder, keep_last, spared=(step,))
+        _remove_old(folder, keep_last, step, step)
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; free some space, then --resume auto") from error
 
 
-def _remove_old(folder: Path, keep_last: int, spared: Collection[int | None]) -> None:
-    """Remove all but the newest `keep_last` checkpoints and those of the steps `spared`.
+def _remove_old(folder: Path, keep_last: int, step: int, best: int | None) -> None:
+    """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and the best.
 
-    Of those that are left all but the newest keep the model alone.
+    Of those that are left all but that of `step` keep the model alone.
     """
     for old in checkpoints(folder)[:-keep_last]:
-        if step_of(old) not in spared:
+        if step_of(old) not in (step, best):
             shutil.rmtree(old)
-    for older in checkpoints(folder)[:-1]:
-        with contextlib.suppress(CheckpointError):  # a damaged one is told to whoever reads it
-            keep_the_model_alone(older)
+    for older in checkpoints(folder):
+        if step_of(older) != step:
+            with contextlib.suppress(CheckpointError):  # a damaged one is told to whoever reads it
+                keep_the_model_alone(older)
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
