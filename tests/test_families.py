@@ -144,7 +144,9 @@ def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monk
     model = tiny_model("lfm2")
     verdict_of(model)
     sizes: list[int] = []
-    model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-2]))
+    head = model.get_output_embeddings()
+    assert head is not None
+    head.register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-2]))
     [microbatch] = pack(random_rows(), 1000, model.device)
     token_log_probs(model, microbatch, 1.0)[0].sum().backward()
     assert max(sizes) == 5

@@ -32,8 +32,11 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
     }
 
 
-def _qwen2(*sizes: int, vocab: int = 151936, tied: bool = True) -> dict[str, Any]:
-    return {**_llama(*sizes, vocab), "model_type": "qwen2", "tie_word_embeddings": tied}
+def _qwen2(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int = 151936, *, tied: bool = True
+) -> dict[str, Any]:
+    shape = _llama(hidden, layers, heads, kv_heads, intermediate, vocab)
+    return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
 
 
 HUB_MODELS = {

@@ -214,6 +214,7 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
         kept_settings(TRAIN_GRPO, run_folder(line), "latest", ["steps=9"])
     assert str(caught.value).endswith(f"which a run folder cannot name to run: give it again, as {again}")
     kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
+    assert kept is not None
     assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
 
 

@@ -118,8 +118,13 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_sampled(
 ) -> None:
     from transformers import BertConfig
 
-    words = {"vocab_size": len(tiny_tokenizer), "hidden_size": 32, "intermediate_size": 32}
-    config = BertConfig(**words, num_hidden_layers=1, num_attention_heads=1)
+    config = BertConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(
