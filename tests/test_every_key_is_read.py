@@ -160,7 +160,7 @@ def choose_auto() -> None:
 
 
 def start_vllm(folder: Path) -> None:
-    """vLLM's wrapper up to the engine, which is a stand-in: on a GPU, and in a process of its own."""
+    """vLLM's wrapper up to the engine, which is a stand-in: in this process on a GPU, in its own on a CPU."""
 
     class Engine:
         def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -169,14 +169,22 @@ def start_vllm(folder: Path) -> None:
         def close(self) -> None:
             """Nothing was started."""
 
+        def reset_prefix_cache(self) -> None:
+            """Nothing is kept."""
+
+        def call_workers(self, method: str) -> list[Any]:
+            """There are none."""
+            return []
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine))
         patch.setattr(vllm, "InProcessEngine", Engine)
         patch.setattr(vllm, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
+        patch.setattr(vllm, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
         patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
-        for engine in ("in_process", "own_process"):
-            patch.setattr(torch.cuda, "is_available", lambda: True)
+        for engine, on_gpu in (("in_process", True), ("own_process", False)):
+            patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
             policy = assemble.build_policy(
                 settings.policy,
@@ -225,6 +233,7 @@ def test_every_key_of_a_command_is_read_by_a_component(command: Command[Any], re
         for name, holders in fields.items()
         for cls in holders
         if (cls, name.rpartition(".")[2]) not in read[command.name]
+        and name != "plugin"  # read before there are settings: it says which there can be
         and not (command is TRAIN_SFT and cls is TextGameSettings)  # refused before most of it is read
     ]
     assert unread == [], f"nothing reads these when rlpost {command.verb} runs"

@@ -21,7 +21,7 @@ EXAMPLES = """\b
 Examples:
   rlpost chat smollm2
   rlpost chat my-run --system "Answer with a number." --temperature 0
-  rlpost chat Qwen/Qwen3-0.6B model.chat_template_kwargs={enable_thinking:false}
+  rlpost chat my-run model.chat_template_kwargs={enable_thinking:false}
   echo "2 + 2?" | rlpost chat runs/my-run/checkpoints/step-000030 --json
 """
 

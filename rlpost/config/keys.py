@@ -133,10 +133,12 @@ def _comments_of(cls: type) -> dict[str, str]:
         t.start[0]: re.sub(r"\bNone\b", NULL, t.string.lstrip("# ")) for t in tokens if t.type == tokenize.COMMENT
     }
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     return {
-        node.target.id: comments[node.lineno]
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.lineno in comments
+        typing.cast(ast.Name, node.target).id: comments[line]
+        for node in fields
+        for line in (node.lineno, node.end_lineno)
+        if line in comments
     }
 
 

@@ -67,9 +67,9 @@ def test_a_key_is_explained_with_its_layers_and_the_papers(told: Told) -> None:
 
 def test_what_a_recipe_says_of_an_option_that_was_replaced_has_no_effect(told: Told) -> None:
     out = told("explain", "env.max_completion_tokens", "recipe=gsm8k-smollm2-cpu", "env=arithmetic")
-    assert out.startswith("env.max_completion_tokens=48\n")
+    assert out.startswith("env.max_completion_tokens=20\n")
     assert "recipes/gsm8k-smollm2-cpu.yaml, line 5 (of another option: without effect)\n" in out
-    assert "set by   EnvSettings in rlpost/settings/env.py\n" in out
+    assert "set by   conf/env/arithmetic.yaml, line 6\n" in out
 
 
 def test_a_group_is_explained_with_its_options_and_who_chose(told: Told) -> None:

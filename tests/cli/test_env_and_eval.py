@@ -47,7 +47,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         noted.envs.append(settings)
         return settings
 
-    def evaluate_command(settings: EvalSettings, progress: Callable[[int, int], None], tell: object) -> Evaluation:
+    def evaluate_command(
+        settings: EvalSettings, progress: Callable[[int, int], None], tell: object, note: object
+    ) -> Evaluation:
         noted.settings = settings
         print("loading the engine")
         progress(256, 500)

@@ -68,7 +68,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("rollouts show x --sort", "--sort needs a value: write --sort reward|length|advantage"),
         ("train grpo --config x.yaml", "has no option --config; did you mean recipe=FILE.yaml?"),
         ("-V", "rlpost has no option -V; did you mean --version?"),
-        ("chat", "rlpost chat needs PATH: write rlpost chat PATH; see rlpost chat --help"),
+        ("chat", "rlpost chat needs PATH: write rlpost chat PATH [model.KEY=VALUE]...; see rlpost chat --help"),
         ("config diff a", "rlpost config diff needs B: write rlpost config diff A B; see"),
         ("rollouts export all.csv", "needs FILE: write rlpost rollouts export RUN FILE; see"),
         ("info please", "rlpost info does not take please; see rlpost info --help"),

@@ -11,10 +11,10 @@ from rlpost.assemble import assemble_sft, evaluate_command
 from rlpost.chat import Chat
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT
-from rlpost.models import load_tokenizer, locate_model, tiny_tokenizer
-from rlpost.policies import ScriptedPolicy
+from rlpost.models import load_model, load_tokenizer, locate_model, tiny_tokenizer
+from rlpost.policies import TransformersWrapper
 from rlpost.rollouts import read_rollouts
-from rlpost.settings import SamplingSettings
+from rlpost.settings import ModelSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train
 
@@ -65,6 +65,6 @@ def test_a_base_model_is_trained_evaluated_and_tuned_with_the_template_it_is_giv
     assert trained == text[text.index(OPENING) + len(OPENING) :].rstrip("\n")
 
     tokenizer = load_tokenizer(locate_model(str(tmp_path / "r")))
-    policy = ScriptedPolicy(["4"], tokenizer)
-    chat = Chat(policy, sampling=SamplingSettings(), max_tokens=4)  # type: ignore[arg-type]
+    model = load_model(locate_model(str(tmp_path / "r")), ModelSettings(path=str(tmp_path / "r")))
+    chat = Chat(TransformersWrapper(model, tokenizer), sampling=SamplingSettings(), max_tokens=4)
     assert tokenizer.decode(chat._render([{"role": "user", "content": "2 + 2?"}])).endswith(OPENING)
