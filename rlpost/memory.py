@@ -22,12 +22,13 @@ def keep_freed_memory() -> bool:
     """Let glibc keep what is freed for the next use instead of giving it back to the kernel; whether it will.
 
     Every microbatch on a CPU allocates the same activations and gradients. Having the kernel take them
-    back and clear them anew costs about a quarter of the training time.
+    back and clear them anew costs about a quarter of the training time. The few tensors of 16 MiB and
+    more (logits, the head's gradient) go back at once: between small ones they would break the heap into pieces.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    wanted = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
+    wanted = ((_M_MMAP_THRESHOLD, 16 << 20), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 32 << 20))
     return all([libc.mallopt(name, value) == 1 for name, value in wanted])  # noqa: C419  each has to be set
 
 

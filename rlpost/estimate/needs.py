@@ -29,7 +29,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROGRAM = 500_000_000  # Python, torch and what a training imports
 VLLM_PROGRAM = 430_000_000  # that vLLM adds
 LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
-ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 512, 2048  # tokens_per_microbatch where it is not set
+ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch where it is not set
 KV_BLOCK = 32  # tokens that vLLM gives a conversation at once on a CPU
 LARGEST_KV_CACHE = 10**9  # of a CPU, where policy.kv_cache_gb is not set
 

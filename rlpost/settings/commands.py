@@ -64,7 +64,7 @@ class GRPOSettings:
     group_size: int = 8  # completions a prompt, G in the paper
     minibatch_size: int | None = None  # completions an optimizer step; None: all of a step's
     passes: int = 1  # times each step's completions are trained on
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 512 to 2048 on a CPU, 16384 on a GPU
+    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
     max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers

@@ -49,7 +49,7 @@ class ExpertIterationSettings:
     min_reward: float | None = None  # of a completion that is selected; None: above the median of its prompt's
     minibatch_size: int | None = None  # selected completions an optimizer step, at most; None: all of a step's
     passes: int = 1  # times each step's selection is trained on
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 512 to 2048 on a CPU, 16384 on a GPU
+    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
     max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
 

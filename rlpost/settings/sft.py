@@ -106,7 +106,7 @@ class SFTSettings:
     epochs: int | None = None  # times every sample is trained on; None: 1, unless steps says
     seed: int = 0  # of the order of the samples
     minibatch_size: int = 32  # samples an optimizer step
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 512 to 2048 on a CPU, 16384 on a GPU
+    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     packing: bool = True  # several samples a row of the forward, none of which sees another; false: one each
     max_tokens: int = 1024  # of a sample; one whose reply would be cut is a bad row
     max_bad_share: float = 0.1  # of the rows; more that cannot be trained on are an error

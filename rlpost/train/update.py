@@ -76,7 +76,7 @@ class Update(Generic[O]):
 class Microbatches:
     """How many tokens one forward and backward may hold; halves when memory runs out.
 
-    None asked for: 16384 on a GPU. On a CPU what the largest group takes, within 512 and 2048: fewer tokens take less
+    None asked for: 16384 on a GPU. On a CPU what the largest group takes, within 384 and 2048: fewer tokens take less
     memory and no more time, unless a prompt has to be read again for the rest of its group.
     """
 
@@ -89,7 +89,7 @@ class Microbatches:
     ) -> None:
         on_cpu = device.type == "cpu"
         self.tokens = tokens or (2048 if on_cpu else 16384)
-        self._enough = 512 if on_cpu and tokens is None else self.tokens  # unless a group takes more
+        self._enough = 384 if on_cpu and tokens is None else self.tokens  # unless a group takes more
         self._used = self.tokens  # what the work under way was split by
         self.device = device
         self._note = note

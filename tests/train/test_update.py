@@ -49,13 +49,13 @@ def sizes(tokens: int | None, rows: list[Row]) -> list[int]:
     return [microbatch.num_packed for microbatch in microbatches.of(rows)]
 
 
-def test_a_cpu_reads_512_tokens_at_once_or_one_group_of_at_most_2048() -> None:
-    small = [*group(100, 40, 60), *group(110, 90), *group(120, 50, 30)]  # 200, 200 and 200 tokens
-    assert sizes(None, small) == [400, 200]
-    assert sizes(600, small) == [600]
+def test_a_cpu_reads_384_tokens_at_once_or_one_group_of_at_most_2048() -> None:
+    small = [*group(100, 40, 50), *group(110, 80), *group(120, 50, 20)]  # 190, 190 and 190 tokens
+    assert sizes(None, small) == [380, 190]
+    assert sizes(600, small) == [570]
     large = [*small, *group(700, 200, 100, 50)]
-    assert sizes(None, large) == [600, 1050]  # the largest group is not split, and as much is read at once elsewhere
-    assert sizes(512, large) == [400, 200, 900, 800, 750]  # what was asked for is kept: the prompt is read three times
+    assert sizes(None, large) == [570, 1050]  # the largest group is not split, and as much is read at once elsewhere
+    assert sizes(512, large) == [380, 190, 900, 800, 750]  # what was asked for is kept: the prompt is read three times
     huge = group(1000, 400, 400, 400, 400)  # 2600
     assert sizes(None, huge) == [1800, 1800]
     assert Microbatches(None, GPU, note=print, progress=lambda done, total: None).tokens == 16384
