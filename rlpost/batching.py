@@ -278,13 +278,56 @@ def shared_prompt_attention(
         attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
-        all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
-        all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
         # pads follow their row's tokens, so a causal mask alone hides them
         mask = _causal_mask(max(block.lengths), block.prompt_length, sliding_window, query.device)
-        attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
+        if dropout == 0 and _is_short_on_cpu(query.device, mask.shape[1]):
+            attended = _attend_beside(k_prompt, v_prompt, padded, mask, scaling)
+        else:
+            all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
+            all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
+            attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
         outputs.append(block.unpad(attended))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend_beside(
+    prompt_key: torch.Tensor,  # (Q, H, P, D)
+    prompt_value: torch.Tensor,
+    completions: Sequence[torch.Tensor],  # queries, keys and values, (G, H, T, D)
+    mask: torch.Tensor,  # (T, P + T) bool
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of each prompt's completions to it and to themselves, (G, H, T, D), in at least float32.
+
+    The prompt's keys and values are read where they are: expanded over the completions they would be
+    most of what a layer keeps for its gradient.
+    """
+    dtype = completions[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(mask.device.type, enabled=False):
+        query, key, value = (states.to(wide) for states in completions)
+        prompt_key, prompt_value = prompt_key.to(wide), prompt_value.to(wide)
+        query = query * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+        together = _by_prompt(query, prompt_key.shape[0])  # (Q, H, G / Q * T, D)
+        to_prompt = _by_completion(together @ prompt_key.transpose(-1, -2), query.shape)  # (G, H, T, P)
+        scores = torch.cat([to_prompt, query @ key.transpose(-1, -2)], -1).masked_fill(~mask, -torch.inf)
+        on_prompt, on_own = scores.softmax(-1).split([prompt_key.shape[2], key.shape[2]], -1)
+        from_prompt = _by_prompt(on_prompt, prompt_key.shape[0]) @ prompt_value
+        return (_by_completion(from_prompt, query.shape) + on_own @ value).to(dtype)
+
+
+def _by_prompt(states: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """(G, H, T, X) -> (Q, H, G / Q * T, X): a prompt's completions one after the other."""
+    return states.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_completion(states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """(Q, H, G / Q * T, X) -> (G, H, T, X), `shape` beginning with G, H and T."""
+    return states.unflatten(2, (-1, shape[2])).transpose(1, 2).flatten(0, 1)
+
+
+def _is_short_on_cpu(device: torch.device, length: int) -> bool:
+    return device.type == "cpu" and length <= SHORT
 
 
 def _attend(
@@ -296,7 +339,7 @@ def _attend(
     scaling: float | None,
 ) -> torch.Tensor:
     """torch's attention on (B, H, T, D); causal where there is no mask."""
-    short_on_cpu = query.device.type == "cpu" and key.shape[2] <= SHORT
+    short_on_cpu = _is_short_on_cpu(query.device, key.shape[2])
     # the CPU's flash kernel is slow backward on short sequences; on long ones it saves the memory
     with sdpa_kernel(SDPBackend.MATH) if short_on_cpu else nullcontext():
         return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
