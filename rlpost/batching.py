@@ -255,7 +255,7 @@ def shared_prompt_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention over a packed row, in the form transformers' attention interface calls.
 
-    Each prompt's keys and values are computed once, with gradient, and expanded over its
+    Each prompt's keys and values are computed once, with gradient, and serve all of its
     completions. Returns (1, N, H, D). Raises ConfigError for attention features that would change
     the result and that this function does not have.
     """
