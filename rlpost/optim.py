@@ -50,3 +50,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` for every parameter from now on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """The rate of the last update, or the one it was built with."""
+    return optimizer.param_groups[0]["lr"]

@@ -22,6 +22,7 @@ from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult
 from rlpost.memory import keep_freed_memory
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
+from rlpost.optim import learning_rate_of
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
@@ -183,7 +184,7 @@ def update_metrics(parts: ExpertIterationParts, updates: Sequence[Update[SFTOutp
         | means
         | {
             "grad_norm": sum(u.grad_norm for u in updates) / max(1, len(updates)),
-            "lr": parts.optimizer.param_groups[0]["lr"],
+            "lr": learning_rate_of(parts.optimizer),
             "tokens/trained": sum(metrics["tokens/trained"] for metrics in each),
         }
     )

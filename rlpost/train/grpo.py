@@ -22,6 +22,7 @@ from rlpost.evaluate import EvalResult
 from rlpost.memory import keep_freed_memory
 from rlpost.objectives.dynamic_sampling import has_spread
 from rlpost.objectives.policy_objective import PolicyOutput
+from rlpost.optim import learning_rate_of
 from rlpost.output import output_into
 from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
@@ -200,6 +201,6 @@ def update_metrics(
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
     return metrics | {
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
-        "lr": parts.optimizer.param_groups[0]["lr"],
+        "lr": learning_rate_of(parts.optimizer),
         "tokens/trained": float(sum(output.num_tokens for output in outputs)),
     }

@@ -25,6 +25,7 @@ from rlpost.errors import DataError
 from rlpost.evaluate import evaluate
 from rlpost.memory import give_back_freed_memory, keep_freed_memory
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
+from rlpost.optim import learning_rate_of
 from rlpost.output import output_into
 from rlpost.run import Run
 from rlpost.screen import Screen, evaluation_line
@@ -159,7 +160,7 @@ def step_metrics(
         **sft_metrics(updated.outputs),
         "tokens/read": float(sum(row.prompt.numel() + row.response.numel() for row in rows)),
         "grad_norm": updated.grad_norm,
-        "lr": parts.optimizer.param_groups[0]["lr"],
+        "lr": learning_rate_of(parts.optimizer),
         "epoch": progress.position / parts.samples.count(),
     }
 

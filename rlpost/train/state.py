@@ -16,7 +16,7 @@ from rlpost.checkpoint import NUMBERS, load_checkpoint, save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.lora import is_adapted, save_adapter
 from rlpost.models import save_model
-from rlpost.optim import OTHER_SHAPES, SHARED_STATE
+from rlpost.optim import OTHER_SHAPES, SHARED_STATE, learning_rate_of, set_learning_rate
 from rlpost.run import Run
 from rlpost.settings import CheckpointSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 
@@ -48,7 +48,7 @@ def save_run(
         write_model=partial(save_model, model, tokenizer),
         write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
         tensors=optimizer_tensors(model, optimizer),
-        state={**state, "optimizer": type(optimizer).__name__, NUMBERS: run.numbers},
+        state={**state, "optimizer": type(optimizer).__name__, "lr": learning_rate_of(optimizer), NUMBERS: run.numbers},
         keep_last=settings.keep_last,
         best=best,
     )
@@ -72,6 +72,8 @@ def load_run(
     if state["optimizer"] != own:
         raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
     restore_optimizer(model, optimizer, tensors)
+    if "lr" in state:  # a step without a gradient tells that of the last update
+        set_learning_rate(optimizer, state["lr"])
     return state
 
 
