@@ -20,18 +20,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from rlpost.batching import ATTENTION_NAME, Microbatch, Row, pack, shared_prompt_attention
+from rlpost.batching import Microbatch, Row, pack
 from rlpost.decoding import takes
 from rlpost.errors import ConfigError
 from rlpost.families import Verdict, attending, examine
+from rlpost.shared_prompt import ATTENTION_NAME, shared_prompt_attention
 
 AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
 
 CHUNK = 256  # tokens whose logits exist at once
+HEAD_ROWS = 8192  # of the head, whose gradient from one chunk exists at once
+LENGTHS = 32  # a CPU reads a multiple of so many tokens
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """log softmax(hidden W^T / T)[target] and the entropy, chunk by chunk."""
+    """log softmax(hidden W^T / T)[target] and the entropy, chunk by chunk, in products of `hidden`'s format."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -42,6 +45,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         target: torch.Tensor,  # (M,)
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.weight_dtype, ctx.temperature = weight.dtype, temperature
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
         log_probs, entropies, normalisers = [], [], []
         for rows, ids in zip(hidden.split(CHUNK), target.split(CHUNK), strict=True):
             logits = _logits(rows, weight, bias, temperature)
@@ -52,15 +58,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
             normalisers.append(normaliser)
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, bias, target, torch.cat(normalisers), entropy)
-        ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # an entropy that is only measured costs the backward nothing
         return torch.cat(log_probs), entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> Any:  # type: ignore[override]
         hidden, weight, bias, target, normalisers, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), None
-        grad_bias = torch.zeros_like(bias) if bias is not None else None
+        wide = _wide(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        # a head that an adapter leaves as it is needs none
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         grad = torch.zeros_like(entropy) if grad is None else grad
         for start in range(0, len(target), CHUNK):
             part = slice(start, start + CHUNK)
@@ -76,14 +84,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 log_p.add_(entropy[part, None]).mul_(entropy_grad[part, None] / ctx.temperature).add_(scaled)
                 grad_logits = p.mul_(log_p).neg_()
             grad_logits.scatter_add_(-1, ids, scaled)
-            grad_logits = grad_logits.to(weight.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if ctx.needs_input_grad[1]:  # a head that an adapter leaves as it is needs none
-                update = grad_logits.t() @ rows
-                grad_weight = update.to(_wide(update.dtype)) if grad_weight is None else grad_weight.add_(update)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None
+            grad_logits = grad_logits.to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            if grad_weight is not None:  # part by part: no second tensor of its size
+                for total, columns in zip(grad_weight.split(HEAD_ROWS), grad_logits.split(HEAD_ROWS, 1), strict=True):
+                    total += columns.t() @ rows
+        grads = (None if total is None else total.to(ctx.weight_dtype) for total in (grad_weight, grad_bias))
+        return grad_hidden, *grads, None, None
 
 
 def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
@@ -104,12 +113,12 @@ def chunked_log_probs(
 
     Both carry a gradient, and both are float32, or float64 for a model in float64.
     """
-    weight, bias = head.weight, head.bias
+    num_tokens, more = len(target), _to_fill_up(len(target), hidden.device)
+    hidden, target = nn.functional.pad(hidden, (0, 0, 0, more)), nn.functional.pad(target, (0, more))
     if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return _ChunkedLogProbs.apply(hidden, weight, bias, target, temperature)  # type: ignore[return-value]
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    log_probs, entropy = _ChunkedLogProbs.apply(hidden, head.weight, head.bias, target, temperature)  # type: ignore[misc]
+    return log_probs[:num_tokens], entropy[:num_tokens]
 
 
 def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,11 +209,21 @@ READERS: dict[str, Reader] = {
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
 
 
+def _to_fill_up(num_tokens: int, device: torch.device) -> int:
+    """How many tokens that nothing reads follow `num_tokens`, so that a CPU meets few different lengths.
+
+    oneDNN keeps a compiled product, which may be half a megabyte, for each of the last 1,024 shapes.
+    """
+    return -num_tokens % LENGTHS if device.type == "cpu" else 0
+
+
 def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
+    ids, positions = microbatch.input_ids, microbatch.position_ids
+    more = _to_fill_up(microbatch.num_packed, ids.device)
     with attending(model.config, ATTENTION_NAME):
         return model.get_decoder()(  # type: ignore[operator]
-            input_ids=microbatch.input_ids,
-            position_ids=microbatch.position_ids,
+            input_ids=nn.functional.pad(ids, (0, more)),
+            position_ids=nn.functional.pad(positions, (0, more)),
             use_cache=False,
             prompt_blocks=microbatch.blocks,
         )

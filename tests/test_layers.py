@@ -30,6 +30,7 @@ LAYERS = [
         "rewards",
         "data",
         "batching",
+        "shared_prompt",
         "decoding",
         "small_copy",
         "optim",

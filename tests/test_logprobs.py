@@ -93,7 +93,8 @@ def test_one_long_completion_does_not_pad_its_neighbours() -> None:
 def test_the_chunked_gradient_is_that_of_full_logits(
     bias: bool, of_log_prob: float, of_entropy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs_module, "CHUNK", 4)  # 10 tokens in chunks of 4, 4 and 2
+    monkeypatch.setattr(logprobs_module, "CHUNK", 4)  # 10 tokens, and 22 that fill up, in chunks of 4
+    monkeypatch.setattr(logprobs_module, "HEAD_ROWS", 5)  # 13 rows in 5, 5 and 3
     torch.manual_seed(0)
     hidden = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
     head = torch.nn.Linear(5, 13, bias=bias).double()
@@ -174,3 +175,31 @@ def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
 def test_a_completion_above_the_budget_is_a_microbatch_of_its_own() -> None:
     rows = random_rows([(10, [30, 2])])
     assert [b.num_packed for b in pack(rows, 20, torch.device("cpu"))] == [40, 12]
+
+
+def test_a_cpu_reads_few_different_lengths() -> None:
+    """oneDNN keeps memory for every shape that it has met, so new lengths all the time would be a leak."""
+    model = small_model("llama")
+    read: list[tuple[int, ...]] = []
+    model.get_decoder().register_forward_pre_hook(  # type: ignore[operator]
+        lambda module, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    for length in range(1, 40):
+        [microbatch] = pack(random_rows([(7, [length, 5])]), 10_000, torch.device("cpu"))
+        token_log_probs(model, microbatch, 1.0)
+    assert set(read) == {(1, 32), (1, 64)}
+
+
+def test_what_fills_a_row_up_has_no_gradient() -> None:
+    model = small_model("qwen2")
+    [microbatch] = pack(random_rows([(5, [3, 4])]), 10_000, torch.device("cpu"))
+    hidden: list[torch.Tensor] = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: hidden.append(output) or output.retain_grad())
+    log_probs, entropy = token_log_probs(model, microbatch, 1.0)
+    (log_probs.sum() + entropy.sum()).backward()
+    [states] = hidden
+    assert (states.shape[1], microbatch.num_packed) == (32, 12)
+    assert states.grad is not None
+    assert states.grad[:, :12].any()
+    assert not states.grad[:, 12:].any()
