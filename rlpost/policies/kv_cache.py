@@ -42,8 +42,8 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
     config = json.loads((folder / "config.json").read_text())
     each = kv_bytes_per_token(config.get("text_config") or config, settings.dtype.value)
     asked = None if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 1e9)
-    if each is None:
-        return {"kv_cache_memory_bytes": asked or MOST}
+    if each is None:  # vLLM keeps the prefixes of a recurrent layer only where prompts are read in chunks
+        return {"kv_cache_memory_bytes": asked or MOST, "enable_prefix_caching": False}
     conversation = -(-max_model_len // BLOCK) * BLOCK * each
     spare = BLOCK * each  # vLLM keeps one block to itself
     if asked is None:

@@ -138,7 +138,8 @@ class vLLMWrapper(Policy):
             adapting = "; if it cannot apply an adapter to this model, leave lora.push=adapter out"
             raise PolicyError(
                 f"vLLM could not start on {self.folder} ({_first_line(error)}); if memory ran out, lower "
-                "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs"
+                "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs; if vLLM does not know the "
+                "model, policy=transformers samples from it"
                 + (adapting if self.adapter_rank else "")
             ) from error
         finally:
@@ -433,5 +434,6 @@ def _folder_of(model: str) -> Path:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
+    listed = getattr(error, "errors", None)  # of pydantic, whose own first line is the number of them
+    text = str(listed()[0]["msg"] if callable(listed) else error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -66,8 +66,12 @@ def test_the_cache_holds_the_conversations_at_once_or_what_was_asked(
 
 def test_a_model_that_keeps_other_state_gets_1_gb_or_what_was_asked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**SMOLLM2, "linear_num_key_heads": 16}}))
-    assert kv_cache_arguments(tmp_path, VLLMSettings(), 176) == {"kv_cache_memory_bytes": 1_000_000_000}
-    assert kv_cache_arguments(tmp_path, VLLMSettings(kv_cache_gb=0.5), 176) == {"kv_cache_memory_bytes": 500_000_000}
+    assert kv_cache_arguments(tmp_path, VLLMSettings(), 176) == {
+        "kv_cache_memory_bytes": 1_000_000_000,
+        "enable_prefix_caching": False,
+    }
+    half = kv_cache_arguments(tmp_path, VLLMSettings(kv_cache_gb=0.5), 176)
+    assert half["kv_cache_memory_bytes"] == 500_000_000
 
 
 def test_a_cache_without_room_for_a_conversation_is_refused(smollm2: Path) -> None:
