@@ -146,7 +146,7 @@ def locate_merged(base: Path, adapter: Path) -> Path:
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True)
         stored = model.dtype
         merged = merged_with(model.float(), adapter).to(stored)
-        save_model(merged, AutoTokenizer.from_pretrained(base), folder)
+        save_model(merged, AutoTokenizer.from_pretrained(base, trust_remote_code=False), folder)
 
     return _made_once(f"merged-{content.hexdigest()[:16]}", make)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ os.environ |= {
 }
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # a run leaves it ignored where nohup, which may start the suite, has it so
 
 
 @pytest.fixture(scope="session", autouse=True)

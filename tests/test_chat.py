@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlpost import precision
 from rlpost.chat import Chat, TextStream, load_policy
 from rlpost.errors import DataError
 from rlpost.models import load_model, load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
-from rlpost.settings import ModelSettings, SamplingSettings
+from rlpost.settings import DType, ModelSettings, SamplingSettings
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,11 @@ def test_what_is_no_character_is_replaced(start: Callable[..., Chat]) -> None:
     assert start().reply("a\udcff", ignore).tokens > 0
 
 
-def test_a_policy_to_talk_to_computes_in_bfloat16() -> None:
+@pytest.mark.parametrize(("bfloat16", "format"), [(200.0, torch.bfloat16), (2.0, torch.float32)])
+def test_a_policy_to_talk_to_computes_in_what_is_fast(
+    bfloat16: float, format: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 80.0, DType.bfloat16: bfloat16})
     policy, folder = load_policy(ModelSettings(path="builtin:tiny"))
-    assert policy.model.dtype is torch.bfloat16
+    assert policy.model.dtype is format
     assert (folder / "config.json").is_file()

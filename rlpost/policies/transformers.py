@@ -229,7 +229,7 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
 
     if not model.name_or_path:
         raise ConfigError("the model was not loaded from a folder, so no tokenizer lies beside it: pass tokenizer=")
-    return AutoTokenizer.from_pretrained(model.name_or_path)
+    return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
 
 
 def _uniforms(requests: Sequence[Request]) -> torch.Tensor:

@@ -114,7 +114,7 @@ class vLLMWrapper(Policy):
             return model.get_tokenizer()
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder)
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
 
     def start(self) -> None:
         """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError, ConfigError or PolicyError."""
@@ -139,8 +139,7 @@ class vLLMWrapper(Policy):
             raise PolicyError(
                 f"vLLM could not start on {self.folder} ({_first_line(error)}); if memory ran out, lower "
                 "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs; if vLLM does not know the "
-                "model, policy=transformers samples from it"
-                + (adapting if self.adapter_rank else "")
+                "model, policy=transformers samples from it" + (adapting if self.adapter_rank else "")
             ) from error
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
@@ -433,7 +432,7 @@ def _folder_of(model: str) -> Path:
     return Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def _first_line(error: BaseException) -> str:
-    listed = getattr(error, "errors", None)  # of pydantic, whose own first line is the number of them
-    text = str(listed()[0]["msg"] if callable(listed) else error).strip()
+def _first_line(error: Any) -> str:
+    """Why vLLM failed; of pydantic's errors, whose own first line is the number of them, what the first one says."""
+    text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

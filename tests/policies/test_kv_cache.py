@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, PolicyError
+from rlpost.models import tiny_tokenizer
+from rlpost.policies import vLLMWrapper
 from rlpost.policies.kv_cache import kv_bytes_per_token, kv_cache_arguments
 from rlpost.policies.vllm import engine_arguments
 from rlpost.settings import DType, VLLMSettings
@@ -96,3 +98,18 @@ def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypa
         monkeypatch.setattr("rlpost.policies.vllm.bfloat16_is_fast", lambda device, fast=fast: (fast, ""))
         arguments = engine_arguments(smollm2, VLLMSettings(max_num_seqs=1), max_model_len=32, seed=0)
         assert arguments["kv_cache_memory_bytes"] == (1 + 1) * 32 * 2 * 30 * 3 * 64 * number_bytes
+
+
+def test_what_a_configuration_of_vllm_lacks_is_said(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Config(pydantic.BaseModel):
+        block_size: int
+
+    def refuse(*arguments: object) -> None:
+        Config(block_size="many")
+
+    monkeypatch.setattr("rlpost.policies.vllm.start_engine", refuse)
+    policy = vLLMWrapper(tiny_folder, tiny_tokenizer(), settings=VLLMSettings(dtype=DType.float32))
+    with pytest.raises(PolicyError, match=r"\(ValidationError: Input should be a valid integer.*policy=transformers"):
+        policy.start()

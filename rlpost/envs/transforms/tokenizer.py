@@ -59,7 +59,7 @@ class Tokenizer(Transform):
             from transformers import AutoTokenizer
 
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
+                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
                 raise DataError(f"no tokenizer could be read from {self._tokenizer!r}: {reason}") from error
