@@ -35,7 +35,7 @@ REFUSED = "refused"
 TEMPERATURE = 0.8
 # whose versions decide, with the model's configuration, what is right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
-OWN_FILES = ("batching.py", "decoding.py", "families.py", "logprobs.py", "small_copy.py")
+OWN_FILES = ("batching.py", "decoding.py", "families.py", "logprobs.py", "shared_prompt.py", "small_copy.py")
 # what a model's own code raises for what it was not written for
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError)
 BUILT_ON = ("sdpa", "eager")  # the attention functions that a copy in float32 can be tried with

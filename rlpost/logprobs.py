@@ -113,12 +113,12 @@ def chunked_log_probs(
 
     Both carry a gradient, and both are float32, or float64 for a model in float64.
     """
-    num_tokens, more = len(target), _to_fill_up(len(target), hidden.device)
-    hidden, target = nn.functional.pad(hidden, (0, 0, 0, more)), nn.functional.pad(target, (0, more))
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    log_probs, entropy = _ChunkedLogProbs.apply(hidden, head.weight, head.bias, target, temperature)  # type: ignore[misc]
-    return log_probs[:num_tokens], entropy[:num_tokens]
+    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[misc]
+        _filled_up(hidden, dim=-2), head.weight, head.bias, _filled_up(target), temperature
+    )
+    return log_probs[: len(target)], entropy[: len(target)]
 
 
 def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,21 +209,22 @@ READERS: dict[str, Reader] = {
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
 
 
-def _to_fill_up(num_tokens: int, device: torch.device) -> int:
-    """How many tokens that nothing reads follow `num_tokens`, so that a CPU meets few different lengths.
+def _filled_up(tokens: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`tokens` with zeros after the last along `dim` (-1 or -2), so that a CPU meets few different lengths.
 
     oneDNN keeps a compiled product, which may be half a megabyte, for each of the last 1,024 shapes.
     """
-    return -num_tokens % LENGTHS if device.type == "cpu" else 0
+    more = -tokens.shape[dim] % LENGTHS
+    if more == 0 or tokens.device.type != "cpu":
+        return tokens
+    return nn.functional.pad(tokens, (0, more) if dim == -1 else (0, 0, 0, more))
 
 
 def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
-    ids, positions = microbatch.input_ids, microbatch.position_ids
-    more = _to_fill_up(microbatch.num_packed, ids.device)
     with attending(model.config, ATTENTION_NAME):
         return model.get_decoder()(  # type: ignore[operator]
-            input_ids=nn.functional.pad(ids, (0, more)),
-            position_ids=nn.functional.pad(positions, (0, more)),
+            input_ids=_filled_up(microbatch.input_ids),
+            position_ids=_filled_up(microbatch.position_ids),
             use_cache=False,
             prompt_blocks=microbatch.blocks,
         )

@@ -24,9 +24,8 @@ os.environ |= {
 }
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
-signal.signal(
-    signal.SIGHUP, signal.SIG_DFL
-)  # a run leaves it ignored where nohup, which may start the suite, has it so
+# a run leaves SIGHUP ignored where it is, as under nohup, which may have started the suite
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -165,11 +165,11 @@ def test_what_is_no_character_is_replaced(start: Callable[..., Chat]) -> None:
     assert start().reply("a\udcff", ignore).tokens > 0
 
 
-@pytest.mark.parametrize(("bfloat16", "format"), [(200.0, torch.bfloat16), (2.0, torch.float32)])
+@pytest.mark.parametrize(("bfloat16", "chosen"), [(200.0, torch.bfloat16), (2.0, torch.float32)])
 def test_a_policy_to_talk_to_computes_in_what_is_fast(
-    bfloat16: float, format: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    bfloat16: float, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "product_speeds", lambda: {DType.float32: 80.0, DType.bfloat16: bfloat16})
     policy, folder = load_policy(ModelSettings(path="builtin:tiny"))
-    assert policy.model.dtype is format
+    assert policy.model.dtype is chosen
     assert (folder / "config.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from rlpost import families, small_copy
 from rlpost.batching import Row, pack
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
-from rlpost.families import REFUSED, Verdict, examine, explain
+from rlpost.families import OWN_FILES, REFUSED, Verdict, examine, explain
 from rlpost.logprobs import READERS, microbatches_of, token_log_probs, verdict_of
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
+from rlpost.shared_prompt import shared_prompt_attention
 
 # each is right packed and known to be
 FAST = ["llama", "mistral", "gemma3_text", "granite", "deepseek_v3"]
@@ -236,3 +238,8 @@ def test_a_verdict_is_json() -> None:
     assert any(
         Verdict(**json.loads(file.read_text())) == verdict for file in (cache_folder() / "families").glob("*.json")
     )
+
+
+def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:
+    parts = (*READERS.values(), pack, shared_prompt_attention, examine)
+    assert {Path(inspect.getfile(part)).name for part in parts} <= set(OWN_FILES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from rlpost.settings import VLLMSettings
 BLOCK = 32  # tokens whose keys and values vLLM keeps together, a conversation in whole blocks
 MOST = 1_000_000_000  # bytes that are taken where nobody asks for more
 # parts of a configuration's names whose layers keep something else than keys and values of every token
-OTHER_STATE = ("mamba", "ssm", "linear_", "conv", "kv_lora", "rwkv", "state_size", "recurrent")
+RECURRENT = ("mamba", "ssm", "linear_", "conv", "rwkv", "state_size", "recurrent")
+OTHER_STATE = (*RECURRENT, "kv_lora")
 NUMBER_BYTES = {"bfloat16": 2, "float16": 2}  # any other format has 4
 
 
@@ -22,7 +24,7 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int | None:
     `config` is a model's config.json, or its `text_config`. SmolLM2-135M in bfloat16, with 30 layers of 3 heads of 64
     numbers: 2 (keys, values) x 30 x 3 x 64 x 2 bytes = 23,040.
     """
-    if any(part in name for name in config for part in OTHER_STATE):
+    if _names(config, OTHER_STATE):
         return None
     layers = config.get("num_hidden_layers") or config.get("n_layer")
     heads = config.get("num_attention_heads") or config.get("n_head")
@@ -40,10 +42,13 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
     Raises ConfigError for a cache that has no room for one conversation.
     """
     config = json.loads((folder / "config.json").read_text())
-    each = kv_bytes_per_token(config.get("text_config") or config, settings.dtype.value)
+    config = config.get("text_config") or config
+    each = kv_bytes_per_token(config, settings.dtype.value)
     asked = None if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 1e9)
-    if each is None:  # vLLM keeps the prefixes of a recurrent layer only where prompts are read in chunks
-        return {"kv_cache_memory_bytes": asked or MOST, "enable_prefix_caching": False}
+    if each is None:
+        # vLLM keeps the prefixes of a recurrent layer only where prompts are read in chunks
+        without_prefixes = {"enable_prefix_caching": False} if _names(config, RECURRENT) else {}
+        return {"kv_cache_memory_bytes": asked or MOST, **without_prefixes}
     conversation = -(-max_model_len // BLOCK) * BLOCK * each
     spare = BLOCK * each  # vLLM keeps one block to itself
     if asked is None:
@@ -54,3 +59,7 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
             f"which takes {(conversation + spare) / 1e9:.2g} GB: raise it, or leave it out"
         )
     return {"kv_cache_memory_bytes": asked, "block_size": BLOCK}
+
+
+def _names(config: dict[str, Any], parts: Sequence[str]) -> bool:
+    return any(part in name for name in config for part in parts)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rlpost.batching import Microbatch, Row, largest_group, pack
 from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
+from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
 from rlpost.logprobs import token_log_probs, verdict_of
 from rlpost.models import save_model
 from rlpost.optim import learning_rate, set_learning_rate
@@ -88,8 +89,8 @@ class Microbatches:
         progress: Callable[[int, int], None],
     ) -> None:
         on_cpu = device.type == "cpu"
-        self.tokens = tokens or (2048 if on_cpu else 16384)
-        self._enough = 384 if on_cpu and tokens is None else self.tokens  # unless a group takes more
+        self.tokens = tokens or (MOST_ON_CPU if on_cpu else ON_GPU)
+        self._enough = FEWEST_ON_CPU if on_cpu and tokens is None else self.tokens  # unless a group takes more
         self._used = self.tokens  # what the work under way was split by
         self.device = device
         self._note = note

@@ -68,12 +68,14 @@ def test_the_cache_holds_the_conversations_at_once_or_what_was_asked(
 
 def test_a_model_that_keeps_other_state_gets_1_gb_or_what_was_asked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**SMOLLM2, "linear_num_key_heads": 16}}))
-    assert kv_cache_arguments(tmp_path, VLLMSettings(), 176) == {
-        "kv_cache_memory_bytes": 1_000_000_000,
-        "enable_prefix_caching": False,
-    }
-    half = kv_cache_arguments(tmp_path, VLLMSettings(kv_cache_gb=0.5), 176)
-    assert half["kv_cache_memory_bytes"] == 500_000_000
+    recurrent = {"enable_prefix_caching": False}
+    found = [kv_cache_arguments(tmp_path, VLLMSettings(kv_cache_gb=asked), 176) for asked in (None, 0.5)]
+    assert found == [{"kv_cache_memory_bytes": size, **recurrent} for size in (1_000_000_000, 500_000_000)]
+
+
+def test_a_model_with_latent_attention_keeps_its_prefixes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, "kv_lora_rank": 512}))
+    assert kv_cache_arguments(tmp_path, VLLMSettings(), 176) == {"kv_cache_memory_bytes": 1_000_000_000}
 
 
 def test_a_cache_without_room_for_a_conversation_is_refused(smollm2: Path) -> None:
