@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import yaml
 from transformers import PreTrainedModel
 
 from rlpost.checkpoint import kept_numbers
-from rlpost.collectors import LLMCollector
-from rlpost.data.demonstrations import BadRows, Sample
-from rlpost.data.replay_buffer import ReplayBuffer, Transform
-from rlpost.data.samples import Encoder, encode_all
+from rlpost.collectors.llm import LLMCollector
+from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.data.topk import TopKRewardSelector
 from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
-from rlpost.envs.rows import OrderedRows
 from rlpost.envs.transforms.policy_version import PolicyVersion
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
 from rlpost.models import context_length, load_model, load_tokenizer, locate_model, pick_device
-from rlpost.objectives import MCAdvantage
-from rlpost.objectives.advantage import GROUP_ESTIMATORS
-from rlpost.objectives.overlong import OverlongPenalty
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.policies.vllm import vLLMWrapper
 from rlpost.precision import Numbers, choose_numbers
 from rlpost.settings import (
     AutoPolicySettings,
@@ -49,6 +37,7 @@ from rlpost.settings import (
     ExpertIterationSettings,
     GRPOSettings,
     ModelSettings,
+    NoTrackingSettings,
     PolicySettings,
     SamplingSettings,
     ScriptedSettings,
@@ -59,11 +48,12 @@ from rlpost.settings import (
 )
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
-from rlpost.tracking.choice import chosen_tracker
-from rlpost.tracking.process import TrackerProcess
 from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
-from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
+
+if TYPE_CHECKING:
+    from rlpost.objectives.sft_objective import SFTObjective
+    from rlpost.tracking.process import TrackerProcess
 
 S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
 
@@ -104,7 +94,7 @@ class GRPOParts(SamplingParts):
 
 @dataclass
 class ExpertIterationParts(SamplingParts):
-    """Everything the loop of expert iteration works with; the buffer lets in what it selects."""
+    """Everything the loop of expert iteration works with."""
 
     objective: SFTObjective
 
@@ -119,8 +109,9 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         temperature=settings.sampling.temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
+    buffer = ReplayBuffer(group_size=settings.group_size, draw_limit=settings.dynamic.draw_limit)
     with_reference = settings.loss.kl_coef > 0
-    parts = _assemble_sampling(settings, checkpoint, build_buffer(settings), with_reference=with_reference)
+    parts = _assemble_sampling(settings, checkpoint, buffer, with_reference=with_reference)
     return GRPOParts(**vars(parts), objective=objective)
 
 
@@ -128,9 +119,10 @@ def assemble_expert_iteration(
     settings: ExpertIterationSettings, checkpoint: Path | None = None
 ) -> ExpertIterationParts:
     """The parts of `rlpost train expert-iteration`; see `assemble_grpo`."""
+    from rlpost.objectives.sft_objective import SFTObjective
+
     objective = SFTObjective(settings.loss)
-    selector = TopKRewardSelector(settings.group_size, settings.topk_size, min_reward=settings.min_reward)
-    buffer = ReplayBuffer(transforms=[selector])
+    buffer = ReplayBuffer(group_size=settings.group_size)
     parts = _assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
     return ExpertIterationParts(**vars(parts), objective=objective)
 
@@ -185,96 +177,6 @@ def _assemble_sampling(
         )
 
 
-@dataclass
-class AccuracyParts:
-    """What answers held-out prompts during fine-tuning."""
-
-    env: DatasetChatEnv
-    policy: Policy
-    updater: WeightUpdater
-
-    def close(self) -> None:
-        """Stop the policy and what the environment holds."""
-        self.policy.close()
-        self.env.close()
-
-
-@dataclass
-class SFTParts:
-    """Everything the fine-tuning loop works with."""
-
-    model_folder: Path
-    tokenizer: Any
-    model: PreTrainedModel
-    reference: Reference | None  # None unless the loss compares with it
-    samples: OrderedRows[Sample]
-    bad_rows: BadRows
-    bad_held_out: BadRows
-    held_out: list[Sample]  # none where evaluation is off
-    accuracy: AccuracyParts | None  # None unless eval.accuracy
-    objective: SFTObjective
-    optimizer: torch.optim.Optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is trained."""
-        return self.model.device
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """What a data position depends on besides the seed: how many samples there are, and every id of them."""
-        digest = hashlib.blake2b(digest_size=8)
-        for sample in self.samples.rows:
-            digest.update(repr((sample.ids, sample.mask)).encode())
-        order = "shuffled" if self.samples.shuffle else "in order"
-        return f"{self.samples.count()} samples, {order}, content {digest.hexdigest()}"
-
-
-def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
-    """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
-
-    The policy, where there is one, is not started yet. Raises DataError where more than
-    `max_bad_share` of the rows cannot be trained on.
-    """
-    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
-    if settings.eval.accuracy:
-        eval_env.start()  # a bad path or row is found here, before a model is loaded
-    objective = SFTObjective(settings.loss)
-    tokenizer = starting_tokenizer(settings, checkpoint)
-    encoder = Encoder(tokenizer, settings.max_tokens)
-    samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
-    held_out: list[Sample] = []
-    bad_held_out = BadRows()
-    if settings.eval.enabled:
-        first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
-        held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
-        if not held_out:
-            raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
-    if not samples:
-        raise DataError("there are no rows to train on: give some")
-    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
-    return SFTParts(
-        model_folder=trainable.folder,
-        tokenizer=tokenizer,
-        model=trainable.model,
-        reference=trainable.reference,
-        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
-        bad_rows=bad_rows,
-        bad_held_out=bad_held_out,
-        held_out=held_out,
-        accuracy=build_accuracy(settings, eval_env, tokenizer, trainable) if settings.eval.accuracy else None,
-        objective=objective,
-        optimizer=trainable.optimizer,
-    )
-
-
-def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
-    """What samples greedy replies during fine-tuning and scores them."""
-    policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
-    return AccuracyParts(env, policy, build_updater(policy))
-
-
 def build_trained_policy(
     settings: GRPOSettings | ExpertIterationSettings | SFTSettings,
     tokenizer: Any,
@@ -294,22 +196,6 @@ def build_trained_policy(
         adapter_rank=trainable.adapter_rank,
         adapter=trainable.adapter,
     )
-
-
-def build_buffer(settings: GRPOSettings) -> ReplayBuffer:
-    """Where completions become whole groups with their advantages."""
-    transforms: list[Transform] = []
-    if settings.overlong.penalty_tokens:
-        transforms.append(OverlongPenalty(settings.env.max_completion_tokens, settings.overlong.penalty_tokens))
-    estimator = settings.advantage.estimator.value
-    advantage = MCAdvantage(
-        settings.group_size,
-        # what needs the whole batch is taken once the batch is there; until then this only completes groups
-        estimator=estimator if estimator in GROUP_ESTIMATORS else "dr_grpo",
-        shuffle_rewards=settings.advantage.shuffle_rewards,
-        seed=settings.seed,
-    )
-    return ReplayBuffer(transforms=[*transforms, advantage], draw_limit=settings.dynamic.draw_limit)
 
 
 def build_policy(
@@ -336,6 +222,8 @@ def build_policy(
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
     if isinstance(settings, VLLMSettings):
+        from rlpost.policies.vllm import vLLMWrapper
+
         return vLLMWrapper(
             folder,
             tokenizer,
@@ -394,9 +282,11 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
 
 def build_updater(policy: Policy) -> WeightUpdater:
     """How the trainer's weights reach `policy`."""
-    if isinstance(policy, vLLMWrapper):
-        return vLLMUpdater(policy) if policy.adapter_rank is None else vLLMAdapterUpdater(policy)
-    return SharedWeights(policy)
+    if policy.shares_weights:
+        return SharedWeights(policy)
+    from rlpost.weight_sync.vllm import updater_of
+
+    return updater_of(policy)
 
 
 def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:
@@ -404,6 +294,11 @@ def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerPro
 
     Raises MissingExtraError where the tracker is not installed.
     """
+    if isinstance(settings, NoTrackingSettings):
+        return None
+    from rlpost.tracking.choice import chosen_tracker
+    from rlpost.tracking.process import TrackerProcess
+
     choice = chosen_tracker(settings)
     return None if choice is None else TrackerProcess(choice, request.folder, yaml.safe_load(request.config_yaml))
 

@@ -10,6 +10,7 @@ one shape are attended together, their prompts then lying before all of their co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ class Row:
     response: torch.Tensor
     sampled: torch.Tensor  # bool: the ids the model sampled, and is trained on
     sampler_log_probs: torch.Tensor
-    advantage: float | torch.Tensor  # of the whole completion, or of each id of `response`
+    advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
 
@@ -46,16 +47,13 @@ class Row:
 
 
 def rows_of(batch: TensorDictBase) -> list[Row]:
-    """The rows of a batch that carries `advantage` (B,), as `rlpost.data.batch` lays it out."""
+    """The rows of a batch as `rlpost.data.batch` lays it out; what they are worth is not given yet."""
     prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
-    advantages = batch["advantage"].tolist()
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp, advantage)
-        for prompt, response, mask, lp, advantage in zip(
-            prompts, responses, assistant, log_probs, advantages, strict=True
-        )
+        Row(prompt, response, mask[prompt.numel() :], lp)
+        for prompt, response, mask, lp in zip(prompts, responses, assistant, log_probs, strict=True)
     ]
 
 

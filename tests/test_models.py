@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlpost.assemble import assemble_grpo, assemble_sft, evaluate_command
+from rlpost.assemble import assemble_grpo, evaluate_command
+from rlpost.assemble_sft import assemble_sft
 from rlpost.chat import load_policy
 from rlpost.checkpoint import save_checkpoint
 from rlpost.config.compose import compose

@@ -1,5 +1,21 @@
 """Collectors: an environment played with a policy."""
 
-from rlpost.collectors.llm import LLMCollector as LLMCollector
-from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  the name TorchRL's users know
-from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpost.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlpost.collectors.llm import LLMCollector as LLMCollector
+    from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
+    from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "LLMCollector": "llm",
+        "WeightUpdaterBase": "rlpost.weight_sync.base:WeightUpdater",
+        "vLLMUpdater": "rlpost.weight_sync.vllm:vLLMUpdater",
+    },
+)

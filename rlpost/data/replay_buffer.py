@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.selection import Selection
 from rlpost.errors import ConfigError, PolicyError
+
+log = logging.getLogger("rlpost")
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
 Rule = Callable[[TensorDictBase], bool]  # the dense tensors of a group (G,) -> whether it may be trained on
@@ -103,29 +106,50 @@ def _oldest(group: Selection) -> int:
 class ReplayBuffer:
     """Groups of finished conversations, first in first out; one thread may write while another takes.
 
-    `transforms` see every batch on its way in; one may return None to hold its rows back until more
-    have come (`MCAdvantage` does, until a group is complete). `draw_limit` bounds how often in a row
-    `take` asks the source for more before it gives up.
+    - `transforms` see every batch on its way in; one may return None to hold its rows back until
+      more have come, as `MCAdvantage` does until a group is complete.
+    - `group_size` holds a group back until it has so many rows; without it a group is what one batch
+      brings of it.
+    - `draw_limit` bounds how often in a row `take` asks the source for more before it gives up.
+    - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
+      since its last row is given up, logged and counted in `num_evicted`.
     """
 
     def __init__(
-        self, *, transforms: Sequence[Transform] = (), group_key: str = "group_id", draw_limit: int = 32
+        self,
+        *,
+        transforms: Sequence[Transform] = (),
+        group_key: str = "group_id",
+        group_size: int | None = None,
+        draw_limit: int = 32,
+        max_waiting: int = 4096,
     ) -> None:
         self.transforms = list(transforms)
         self.group_key = group_key
+        self.group_size = group_size
         self.draw_limit = draw_limit
+        self.max_waiting = max_waiting
         self.source: GroupSource | None = None
-        self.num_dropped_by_age = 0  # groups
+        self.num_dropped_by_age = self.num_evicted = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self.write_count = 0  # rows written since the buffer was built
         self._groups: list[Selection] = []
+        self._waiting: dict[int, Selection] = {}  # groups that lack rows, by number
         self._lock = threading.RLock()  # of everything but `source`, which may write from its own thread
 
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for rows."""
+        return len(self._waiting)
+
     def extend(self, batch: TensorDictBase) -> None:
-        """Write a batch (B,) whose rows carry `group_key`."""
+        """Write a batch (B,) whose rows carry `group_key`.
+
+        Raises ValueError for a group with more than `group_size` rows.
+        """
         with self._lock:
             self._write(batch)
             self.write_count += batch.batch_size[0]
@@ -140,10 +164,37 @@ class ReplayBuffer:
         places: dict[int, list[int]] = {}
         for place, group in enumerate(ids):
             places.setdefault(group, []).append(place)
-        for own in places.values():
-            group = Selection.of(current, own)
-            self._groups.append(group)
-            self.drawn.add(group)
+        for number, own in places.items():
+            if group := self._completed(number, Selection.of(current, own)):
+                self._groups.append(group)
+                self.drawn.add(group)
+        self._evict()
+
+    def _completed(self, number: int, rows: Selection) -> Selection | None:
+        """The group `number` with `rows` added; None where it still lacks some, and is held until they come."""
+        if self.group_size is None:
+            return rows
+        waited = self._waiting.pop(number, None)
+        group = Selection.joined([waited, rows]) if waited else rows
+        if len(group) > self.group_size:
+            raise ValueError(f"group {number} has {len(group)} rows, more than the {self.group_size} a group can have")
+        if len(group) == self.group_size:
+            return group
+        self._waiting[number] = group
+        return None
+
+    def _evict(self) -> None:
+        """Give up the groups that have waited longest for a row, until `max_waiting` are left."""
+        while len(self._waiting) > self.max_waiting:
+            group = self._waiting.pop(next(iter(self._waiting)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %d completions, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                self.group_size,
+                self.max_waiting,
+                self.num_evicted,
+            )
 
     def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.
@@ -177,8 +228,8 @@ class ReplayBuffer:
         """What came in since this was last called, under the names of metrics.jsonl.
 
         `groups/drawn`, `groups/dropped` (by a rule) and `reward/mean_drawn`, the mean reward before
-        any group was dropped. Counted since the run began: `buffer/dropped_by_age`, and what the
-        transforms count.
+        any group was dropped. Counted since the run began: `buffer/dropped_by_age`, with a `group_size`
+        `groups/evicted`, and what the transforms count.
         """
         with self._lock:
             return self._counts()
@@ -190,6 +241,8 @@ class ReplayBuffer:
             "reward/mean_drawn": self.drawn.reward_mean,
             "buffer/dropped_by_age": float(self.num_dropped_by_age),
         }
+        if self.group_size is not None:
+            counts["groups/evicted"] = float(self.num_evicted)
         self.drawn = Drawn()
         for transform in self.transforms:
             if isinstance(transform, Counting):
@@ -197,11 +250,13 @@ class ReplayBuffer:
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that wait and the rows that transforms hold back, as JSON-compatible values."""
+        """The groups, those that lack rows and what transforms hold back, as JSON-compatible values."""
         with self._lock:
             return {
                 "groups": [to_plain(group.copied()) for group in self._groups],
+                "waiting": [to_plain(group.copied()) for group in self._waiting.values()],
                 "num_dropped_by_age": self.num_dropped_by_age,
+                "num_evicted": self.num_evicted,
                 "drawn": asdict(self.drawn),
                 "transforms": [t.state_dict() if isinstance(t, Stateful) else None for t in self.transforms],
             }
@@ -209,7 +264,10 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same transforms."""
         self._groups = [Selection.whole(from_plain(group)) for group in state["groups"]]
+        waiting = [Selection.whole(from_plain(group)) for group in state["waiting"]]
+        self._waiting = {int(group.column(self.group_key)[0]): group for group in waiting}
         self.num_dropped_by_age = state["num_dropped_by_age"]
+        self.num_evicted = state["num_evicted"]
         self.drawn = Drawn(**state["drawn"])
         for transform, saved in zip(self.transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):

@@ -1,4 +1,4 @@
-"""The best replies to each prompt, as the replay buffer's transform on write."""
+"""The best replies to each prompt: picked from a batch of whole groups, or by a transform of the replay buffer."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TopKRewardSelector:
         places: dict[GroupKey, list[range]] = {}
         for span in self._spans(batch):
             places.setdefault((groups[span.start], prompts[span.start]), []).append(span)
-        worth = self._worth(batch)
+        worth = _worth(batch, self.rewards_key)
         chosen: list[Selection] = []
         for key, spans in places.items():
             rows = Selection.of(batch, [row for span in spans for row in span])
@@ -178,11 +178,21 @@ class TopKRewardSelector:
         ends = [i + 1 for i, is_last in enumerate(done) if is_last]
         return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
-    def _worth(self, batch: TensorDictBase) -> list[float | None]:
-        """The reward of each row: NaN where it has none (yet), None where it failed."""
-        rewards = batch[self.rewards_key].double().flatten().tolist()
-        valid = batch["valid"].flatten().tolist() if "valid" in batch else [True] * len(rewards)
-        return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
+
+def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> list[int]:
+    """The places of each group's `best` in a batch (B,) of whole groups, one row a completion, group by group."""
+    worth = [_mean([reward]) for reward in _worth(batch, ("next", "reward"))]
+    places: dict[int, list[int]] = {}
+    for place, group in enumerate(batch["group_id"].tolist()):
+        places.setdefault(group, []).append(place)
+    return [own[i] for own in places.values() for i in best([worth[place] for place in own], count, minimum)]
+
+
+def _worth(batch: TensorDictBase, rewards_key: Key) -> list[float | None]:
+    """The reward of each row: NaN where it has none (yet), None where it failed."""
+    rewards = batch[rewards_key].double().flatten().tolist()
+    valid = batch["valid"].flatten().tolist() if "valid" in batch else [True] * len(rewards)
+    return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
 
 
 def _mean(rewards: Sequence[float | None]) -> float:

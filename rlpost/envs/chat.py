@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
 from typing import Any, Self
 
 from rlpost.data.conversation import CUT, Conversation, Message
@@ -10,13 +12,14 @@ from rlpost.data.datasets import HELD_OUT, load_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
-from rlpost.envs.rows import OrderedRows
+from rlpost.envs.rows import OrderedRows, order_seed
 from rlpost.envs.scoring import record_scores
 from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
+from rlpost.settings import EnvSettings
 
 
 class ChatEnv(EnvBase):
@@ -266,6 +269,23 @@ class DatasetChatEnv(ChatEnv):
         self.read_ahead = batch_size_dl
         self._rows: Any = None
 
+    @classmethod
+    def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
+        """The environment that `settings` describe; `seed` is the run's, `common` what `build_env` reads of all.
+
+        What is None in `common` is left to the constructor, whose defaults are the environment's own.
+        """
+        given = {name: value for name, value in common.items() if value is not None}
+        own = cls.arguments_of(settings)
+        return cls(seed=order_seed(seed, own.pop("seed", 0)), **own, **given)
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
+        common = {field.name for field in fields(EnvSettings)}
+        own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
+        return {"dataset" if name == "path" else name: value for name, value in own.items()}
+
     def start(self) -> None:
         """Read the rows, and write the first prompt to see that the template fits.
 
@@ -346,3 +366,9 @@ class DatasetChatEnv(ChatEnv):
             )
         self.set_seed(state["seed"])
         super().load_state_dict(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(element) for element in value]
+    return value.value if isinstance(value, Enum) else value

@@ -6,15 +6,14 @@ from typing import Any
 
 from rlpost.data.continuation import Continuation
 from rlpost.envs.chat import ChatEnv
-from rlpost.envs.transforms.log_prob import KLRewardTransform
 from rlpost.errors import ConfigError
 
 
 def check_rewards(env: ChatEnv) -> None:
     """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
-    if any(isinstance(transform, KLRewardTransform) and transform.add_to_reward for transform in env.transforms):
+    if changing := [type(transform).__name__ for transform in env.transforms if transform.reward_per_token]:
         raise ConfigError(
-            "the environment has a KLRewardTransform, which makes a reward a token, and a training takes one a "
+            f"the environment has a {changing[0]}, which makes a reward a token, and a training takes one a "
             "completion: leave it out and let the loss hold the penalty, with loss.kl_coef"
         )
 

@@ -6,19 +6,20 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import Complaint, Row, load_rows, located_rows, missing
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import FormatError, RowFormat, kind_of
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.rows import order_seed
 from rlpost.envs.scoring import record_score
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
-from rlpost.settings import DatasetSettings
+from rlpost.settings import DatasetSettings, EnvSettings
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 ANSWER_COLUMN = "answer"
@@ -42,6 +43,12 @@ class DatasetEnv(DatasetChatEnv):
         self.rewards: Rewards | None = None
         self._format: RowFormat | None = None  # of demonstrations, once their first row is read
         self._of_messages: bool | None = None  # what the first prompt is; the others have to be the same
+
+    @classmethod
+    def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
+        """See `DatasetChatEnv.of`."""
+        assert isinstance(settings, DatasetSettings)
+        return cls(settings, seed=order_seed(seed, settings.seed), **common)
 
     def start(self) -> None:
         """See `DatasetChatEnv.start`; imports the rewards too.

@@ -12,6 +12,8 @@ from rlpost.errors import DataError
 from rlpost.rewards.reasoning_tasks import Generator, Problem, may_be_scored
 from rlpost.rewards.score import Score
 from rlpost.rewards.workers import Workers
+from rlpost.settings import AnswerPlace, EnvSettings
+from rlpost.settings.more_envs import named_values
 
 IN_TAGS = (
     "Answer the question. You may reason first; then write the final answer, in the form the question asks for and "
@@ -52,6 +54,14 @@ class ReasoningGymEnv(EndlessEnv):
         self._workers = Workers(
             "rlpost.rewards.reasoning_tasks:scorer", PROCESSES, score_seconds, arguments=[task, self.task_config]
         )
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """See `DatasetChatEnv.arguments_of`."""
+        own = super().arguments_of(settings)
+        own["task_config"] = named_values("env.task_config", own["task_config"])
+        own["answer_in_tags"] = own.pop("answer_in") == AnswerPlace.tags.value
+        return own
 
     def open_rows(self, seed: int) -> ReasoningProblems:
         """See `DatasetChatEnv.open_rows`.

@@ -12,6 +12,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+def order_seed(run_seed: int, env_seed: int) -> int:
+    """One number for the two: different for every pair of seeds below 2**32."""
+    return run_seed << 32 | env_seed
+
+
 class OrderedRows(Generic[T]):
     """Rows without end: epoch after epoch, each in its own permutation if `shuffle`.
 

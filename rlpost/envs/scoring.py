@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, DataError
-from rlpost.rewards.apart import Patience
-from rlpost.rewards.calls import TooLong, interrupted_after
+from rlpost.rewards.patience import Patience, TooLong, interrupted_after
 from rlpost.rewards.score import Score, log_failures, why_untrainable
 
 Scorer = Callable[[Conversation], Score | None]

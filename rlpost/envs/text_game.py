@@ -15,6 +15,8 @@ from rlpost.errors import ConfigError, DataError, ToolError
 from rlpost.extras import require
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.rewards.score import Score
+from rlpost.settings import EnvSettings
+from rlpost.settings.more_envs import named_values
 
 PROMPT_TEMPLATE = "You play {game}. {moves} Write your next move between <action> and </action>.\n\n{observation}"
 
@@ -77,6 +79,14 @@ class TextGameEnv(EndlessEnv):
         )
         self._id = game if isinstance(game, str) else None
         self._games: dict[tuple[int, int], Game] = {}
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """See `DatasetChatEnv.arguments_of`."""
+        own = super().arguments_of(settings)
+        own["game"] = own.pop("id")
+        own["arguments"] = named_values("env.arguments", own["arguments"])
+        return own
 
     def _gymnasium_game(self) -> Any:
         """A game of gymnasium's registry. Raises ConfigError for one it has not, or an argument of no use to it."""

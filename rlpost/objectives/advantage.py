@@ -1,4 +1,6 @@
-"""Advantages as pure functions of rewards: what a completion earned beyond what was to be expected.
+"""Advantages: what a completion earned beyond what was to be expected.
+
+`give_advantages` is the step of the loop, all else pure functions of tensors.
 
 Everywhere: a sample counts if it is `valid` and its reward is finite. The others get 0 and are
 outside every mean and deviation, so a NaN never spreads. Standard deviations are unbiased (N - 1),
@@ -8,12 +10,61 @@ and values that differ by rounding alone have none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from tensordict import TensorDictBase
+from torch.nn.utils.rnn import pad_sequence
+
+from rlpost.batching import Row
+from rlpost.objectives.kl import kl_divergence
+from rlpost.settings import GRPOSettings, KLPlace
 
 TOLERANCE = 1e-6  # relative: further apart than sums of float32 rewards in another order can be
 SMALLEST_STD = 1e-6  # a smaller one is not divided by
+
+
+def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequence[Row]) -> dict[str, float]:
+    """Write what each completion of a step is worth into `rows` and `batch["advantage"]` (B,).
+
+    With the KL in the reward, which reads the log-probs of `rows`, a completion's reward is
+    r - kl_coef * sum of its tokens' KL (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has
+    its own return and advantage, and the batch holds the mean over the completion's tokens. The
+    rewards of `batch` stay the task's. Returns the mean penalty of a completion as
+    `reward/kl_penalty`, where there is one.
+    """
+    estimator = settings.advantage.estimator.value
+    rewards, groups, valid = batch["next", "reward"].squeeze(-1), batch["group_id"], batch["valid"]
+    if settings.advantage.shuffle_rewards:
+        rewards = shuffled(rewards, groups, valid, settings.seed)
+    if not kl_in_reward(settings):
+        _give(batch, rows, advantages(estimator, rewards, groups, valid))
+        return {}
+    mask = pad_sequence([row.sampled for row in rows], batch_first=True)  # (B, T)
+    penalties = settings.loss.kl_coef * _kl_per_token(rows, mask, settings.loss.kl_estimator.value)  # (B, T)
+    if estimator == "reinforce_pp":
+        of_tokens = token_advantages(rewards, penalties, mask, valid)  # (B, T)
+        _give(batch, rows, of_tokens.sum(-1) / mask.sum(-1).clamp(min=1))
+        for row, own in zip(rows, of_tokens, strict=True):
+            row.advantage = own[: row.response.numel()]
+    else:
+        _give(batch, rows, advantages(estimator, rewards - penalties.sum(-1), groups, valid))
+    return {"reward/kl_penalty": penalties.sum(-1).mean().item()}
+
+
+def kl_in_reward(settings: GRPOSettings) -> bool:
+    """Whether the KL to the reference lowers the reward, for which each row needs both log-probs."""
+    return settings.loss.kl_coef > 0 and settings.loss.kl_in is KLPlace.reward
+
+
+def has_spread(group: TensorDictBase) -> bool:
+    """Whether the valid completions of a group (G,) were rewarded differently: else there is nothing to learn.
+
+    The rule of dynamic sampling, the condition under eq. 11 of DAPO (arXiv:2503.14476), for rewards
+    of any value.
+    """
+    rewards = group["next", "reward"].squeeze(-1)
+    return not equal_up_to_rounding(rewards[group["valid"] & rewards.isfinite()])
 
 
 def advantages(estimator: str, rewards: torch.Tensor, groups: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -136,3 +187,19 @@ def _whitened(values: torch.Tensor) -> torch.Tensor:
 
 def _std(values: torch.Tensor) -> torch.Tensor:
     return values.std().clamp(min=SMALLEST_STD)
+
+
+def _kl_per_token(rows: Sequence[Row], mask: torch.Tensor, estimator: str) -> torch.Tensor:
+    """The estimate of KL(old policy || reference) at each trained token, (B, T); 0 elsewhere."""
+    old = [row.old_log_probs for row in rows if row.old_log_probs is not None]
+    reference = [row.ref_log_probs for row in rows if row.ref_log_probs is not None]
+    assert len(old) == len(reference) == len(rows), "a KL penalty needs the log-probs of both, of every row"
+    return kl_divergence(
+        pad_sequence(old, batch_first=True), pad_sequence(reference, batch_first=True), estimator, mask
+    )
+
+
+def _give(batch: TensorDictBase, rows: Sequence[Row], values: torch.Tensor) -> None:
+    batch["advantage"] = values  # (B,)
+    for row, value in zip(rows, values.tolist(), strict=True):
+        row.advantage = value

@@ -1,9 +1,14 @@
-"""Completions that ran into the length limit: the soft penalty of DAPO."""
+"""Completions that ran into the length limit: DAPO's soft penalty, and leaving them out of the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from tensordict import TensorDict, TensorDictBase
+
+from rlpost.batching import Row
 
 PART = "overlong"  # the name of the penalty among the parts of a reward
 
@@ -18,22 +23,26 @@ def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, penalty_tokens
     return -(beyond / penalty_tokens).clamp(0.0, 1.0)
 
 
-class OverlongPenalty:
-    """The buffer's transform that adds the penalty to each reward, as its part `overlong`.
+def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: int) -> None:
+    """Add the penalty to each reward of `batch` (B,), as its part `overlong`.
 
-    A completion is as long as what its model sampled. Accuracies stay as they are, and a reward
-    that failed stays without a value.
+    A completion is as long as what its model sampled. Accuracies stay as they are, and a reward that
+    failed stays without a value.
     """
+    lengths = torch.tensor([int(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
+    penalty = soft_overlong_penalty(lengths, max_tokens, penalty_tokens).unsqueeze(-1)  # (B, 1)
+    parts: TensorDictBase = batch["next"].get("reward_parts", TensorDict(batch_size=batch.batch_size))
+    batch["next"].set("reward", batch["next", "reward"] + penalty)
+    batch["next"].set("reward_parts", parts.set(PART, penalty))
 
-    def __init__(self, max_tokens: int, penalty_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.penalty_tokens = penalty_tokens
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """`batch` (B,), with `("next", "reward")` and `("next", "reward_parts", "overlong")` written."""
-        lengths = torch.tensor([int(mask.sum()) for mask in batch["masks", "all_assistant_mask"].unbind()])
-        penalty = soft_overlong_penalty(lengths, self.max_tokens, self.penalty_tokens).unsqueeze(-1)  # (B, 1)
-        parts: TensorDictBase = batch["next"].get("reward_parts", TensorDict(batch_size=batch.batch_size))
-        batch["next"].set("reward", batch["next", "reward"] + penalty)
-        batch["next"].set("reward_parts", parts.set(PART, penalty))
-        return batch
+def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:
+    """`rows` with nothing to train on in those that were cut at their length limit; the others are the same objects.
+
+    Their rewards count in the baseline all the same. Overlong filtering of DAPO (arXiv:2503.14476,
+    section 3.4).
+    """
+    return [
+        replace(row, sampled=torch.zeros_like(row.sampled)) if reason == "length" else row
+        for row, reason in zip(rows, batch["finish_reason"], strict=True)
+    ]

@@ -11,7 +11,7 @@ from torch import nn
 from rlpost.batching import Microbatch, Row, by_row
 from rlpost.errors import ConfigError
 from rlpost.logprobs import token_log_probs
-from rlpost.objectives.functional import minor_sft_loss, sft_loss
+from rlpost.objectives.supervised import minor_sft_loss, sft_loss
 from rlpost.settings import DemonstrationLossSettings, MinorSFTLossSettings, SFTLossSettings
 
 

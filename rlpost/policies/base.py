@@ -15,7 +15,6 @@ from tensordict import TensorDictBase
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError, PolicyError
-from rlpost.policies.calling import call
 from rlpost.policies.face import Face
 from rlpost.settings import SamplingSettings
 
@@ -43,6 +42,7 @@ class Policy(ABC):
     its sequences, as `face` says.
     """
 
+    shares_weights = True  # samples from the very tensors that are trained, so that a push has nothing to send
     tokenizer: Any  # a transformers tokenizer with a chat template
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 
@@ -91,6 +91,8 @@ class Policy(ABC):
 
         Raises DataError for entries that are missing or of another kind, PolicyError when the engine fails.
         """
+        from rlpost.policies.calling import call
+
         return call(self, tensordict)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:

@@ -60,6 +60,8 @@ class vLLMWrapper(Policy):
     Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
     """
 
+    shares_weights = False
+
     def __init__(
         self,
         model: Any,

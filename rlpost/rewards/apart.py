@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 from rlpost.errors import ConfigError, RewardError
 from rlpost.rewards.calls import LIMIT, RowValues, joined, late, row_values
+from rlpost.rewards.patience import Patience
 from rlpost.rewards.workers import Outcome, Worker, call_each
 from rlpost.text import printable
 
 GRACE_SECONDS = 1.0  # for async calls to be given up inside their process, which then need not be killed
-LOST_IN_A_ROW = 3  # rows; each costs the deadline, so a function that always hangs is found out soon
-LOST_IN_ALL = 16
 PRINTED_SHOWN = 200  # characters of what a failed call printed
 
 log = logging.getLogger("rlpost")
@@ -122,28 +120,6 @@ class WorkerReward:
         shown = f"; it printed: {printed[:PRINTED_SHOWN]}" if printed else ""
         with_output = [told | {"error": told["error"] + shown} if "error" in told else told for told in tolds]
         return [row_values(told, count) for told, count in zip(with_output, counts, strict=True)]
-
-
-@dataclass
-class Patience:
-    """How many rows may still be lost, to a deadline or with their process, before the rest is not tried."""
-
-    in_a_row: int = 0
-    in_all: int = 0
-    last: str = ""
-
-    def note(self, error: str | None) -> None:
-        """A row was lost with this error, or not lost."""
-        self.in_a_row = self.in_a_row + 1 if error else 0
-        self.in_all += bool(error)
-        self.last = error or self.last
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the next row is not tried, or None if it is."""
-        if self.in_a_row < LOST_IN_A_ROW and self.in_all < LOST_IN_ALL:
-            return None
-        return f"not tried after {self.in_all} others were lost: {self.last}"
 
 
 def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, seconds: float) -> list[RowValues]:

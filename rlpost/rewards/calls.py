@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.rewards.builtin import BUILT_IN
+from rlpost.rewards.patience import TooLong, interrupted_after
 from rlpost.settings.registered import REWARDS
 from rlpost.text import printable
 from rlpost.user_file import import_file, named, where_in
@@ -97,10 +96,6 @@ class RowValues:
 
 class _WrongLength(TypeError):
     """A function has returned more or fewer values than there are rows."""
-
-
-class TooLong(BaseException):
-    """A plain function has not returned in time; no Exception, which the function might catch."""
 
 
 @dataclass
@@ -263,25 +258,6 @@ def _run(calls: list[_Call], timeout_seconds: float) -> list[_Call]:
             together.cancel()
             raise error from None
     return calls
-
-
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise TooLong in a block that takes longer; in the main thread only, where Python can interrupt itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _late(calls: Sequence[_Call], seconds: float) -> RewardError:

@@ -12,13 +12,14 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, nan
+from math import ceil
 
 import torch
 from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration, build_tracker, resolve_numbers
 from rlpost.batching import Row, rows_of
+from rlpost.data.topk import best_of_groups
 from rlpost.evaluate import EvalResult
 from rlpost.memory import keep_freed_memory
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
@@ -100,9 +101,8 @@ def learn(
     microbatches = Microbatches.shown_on(screen, settings.tokens_per_microbatch, parts.device)
     for step in run.steps(done=progress.step):
         started = time.perf_counter()
-        sampled = parts.collector.rollout()
-        parts.buffer.extend(sampled)  # which lets in the best of each prompt
-        selected = parts.buffer.take(len(parts.buffer)) if len(parts.buffer) else None
+        sampled = parts.buffer.take(settings.prompts_per_step)
+        selected = best_of_groups(sampled, settings.topk_size, settings.min_reward)
         metrics = batch_metrics(sampled, settings.group_size, parts.collector.policy_version)
         check_failed(settings, step, metrics)
         metrics |= selection_metrics(sampled, selected)
@@ -111,7 +111,8 @@ def learn(
         parts.policy.rest()
 
         screen.phase("training")
-        rows = [] if selected is None else rows_of(selected)
+        completions = rows_of(sampled)
+        rows = [completions[place] for place in selected]
         fill_reference(parts.reference, microbatches, rows, kind=settings.model.autocast)
         updates: list[Update[SFTOutput]] = []
         for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
@@ -137,28 +138,18 @@ def learn(
     return after
 
 
-def selection_metrics(sampled: TensorDict, selected: TensorDict | None) -> dict[str, float]:
-    """What a step selected of what it sampled.
+def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:
+    """What a step selected of what it sampled, by its places.
 
-    Gives both batches the key `advantage`: 1 for what is trained on, else 0.
+    Gives `sampled` the key `advantage`: 1 for what is trained on, else 0.
     """
-    sampled["advantage"] = torch.zeros(sampled.batch_size)
-    if selected is None:
-        return {"selected/share": 0.0, "selected/reward_mean": nan, "selected/prompts": 0.0}
-    selected["advantage"] = torch.ones(selected.batch_size)
-    places = {name: i for i, name in enumerate(_names(sampled))}
-    for name in _names(selected):
-        if name in places:  # what completed a prompt of an earlier step was sampled there
-            sampled["advantage"][places[name]] = 1.0
+    places = torch.tensor(selected, dtype=torch.int64)
+    sampled["advantage"] = torch.zeros(sampled.batch_size).index_fill(0, places, 1.0)
     return {
-        "selected/share": selected.batch_size[0] / sampled.batch_size[0],
-        "selected/reward_mean": selected["next", "reward"].mean().item(),
-        "selected/prompts": float(selected["group_id"].unique().numel()),
+        "selected/share": len(selected) / sampled.batch_size[0],
+        "selected/reward_mean": sampled["next", "reward"][places].mean().item(),  # NaN where nothing is selected
+        "selected/prompts": float(sampled["group_id"][places].unique().numel()),
     }
-
-
-def _names(batch: TensorDict) -> list[tuple[int, int]]:
-    return list(zip(batch["group_id"].tolist(), batch["sample"].tolist(), strict=True))
 
 
 def most_updates(settings: ExpertIterationSettings) -> int:

@@ -20,7 +20,8 @@ from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker, resolve_num
 from rlpost.batching import Row, rows_of
 from rlpost.evaluate import EvalResult
 from rlpost.memory import keep_freed_memory
-from rlpost.objectives.dynamic_sampling import has_spread
+from rlpost.objectives.advantage import give_advantages, has_spread, kl_in_reward
+from rlpost.objectives.overlong import mask_overlong, penalise_overlong
 from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.optim import learning_rate_of
 from rlpost.output import output_into
@@ -29,7 +30,6 @@ from rlpost.run import Run
 from rlpost.screen import Screen
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.advantage import complete_advantages, kl_in_reward, mask_overlong
 from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
 from rlpost.train.narration import announce, conclude
 from rlpost.train.needs import check_needs
@@ -100,6 +100,8 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
     for step in run.steps(done=progress.step):
         started = time.perf_counter()
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)
+        if settings.overlong.penalty_tokens:
+            penalise_overlong(batch, settings.env.max_completion_tokens, settings.overlong.penalty_tokens)
         metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
         check_failed(settings, step, metrics)
         metrics |= parts.buffer.take_counts()
@@ -109,7 +111,7 @@ def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress
         screen.phase("training")
         rows = rows_of(batch)
         fill_log_probs(settings, parts, microbatches, rows)
-        metrics |= complete_advantages(settings, batch, rows)
+        metrics |= give_advantages(settings, batch, rows)
         trained = rows
         if settings.overlong.mask:
             trained = mask_overlong(batch, rows)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from rlpost.assemble import SFTParts, assemble_sft, build_tracker, resolve_numbers
+from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.assemble_sft import SFTParts, assemble_sft
 from rlpost.batching import Row
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError

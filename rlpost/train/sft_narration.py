@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rlpost.assemble import SFTParts
+from rlpost.assemble_sft import SFTParts
 from rlpost.data.demonstrations import Sample
 from rlpost.lora import describe_adapter
 from rlpost.precision import Numbers

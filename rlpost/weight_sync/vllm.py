@@ -83,6 +83,12 @@ class vLLMAdapterUpdater(WeightUpdater):
             wrapper.load_adapter(folder)
 
 
+def updater_of(policy: Policy) -> WeightUpdater:
+    """What brings weights to a `vLLMWrapper`: the adapter alone, where it samples with one."""
+    adapted = isinstance(policy, vLLMWrapper) and policy.adapter_rank is not None
+    return vLLMAdapterUpdater(policy) if adapted else vLLMUpdater(policy)
+
+
 def free_port(address: str) -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data import ReplayBuffer
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.errors import ConfigError, PolicyError
-from rlpost.objectives.dynamic_sampling import has_spread
+from rlpost.objectives.advantage import has_spread
 
 Batch = Callable[..., TensorDict]
 
@@ -241,6 +241,51 @@ def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> 
         "buffer/dropped_by_age": 0.0,
     }  # fmt: skip
     assert groups(resumed.take(1, accept=has_spread)) == groups(buffer.take(1, accept=has_spread)) == [2, 2]
+
+
+def test_a_group_is_held_until_it_is_whole(batch: Batch) -> None:
+    buffer = ReplayBuffer(group_size=3)
+    buffer.extend(concat_rows([batch(first=1, size=2), batch(first=0, size=3)]))
+    assert (len(buffer), buffer.num_incomplete) == (1, 1)
+    buffer.extend(batch(first=1, size=1, text="the last"))
+    assert buffer.num_incomplete == 0
+    taken = buffer.take(2)
+    assert groups(taken) == [0, 0, 0, 1, 1, 1]  # in the order they became whole
+    assert list(taken["text", "response"]) == ["91"] * 5 + ["the last"]
+
+
+def test_a_group_with_more_rows_than_it_can_have_is_an_error(batch: Batch) -> None:
+    buffer = ReplayBuffer(group_size=3)
+    buffer.extend(batch(first=7, size=2))
+    with pytest.raises(ValueError, match="group 7 has 4 rows, more than the 3 a group can have"):
+        buffer.extend(batch(first=7, size=2))
+
+
+def test_the_group_that_waited_longest_since_its_last_row_is_given_up(
+    batch: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = ReplayBuffer(group_size=3, max_waiting=2)
+    buffer.extend(batch(groups=2, size=1))
+    buffer.extend(batch(first=0, size=1))  # group 0 is heard of again: 1 has waited longer
+    with caplog.at_level("WARNING"):
+        buffer.extend(batch(first=2, size=1))
+    assert "gave up a group with 1 of 3 completions, since 2 others wait" in caplog.text
+    assert (buffer.num_incomplete, buffer.num_evicted) == (2, 1)
+    assert buffer.take_counts()["groups/evicted"] == 1.0
+    buffer.extend(batch(first=0, size=1))
+    assert groups(buffer.take(1)) == [0, 0, 0]
+
+
+def test_groups_that_lack_rows_survive_a_checkpoint(batch: Batch) -> None:
+    buffer, resumed = ReplayBuffer(group_size=2, max_waiting=2), ReplayBuffer(group_size=2, max_waiting=2)
+    buffer.extend(batch(groups=3, size=1))
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert resumed.num_evicted == buffer.num_evicted == 1
+    for each in (buffer, resumed):
+        each.extend(batch(first=1, groups=2, size=1, text="the second"))
+        taken = each.take(2)
+        assert groups(taken) == [1, 1, 2, 2]
+        assert list(taken["text", "response"]) == ["91", "the second"] * 2
 
 
 def test_what_a_transform_counts_is_told_with_the_buffers_own() -> None:

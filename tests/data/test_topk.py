@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data import ReplayBuffer, TopKRewardSelector
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows, strings
 from rlpost.data.conversation import Conversation
-from rlpost.data.topk import best
+from rlpost.data.topk import best, best_of_groups
 
 Make = Callable[..., Conversation]
 
@@ -178,6 +178,17 @@ def test_a_prompt_that_comes_twice_in_a_batch_without_numbers_is_complete_twice(
     selector = TopKRewardSelector(2, 1, prompt_key="query")
     assert rewards_of(selector(batch)) == [1.0, 3.0]
     assert rewards_of(selector(batch[:1])) == [4.0]  # what waited was complete with it
+
+
+def test_the_best_of_each_group_are_picked_from_a_batch_of_whole_groups(conversation: Make) -> None:
+    rewards = {(0, 0): 0.2, (0, 1): 0.9, (0, 2): 0.9, (1, 0): 0.5, (1, 1): 0.1, (1, 2): None, (1, 3): 0.7}
+    made = [conversation(g, s, reward=r, valid=r is not None) for (g, s), r in rewards.items()]
+    rows = batch_from_conversations([made[i] for i in (3, 0, 1, 4, 5, 2, 6)])  # the groups' rows are not together
+    # group 1 came first; above its lower median 0.5 lies 0.7 alone. Both of group 0's are equal to its median, 0.9
+    assert best_of_groups(rows, 2, None) == [6]
+    assert best_of_groups(rows, 2, 0.5) == [6, 0, 2, 5]
+    assert best_of_groups(rows, 1, 0.0) == [6, 2]
+    assert best_of_groups(rows, 1, 2.0) == []
 
 
 def test_the_sizes_must_leave_something_to_choose() -> None:

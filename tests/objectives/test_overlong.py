@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.data.batch import concat_rows
-from rlpost.objectives.dynamic_sampling import has_spread
-from rlpost.objectives.overlong import OverlongPenalty, soft_overlong_penalty
+from rlpost.objectives.advantage import has_spread
+from rlpost.objectives.overlong import penalise_overlong, soft_overlong_penalty
 
 Batch = Callable[..., TensorDict]
 
@@ -34,17 +34,18 @@ def test_the_penalty_is_part_of_the_reward_and_of_nothing_else(batch: Batch) -> 
             batch(size=1, response_ids=[7] * 9, reward=None, valid=False),
         ]
     )
-    out = OverlongPenalty(8, 4)(rows)
-    assert out["next", "reward"][:2].tolist() == [[0.5], [-1.0]]
-    assert math.isnan(out["next", "reward"][2].item())  # a reward that failed stays without a value
-    assert out["next", "reward_parts", "overlong"].tolist() == [[-0.5], [-1.0], [-1.0]]
-    assert out["next", "reward_parts", "right"][0].item() == 1.0
-    assert out["next", "accuracy_strict"][:2].tolist() == [[1.0], [0.0]]
+    penalise_overlong(rows, 8, 4)
+    assert rows["next", "reward"][:2].tolist() == [[0.5], [-1.0]]
+    assert math.isnan(rows["next", "reward"][2].item())  # a reward that failed stays without a value
+    assert rows["next", "reward_parts", "overlong"].tolist() == [[-0.5], [-1.0], [-1.0]]
+    assert rows["next", "reward_parts", "right"][0].item() == 1.0
+    assert rows["next", "accuracy_strict"][:2].tolist() == [[1.0], [0.0]]
 
 
 def test_only_sampled_tokens_count_as_length(batch: Batch) -> None:
     rows = batch(size=1, response_ids=[7] * 8, mask=[1, 1, 0, 0, 0, 0, 1, 1], reward=1.0)
-    assert OverlongPenalty(8, 4)(rows)["next", "reward"].item() == 1.0  # four are the environment's
+    penalise_overlong(rows, 8, 4)
+    assert rows["next", "reward"].item() == 1.0  # four are the environment's
 
 
 @pytest.mark.parametrize(
@@ -65,10 +66,3 @@ def test_a_group_is_accepted_when_its_valid_rewards_differ(
 ) -> None:
     group = concat_rows([batch(size=1, reward=r, valid=v) for r, v in zip(rewards, valid, strict=True)])
     assert has_spread(group) is accepted
-
-
-def test_lengths_alone_do_not_make_a_group_worth_training_on(batch: Batch) -> None:
-    rows = [batch(size=1, response_ids=[7] * size, reward=0.3) for size in (4, 5, 7)]
-    group = OverlongPenalty(8, 4)(concat_rows(rows))
-    assert group["next", "reward"].flatten().tolist() == pytest.approx([0.3, 0.05, -0.45])
-    assert has_spread(group) is False

@@ -13,8 +13,9 @@ import pytest
 
 from rlpost.config.plugins import load_plugins
 from rlpost.errors import ConfigError, DataError, RewardError
-from rlpost.rewards.apart import Patience, WorkerReward
+from rlpost.rewards.apart import WorkerReward
 from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
+from rlpost.rewards.patience import Patience
 from rlpost.rewards.score import Score
 from rlpost.settings import DatasetSettings
 

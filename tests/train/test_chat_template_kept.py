@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.assemble import assemble_sft, evaluate_command
+from rlpost.assemble import evaluate_command
+from rlpost.assemble_sft import assemble_sft
 from rlpost.chat import Chat
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpost.assemble import assemble_sft
+from rlpost.assemble_sft import assemble_sft
 from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError, DataError, DivergedError

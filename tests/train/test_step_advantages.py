@@ -1,4 +1,4 @@
-"""Advantages that wait for the batch, dynamic sampling and overlong control, in rows and in the loop."""
+"""The loop's advantages, dynamic sampling and overlong control, in rows and in whole steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.objectives import MCAdvantage
+from rlpost.objectives.advantage import give_advantages
+from rlpost.objectives.overlong import mask_overlong
 from rlpost.rewards.score import Score
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.advantage import complete_advantages, mask_overlong
 from rlpost.train.grpo import minibatches, train
 
 Batch = Callable[..., TensorDict]
@@ -55,7 +56,7 @@ def step(batch: Batch) -> tuple[TensorDict, list[Row]]:
         batch(size=1, first=i // 2, reward=r, response_ids=[7] * n, mask=m, finish_reason="length" if n > 2 else "stop")
         for i, (r, n, m) in enumerate(zip(rewards, lengths, masks, strict=True))
     ]
-    rows = concat_rows(pieces).set("advantage", torch.full((4,), 99.0))
+    rows = concat_rows(pieces)
     return rows, rows_of(rows)
 
 
@@ -69,28 +70,38 @@ def with_log_probs(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def test_what_its_group_alone_decides_is_left_as_the_buffer_wrote_it(step: tuple[TensorDict, list[Row]]) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("grpo", [0.5**0.5, -(0.5**0.5)] * 2), ("dr_grpo", [0.5, -0.5, 1.0, -1.0]), ("rloo", [1.0, -1.0, 2.0, -2.0])],
+)
+def test_what_its_group_alone_decides_is_as_mc_advantage_writes_it(
+    step: tuple[TensorDict, list[Row]], estimator: str, expected: list[float]
+) -> None:
     batch, rows = step
-    assert complete_advantages(settings_of("loss.kl_coef=0.5"), batch, rows) == {}
-    assert batch["advantage"].tolist() == [row.advantage for row in rows] == [99.0] * 4
+    assert all(math.isnan(row.advantages.sum()) for row in rows)  # what nobody gave trains nothing in silence
+    written = MCAdvantage(2, estimator=estimator)(batch)
+    assert written is not None
+    assert give_advantages(settings_of("loss.kl_coef=0.5", f"advantage.estimator={estimator}"), batch, rows) == {}
+    assert batch["advantage"].tolist() == [row.advantage for row in rows] == written["advantage"].tolist()
+    assert batch["advantage"].tolist() == pytest.approx(expected)
 
 
-def test_an_estimator_that_reads_the_whole_batch_replaces_it(step: tuple[TensorDict, list[Row]]) -> None:
+def test_an_estimator_may_read_the_whole_batch(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
-    assert complete_advantages(settings_of("advantage.estimator=lite_ppo"), batch, rows) == {}
+    assert give_advantages(settings_of("advantage.estimator=lite_ppo"), batch, rows) == {}
     std = stdev([1.0, 0.0, 4.0, 2.0])
     expected = [0.5 / std, -0.5 / std, 1 / std, -1 / std]
     assert [row.advantage for row in rows] == pytest.approx(expected)
     assert batch["advantage"].tolist() == pytest.approx(expected)
 
 
-def test_rewards_are_shuffled_for_it_as_the_buffer_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
+def test_rewards_are_shuffled_as_mc_advantage_shuffles_them(step: tuple[TensorDict, list[Row]]) -> None:
     batch, rows = step
     words = ["advantage.estimator=reinforce_pp_baseline", "advantage.shuffle_rewards=true"]
     settings = settings_of(*words)
     swapped = set()
     for seed in range(8):
-        complete_advantages(replace(settings, seed=seed), batch, rows)
+        give_advantages(replace(settings, seed=seed), batch, rows)
         other = MCAdvantage(2, estimator="dr_grpo", shuffle_rewards=True, seed=seed)(batch.exclude("advantage"))
         assert other is not None
         assert batch["advantage"].sign().tolist() == other["advantage"].sign().tolist()
@@ -104,7 +115,7 @@ def test_the_kl_of_a_completion_lowers_its_reward_and_the_batch_keeps_the_tasks(
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=dr_grpo"]
-    metrics = complete_advantages(settings_of(*words), batch, rows)
+    metrics = give_advantages(settings_of(*words), batch, rows)
     # sums of KL over sampled ids: 0.25, 1, 0.75, -1; rewards less half of that: 0.875, -0.5 and 3.625, 2.5
     assert [row.advantage for row in rows] == pytest.approx([0.6875, -0.6875, 0.5625, -0.5625])
     assert batch["advantage"].tolist() == [row.advantage for row in rows]
@@ -120,7 +131,7 @@ def test_the_estimator_of_the_kl_is_the_settings(
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.1", f"loss.kl_estimator={estimator}"]
-    metrics = complete_advantages(settings_of(*words), batch, rows)
+    metrics = give_advantages(settings_of(*words), batch, rows)
     total = sum(of_token(d) for row in KL for d in row)  # the id that was not sampled has d = 0
     assert metrics["reward/kl_penalty"] == pytest.approx(0.1 * total / 4, rel=1e-5)
 
@@ -130,7 +141,7 @@ def test_with_the_kl_in_the_reward_reinforce_pp_gives_each_token_its_own_advanta
 ) -> None:
     batch, rows = step[0], with_log_probs(step[1])
     words = ["loss.kl_in=reward", "loss.kl_coef=0.5", "loss.kl_estimator=k1", "advantage.estimator=reinforce_pp"]
-    complete_advantages(settings_of(*words), batch, rows)
+    give_advantages(settings_of(*words), batch, rows)
     returns = []  # of sampled ids: the reward less what this id and the later ones cost
     for reward, row, kl in zip([1.0, 0.0, 4.0, 2.0], rows, KL, strict=True):
         costs = [0.5 * d if s else 0.0 for d, s in zip(kl, row.sampled.tolist(), strict=True)]

@@ -16,6 +16,8 @@ class Transform:
     only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
     """
 
+    reward_per_token = False  # whether it makes a reward for each token, which no training of rlpost takes
+
     def start(self) -> None:
         """Load or start what is needed, or raise why that cannot be done; a second call does nothing."""
 

@@ -131,6 +131,11 @@ class KLRewardTransform(_OfPlayed):
         self.add_to_reward = add_to_reward
         self.assistant_only = assistant_only
 
+    @property
+    def reward_per_token(self) -> bool:  # type: ignore[override]
+        """Whether `("next", "reward")` becomes a reward for each token."""
+        return self.add_to_reward
+
     def _write(self, batch: TensorDictBase) -> None:
         sequences = Sequences.of(batch)
         masks = [mask.cpu() for mask in sequences.masks(batch, assistant_only=self.assistant_only)]

@@ -1,0 +1,116 @@
+"""Settings to the parts of `rlpost train sft`, joined in one visible place."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlpost.assemble import build_trained_policy, build_updater
+from rlpost.data.demonstrations import BadRows, Sample
+from rlpost.data.samples import Encoder, encode_all
+from rlpost.envs.build import build_env
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.rows import OrderedRows
+from rlpost.errors import DataError
+from rlpost.objectives.sft_objective import SFTObjective
+from rlpost.policies.base import Policy
+from rlpost.settings import SamplingSettings, SFTSettings
+from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
+from rlpost.weight_sync.base import WeightUpdater
+
+
+@dataclass
+class AccuracyParts:
+    """What answers held-out prompts during fine-tuning."""
+
+    env: DatasetChatEnv
+    policy: Policy
+    updater: WeightUpdater
+
+    def close(self) -> None:
+        """Stop the policy and what the environment holds."""
+        self.policy.close()
+        self.env.close()
+
+
+@dataclass
+class SFTParts:
+    """Everything the fine-tuning loop works with."""
+
+    model_folder: Path
+    tokenizer: Any
+    model: PreTrainedModel
+    reference: Reference | None  # None unless the loss compares with it
+    samples: OrderedRows[Sample]
+    bad_rows: BadRows
+    bad_held_out: BadRows
+    held_out: list[Sample]  # none where evaluation is off
+    accuracy: AccuracyParts | None  # None unless eval.accuracy
+    objective: SFTObjective
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        return self.model.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What a data position depends on besides the seed: how many samples there are, and every id of them."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in self.samples.rows:
+            digest.update(repr((sample.ids, sample.mask)).encode())
+        order = "shuffled" if self.samples.shuffle else "in order"
+        return f"{self.samples.count()} samples, {order}, content {digest.hexdigest()}"
+
+
+def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
+    """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
+
+    The policy, where there is one, is not started yet. Raises DataError where more than
+    `max_bad_share` of the rows cannot be trained on.
+    """
+    env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
+    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
+    if settings.eval.accuracy:
+        eval_env.start()  # a bad path or row is found here, before a model is loaded
+    objective = SFTObjective(settings.loss)
+    tokenizer = starting_tokenizer(settings, checkpoint)
+    encoder = Encoder(tokenizer, settings.max_tokens)
+    samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
+    held_out: list[Sample] = []
+    bad_held_out = BadRows()
+    if settings.eval.enabled:
+        first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
+        held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+        if not held_out:
+            raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
+    if not samples:
+        raise DataError("there are no rows to train on: give some")
+    trainable = load_trainable(settings, checkpoint, with_reference=objective.needs_reference)
+    return SFTParts(
+        model_folder=trainable.folder,
+        tokenizer=tokenizer,
+        model=trainable.model,
+        reference=trainable.reference,
+        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
+        bad_rows=bad_rows,
+        bad_held_out=bad_held_out,
+        held_out=held_out,
+        accuracy=build_accuracy(settings, eval_env, tokenizer, trainable) if settings.eval.accuracy else None,
+        objective=objective,
+        optimizer=trainable.optimizer,
+    )
+
+
+def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
+    """What samples greedy replies during fine-tuning and scores them."""
+    policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
+    return AccuracyParts(env, policy, build_updater(policy))
