@@ -19,7 +19,6 @@ from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
-from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import ConfigError
 from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
@@ -159,7 +158,6 @@ def _assemble_sampling(
             yield_only_last_steps=True,
             replay_buffer=buffer,
             weight_updater=build_updater(policy),
-            track_policy_version=PolicyVersion(),
             begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
         )
         opened.pop_all()

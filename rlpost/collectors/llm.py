@@ -22,7 +22,7 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import WeightUpdater
+from rlpost.weight_sync.base import WeightUpdater, begin_versions
 
 
 class LLMCollector(Collector):
@@ -366,7 +366,7 @@ class LLMCollector(Collector):
             return None
         tracker = PolicyVersion() if track is True else track
         self.env = self.env.append_transform(tracker)
-        self.policy.version = tracker.version
+        begin_versions(self.policy, tracker)
         return tracker
 
     def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater | None:
@@ -377,6 +377,4 @@ class LLMCollector(Collector):
             built.init(self.policy)
         elif built.policy is not self.policy:
             raise ValueError("the weight_updater pushes to another policy than the one this collector samples with")
-        if self.policy_version_tracker is not None:
-            built.version_tracker = self.policy_version_tracker
         return built

@@ -6,6 +6,7 @@ turns a list of conversations into one TensorDict when a batch is delivered.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
 CUT = ("length", "context")  # how a last turn ends that the model would have gone on with, or could not begin
+
+
+def next_version(version: PolicyVersionLabel) -> PolicyVersionLabel:
+    """The version after `version`: one more, or for a uuid a new uuid4."""
+    return version + 1 if isinstance(version, int) else str(uuid.uuid4())
 
 
 @dataclass(slots=True)

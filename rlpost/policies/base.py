@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,8 @@ class Policy(ABC):
         self.face = face or Face()
         self.rows_asked = 0  # of TensorDicts without conversations of an environment, which number each row
         self.version: PolicyVersionLabel = 0
+        # (unix time, old, new) of each push; bounded, since a long run makes one a step
+        self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
         self.tokens_sampled = 0  # in all, those under way included where the engine tells
 

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.lora import MergedWeights, is_adapted
 from rlpost.policies.base import Policy
+
+if TYPE_CHECKING:
+    from rlpost.envs.transforms.policy_version import PolicyVersion
 
 WeightSource = torch.nn.Module | TensorDictBase | Mapping[str, torch.Tensor]
 ModelMetadata = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # format and shape of each weight
 
 
 class WeightUpdater(ABC):
-    """Pushes weights, all or nothing, and then raises the policy's version.
-
-    `version_tracker` is whatever counts versions (`PolicyVersion`); without one the policy's own
-    integer is raised by 1.
-    """
+    """Pushes weights, all or nothing, and then raises the policy's version: by 1, or to a new uuid."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
         self.model_metadata: ModelMetadata | None = None
-        self.version_tracker: Any | None = None
 
     def init(self, policy: Policy | None = None, *, model_metadata: ModelMetadata | None = None) -> None:
         """Name the policy to push to, or what a push has to bring, where they were not yet known.
@@ -50,34 +49,46 @@ class WeightUpdater(ABC):
         if self.model_metadata is not None:
             check_weights(named_weights(source), self.model_metadata)
         self._send(self.policy, source)
-        self.policy.version = self._next_version(self.policy.version)
+        old, self.policy.version = self.policy.version, next_version(self.policy.version)
+        self.policy.version_history.append((time.time(), old, self.policy.version))
         return self.policy.version
 
     def restore_version(self, version: PolicyVersionLabel) -> None:
         """Take up `version` where a run is resumed: the policy already has that version's weights."""
         assert self.policy is not None
         self.policy.version = version
-        if self.version_tracker is not None:
-            self.version_tracker.version = version
 
     @abstractmethod
     def _send(self, policy: Policy, source: WeightSource) -> None:
         """Bring the weights of `source` to `policy`, and leave `source` as it is."""
 
-    def _next_version(self, current: PolicyVersionLabel) -> PolicyVersionLabel:
-        if self.version_tracker is not None:
-            self.version_tracker.increment_version()
-            return self.version_tracker.version
-        if not isinstance(current, int):
-            raise PolicyError(f"policy version {current!r} is no number, so its updater needs a version_tracker")
-        return current + 1
-
 
 class SharedWeights(WeightUpdater):
-    """For a policy that samples from the trainer's own tensors: nothing to send."""
+    """For a policy that samples from the trainer's own tensors, which are there already; others are copied into them.
+
+    `push` raises PolicyError for weights that are not those of the policy's model, by name or shape, and
+    changes nothing then. A policy without a model (`ScriptedPolicy`) takes any.
+    """
 
     def _send(self, policy: Policy, source: WeightSource) -> None:
-        named_weights(source)  # what holds no weights is refused here too
+        weights = named_weights(source)  # what holds no weights is refused here
+        model = getattr(policy, "model", None)
+        if model is None or model is source:
+            return
+        if is_adapted(model):
+            raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
+        own = named_weights(model)
+        check_weights(weights, {name: (weights.get(name, mine).dtype, mine.shape) for name, mine in own.items()})
+        if strange := sorted(weights.keys() - own.keys()):
+            raise PolicyError(f"the policy's model has no weight {strange[0]}: push a model like it")
+        for name, weight in own.items():
+            weight.copy_(weights[name])
+
+
+def begin_versions(policy: Policy, tracker: PolicyVersion) -> None:
+    """Label the weights that `policy` begins with as `tracker` labels versions; from then on it reads the policy's."""
+    policy.version = tracker.version
+    tracker.follow(policy)
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], expected: ModelMetadata) -> None:

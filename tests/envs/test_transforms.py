@@ -7,7 +7,10 @@ from tensordict import TensorDict
 
 from rlpost.envs.transforms import DataLoadingPrimer, PolicyVersion
 from rlpost.errors import DataError
+from rlpost.policies import ScriptedPolicy
+from rlpost.settings import SamplingSettings
 from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader
+from rlpost.weight_sync.base import SharedWeights, begin_versions
 
 ELEMENTS = [{"text": "a", "level": 1}, {"text": "b", "level": 2}, {"text": "c", "level": 3}]
 
@@ -192,3 +195,19 @@ def test_unknown_version_types_and_foreign_states_are_refused() -> None:
     resumed = PolicyVersion()
     resumed.load_state_dict({"version": 3})
     assert resumed.increment_version() == 4
+
+
+def test_a_tracker_that_follows_a_policy_reads_its_version_and_writes_none() -> None:
+    policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings())
+    tracker = PolicyVersion("uuid")
+    first = tracker.version
+    begin_versions(policy, tracker)
+    assert policy.version == tracker.version == first
+    second = SharedWeights(policy).push(torch.nn.Linear(1, 1))
+    assert tracker.version == second != first
+    assert uuid.UUID(str(second)).version == 4
+    assert [(old, new) for _, old, new in tracker.version_history] == [(first, second)]
+    for write in (tracker.increment_version, lambda: tracker.load_state_dict({"version": first})):
+        with pytest.raises(RuntimeError, match="push weights with the collector's weight_updater"):
+            write()
+    assert policy.version == second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from rlpost.errors import PolicyError
 from rlpost.lora import add_adapter
 from rlpost.models import load_model
-from rlpost.policies import ScriptedPolicy, vLLMWrapper
+from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.base import SharedWeights, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
+
+PACKAGE = Path(__file__).parents[2] / "rlpost"
 
 
 class NotingEngine:
@@ -115,6 +118,68 @@ def test_weights_are_read_when_they_are_asked_for(adapted: torch.nn.Module) -> N
         adapted.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight").zero_()
     assert torch.equal(weights[name], adapted.get_parameter("model.layers.0.self_attn.q_proj.base_layer.weight"))
     assert not torch.equal(weights[name], first)
+
+
+@pytest.fixture
+def sampling_from_the_trainer(tiny_folder: Path) -> TransformersWrapper:
+    model = load_model(tiny_folder, ModelSettings(path=""))
+    return TransformersWrapper(model, None, sampling=SamplingSettings())
+
+
+def test_weights_that_are_not_the_policys_own_are_copied_into_them(
+    sampling_from_the_trainer: TransformersWrapper, tiny_folder: Path
+) -> None:
+    policy = sampling_from_the_trainer
+    other = load_model(tiny_folder, ModelSettings(path=""))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert SharedWeights(policy).push(other.bfloat16()) == policy.version == 1
+    assert not any(parameter.any() for parameter in policy.model.parameters())
+    assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.float32}
+
+
+def test_a_push_of_the_policys_own_weights_changes_nothing(sampling_from_the_trainer: TransformersWrapper) -> None:
+    policy = sampling_from_the_trainer
+    before = hashes(policy.model)
+    for number, source in enumerate((policy.model, policy.model.state_dict()), start=1):
+        assert SharedWeights(policy).push(source) == number
+    assert hashes(policy.model) == before
+
+
+def test_another_models_weights_are_refused_before_the_version_moves(
+    sampling_from_the_trainer: TransformersWrapper,
+) -> None:
+    policy = sampling_from_the_trainer
+    updater, before, own = SharedWeights(policy), hashes(policy.model), policy.model.state_dict()
+    zeros = {name: torch.zeros_like(weight) for name, weight in own.items()}
+    norm = "model.norm.weight"
+    for wrong, said in [
+        ({name: weight for name, weight in zeros.items() if name != norm}, f"lacks 1 weights, {norm} among them"),
+        (zeros | {norm: torch.zeros(3)}, rf"{norm} is float32 \(3,\) in this push"),
+        (zeros | {"bias": torch.zeros(1)}, "has no weight bias"),
+        (torch.nn.Linear(1, 1), "lacks"),
+    ]:
+        with pytest.raises(PolicyError, match=said):
+            updater.push(wrong)
+    assert (policy.version, hashes(policy.model)) == (0, before)
+
+
+def test_an_adapter_takes_no_other_models_weights(adapted: torch.nn.Module) -> None:
+    policy = TransformersWrapper(adapted, None, sampling=SamplingSettings())  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="push the policy's own model"):
+        SharedWeights(policy).push({name: torch.zeros_like(w) for name, w in named_weights(adapted).items()})
+    assert SharedWeights(policy).push(adapted) == policy.version == 1
+
+
+def test_the_updater_alone_writes_a_policys_version() -> None:
+    assigned = re.compile(r"\.version\s*(?::[^=]+)?=[^=]|setattr\([^)]*[\"']version[\"']")
+    writing = [
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if any(assigned.search(line) and "self.version: PolicyVersionLabel" not in line for line in file.open())
+    ]
+    assert writing == ["weight_sync/base.py"]
 
 
 def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
