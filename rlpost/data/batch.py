@@ -33,18 +33,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.history import History
-
-
-def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Jagged nested tensor (B, *) of 1-D `rows`; B must be at least 1."""
-    lengths = torch.tensor([row.numel() for row in rows])
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), offsets)
-
-
-def strings(values: Sequence[Any]) -> NonTensorStack:
-    """One Python value a row, as TensorDict stores it."""
-    return NonTensorStack(*values)
+from rlpost.data.ragged import ragged, ragged_rows, strings, versions
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
@@ -103,17 +92,8 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
 
 
 def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | NonTensorStack:
-    """Integer versions as a tensor, uuids as strings; -1 where the model has not spoken yet."""
-    flat = [label[0] if label else -1 for label in labels]
-    return torch.tensor(flat) if all(isinstance(v, int) for v in flat) else strings([str(v) for v in flat])
-
-
-def ragged_rows(values: Any) -> list[torch.Tensor]:
-    """The rows of a jagged nested tensor (B, *), 1-D each."""
-    if values.lengths() is not None:  # a view with holes between its rows
-        return list(values.unbind())
-    # unbind does the same with many checks of every row: most of the time a large batch took to be grouped
-    return list(values.values().split(values.offsets().diff().tolist()))
+    """The first of each row's versions; -1 where the model has not spoken yet."""
+    return versions([label[0] if label else -1 for label in labels])
 
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:

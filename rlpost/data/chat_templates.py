@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlpost.data.conversation import Message
 from rlpost.data.templates import chatml, deepseek, gemma, llama, mistral
@@ -19,10 +19,17 @@ from rlpost.data.templates.parsing import UnparsedTextError
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 
-if TYPE_CHECKING:
-    from rlpost.data.history import History
 
-InverseParser = Callable[[str], "Sequence[Mapping[str, Any]] | History"]
+@runtime_checkable
+class OneChat(Protocol):
+    """A `History` of one chat."""
+
+    def to_chats(self) -> list[list[Message]]:
+        """Its messages, in a list of one."""
+        ...
+
+
+InverseParser = Callable[[str], Sequence[Mapping[str, Any]] | OneChat]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -137,15 +144,13 @@ def parse_chat(text: str, known: ChatTemplate) -> list[Message]:
     Raises UnknownTemplateError for a format without a parser, UnparsedTextError for a text that is
     no conversation of it.
     """
-    from rlpost.data.history import History  # which imports this module
-
     if known.parse is None:
         raise UnknownTemplateError(f"the chat template {known.name!r} was added without an inverse_parser: give it one")
     try:
         parsed = known.parse(text)
     except UnparsedTextError as error:
         raise _unparsed(text, known, str(error)) from None
-    chat = parsed.to_chats()[0] if isinstance(parsed, History) else [dict(message) for message in parsed]
+    chat = parsed.to_chats()[0] if isinstance(parsed, OneChat) else [dict(message) for message in parsed]
     if not chat:
         raise _unparsed(text, known, "its parser found no message")
     return chat

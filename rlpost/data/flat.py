@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
-from torch.nn.utils.rnn import pad_sequence
 
-from rlpost.data.batch import batch_from_conversations, strings
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
+from rlpost.data.ragged import padded, strings
 
 AS_ELSEWHERE = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
 PAD = 0  # what stands at a pad; the attention mask tells it from an id
@@ -32,23 +32,23 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     prompts = [torch.tensor(c.prompt_ids, dtype=torch.int64) for c in conversations]
     responses = [torch.tensor(c.response_ids, dtype=torch.int64) for c in conversations]
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    tokens_response = _padded(responses)
+    tokens_response = padded(responses, PAD)
     over = torch.zeros(len(conversations), 1, dtype=torch.bool)
     whole = batch_from_conversations(conversations)
     return TensorDict(
         {
             "text": strings([c.prompt_text for c in conversations]),
             "text_response": strings([_said(c) for c in conversations]),
-            "tokens": torch.cat([_padded(prompts, side="left"), tokens_response], -1),
+            "tokens": torch.cat([padded(prompts, PAD, left=True), tokens_response], -1),
             "tokens_response": tokens_response,
             "attention_mask": torch.cat(
                 [
-                    _padded([torch.ones_like(row) for row in prompts], side="left"),
-                    _padded([torch.ones_like(row) for row in responses]),
+                    padded([torch.ones_like(row) for row in prompts], PAD, left=True),
+                    padded([torch.ones_like(row) for row in responses], PAD),
                 ],
                 -1,
             ),
-            "log_probs": _padded(log_probs),
+            "log_probs": padded(log_probs, PAD),
             "done": over,
             "terminated": over.clone(),
             "truncated": over.clone(),
@@ -56,10 +56,6 @@ def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
         },
         batch_size=[len(conversations)],
     )
-
-
-def _padded(rows: Sequence[torch.Tensor], side: str = "right") -> torch.Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_value=PAD, padding_side=side)
 
 
 def _said(conversation: Conversation) -> str:

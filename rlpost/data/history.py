@@ -13,6 +13,7 @@ from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.chat_templates import parse_chat, template_to_read, template_to_write
 from rlpost.data.columns import fields_of, grid, own, settle
 from rlpost.data.conversation import Message
+from rlpost.data.ragged import ragged
 from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages, template_name
 from rlpost.data.templates.parsing import PADDING_ROLE
 from rlpost.errors import ConfigError, DataError
@@ -309,8 +310,6 @@ def _masked(
 
 def _fields(tokenizer: Any, rows: Sequence[Sequence[Sequence[Any]]], padding: bool) -> TensorDict:
     """The TensorDict (B,) of ids, attention and, where the rows have one, the assistant's mask."""
-    from rlpost.data.batch import ragged  # which imports this module
-
     columns = [list(column) for column in zip(*rows, strict=True)]
     ones = [[1] * len(ids) for ids in columns[0]]
     shaped: dict[str, Any] = {}

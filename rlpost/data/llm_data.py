@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged, ragged_rows, strings
 from rlpost.data.columns import fields_of, settle
+from rlpost.data.ragged import padded, ragged, ragged_rows, strings
 from rlpost.errors import DataError
 
 
@@ -62,13 +62,13 @@ class LLMData(TensorClass["nocast"]):
         fields: dict[str, Any] = dict(texts)
         if prompts is not None:
             masks = [torch.ones_like(row) for row in prompts]
-            fields |= {"tokens": _padded(prompts, pad_id, left=True), "token_list": _lists(prompts)}
-            fields["attention_mask"] = _padded(masks, 0, left=True)
+            fields |= {"tokens": padded(prompts, pad_id, left=True), "token_list": _lists(prompts)}
+            fields["attention_mask"] = padded(masks, 0, left=True)
         if responses is not None:
-            fields["tokens_response"] = _padded(responses, pad_id)
+            fields["tokens_response"] = padded(responses, pad_id)
             fields["tokens_response_list"] = _lists(responses)
         if log_probs is not None:
-            fields["log_probs"] = _padded(log_probs, 0.0)
+            fields["log_probs"] = padded(log_probs, 0.0)
         return cls(**fields, logits=batch.get("logits", None), batch_size=batch.batch_size)
 
     def to_batch(self) -> TensorDict:
@@ -123,12 +123,6 @@ def _rows(batch: TensorDictBase, key: tuple[str, str]) -> list[torch.Tensor] | N
     """The ragged field `key` as one tensor a row; None where the batch has none."""
     values = batch.get(key, None)
     return None if values is None else ragged_rows(values)
-
-
-def _padded(rows: Sequence[torch.Tensor], fill: float, *, left: bool = False) -> torch.Tensor:
-    """The rows as (B, longest)."""
-    side = "left" if left else "right"
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
 
 
 def _lists(rows: Sequence[torch.Tensor]) -> NonTensorStack:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged, strings
 from rlpost.data.content import ContentBase
 from rlpost.data.conversation import Message
 from rlpost.data.history import History
+from rlpost.data.ragged import ragged, strings
 
 _KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
 

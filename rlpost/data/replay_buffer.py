@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged_rows
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
+from rlpost.data.ragged import ragged_rows
 from rlpost.data.selection import Selection
 from rlpost.errors import ConfigError, PolicyError
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, ragged, ragged_rows, select_rows
-
-Key = str | tuple[str, ...]
+from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.ragged import Key, ragged, ragged_rows
 
 
 @dataclass(frozen=True, slots=True)

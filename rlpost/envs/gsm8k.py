@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.batch import strings
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import HELD_OUT, Complaint, Row, load_rows
+from rlpost.data.ragged import strings
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.envs.scoring import record_score

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from rlpost.data.batch import ragged, strings
+from rlpost.data.ragged import ragged, strings
 from rlpost.envs.base import one_dimension
 from rlpost.envs.replies import column
 from rlpost.errors import DataError

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDictBase
 
-from rlpost.data.batch import ragged
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import Complaint, Row, load_rows
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.ragged import ragged
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.replies import column, strip_end_of_turn
 from rlpost.envs.scoring import record_score

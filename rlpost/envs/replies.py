@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 
-from rlpost.data.batch import ragged_rows
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import ATTENTION, Key, ragged_rows
 from rlpost.errors import DataError
 
 END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")
-ATTENTION = ("masks", "all_attention_mask")
-
-Key = str | tuple[str, ...]
 
 
 def column(tensordict: TensorDictBase, key: Key) -> list[Any]:

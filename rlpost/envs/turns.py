@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged, strings
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import ragged, strings
 from rlpost.envs.replies import column
 from rlpost.errors import DataError
 

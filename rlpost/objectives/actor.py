@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rlpost.batching import Row, pack
+from rlpost.data.ragged import padded
 from rlpost.logprobs import token_log_probs
-from rlpost.objectives.fields import to_padded
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
@@ -48,7 +48,7 @@ def read_sequences(
         raise ValueError("no token of the batch is trained: all masks are empty")
     size = sum(row.prompt.numel() + row.response.numel() for row in rows)
     [microbatch] = pack(rows, size, device)
-    places = to_padded(trained).to(device)
+    places = padded(trained).to(device)
     log_probs, entropy = (
         values.new_zeros(places.shape).masked_scatter(places, values)
         for values in token_log_probs(model, microbatch, temperature)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDictBase
-from torch.nn.utils.rnn import pad_sequence
 
 from rlpost.batching import Row
+from rlpost.data.ragged import padded
 from rlpost.objectives.kl import kl_divergence
 from rlpost.settings import GRPOSettings, KLPlace
 
@@ -40,7 +40,7 @@ def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequenc
     if not kl_in_reward(settings):
         _give(batch, rows, advantages(estimator, rewards, groups, valid))
         return {}
-    mask = pad_sequence([row.sampled for row in rows], batch_first=True)  # (B, T)
+    mask = padded([row.sampled for row in rows])  # (B, T)
     penalties = settings.loss.kl_coef * _kl_per_token(rows, mask, settings.loss.kl_estimator.value)  # (B, T)
     if estimator == "reinforce_pp":
         of_tokens = token_advantages(rewards, penalties, mask, valid)  # (B, T)
@@ -194,9 +194,7 @@ def _kl_per_token(rows: Sequence[Row], mask: torch.Tensor, estimator: str) -> to
     old = [row.old_log_probs for row in rows if row.old_log_probs is not None]
     reference = [row.ref_log_probs for row in rows if row.ref_log_probs is not None]
     assert len(old) == len(reference) == len(rows), "a KL penalty needs the log-probs of both, of every row"
-    return kl_divergence(
-        pad_sequence(old, batch_first=True), pad_sequence(reference, batch_first=True), estimator, mask
-    )
+    return kl_divergence(padded(old), padded(reference), estimator, mask)
 
 
 def _give(batch: TensorDictBase, rows: Sequence[Row], values: torch.Tensor) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDictBase
 
-Name = str | tuple[str, ...]
-ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+from rlpost.data.ragged import ASSISTANT, ATTENTION, Key
 
 
-def numbers(batch: TensorDictBase, name: Name, missing: type[Exception] = KeyError) -> list[torch.Tensor]:
+def numbers(batch: TensorDictBase, name: Key, missing: type[Exception] = KeyError) -> list[torch.Tensor]:
     """The field's rows without pads, each 1-D. Raises `missing` where there is no such field.
 
     A padded field (B, T) is read through the attention mask, if there is one of its shape.
@@ -33,7 +32,7 @@ def numbers(batch: TensorDictBase, name: Name, missing: type[Exception] = KeyErr
     return [row[kept.bool()] for row, kept in zip(value, attention, strict=True)]
 
 
-def aligned(batch: TensorDictBase, name: Name, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def aligned(batch: TensorDictBase, name: Key, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The field's rows, one value an id. Raises KeyError where there is none, ValueError for other lengths."""
     rows = numbers(batch, name)
     lengths, wanted = [row.numel() for row in rows], [row.numel() for row in ids]
@@ -64,11 +63,6 @@ def trained_masks(batch: TensorDictBase, ids: Sequence[torch.Tensor], strategy: 
     for mask in masks:
         mask[:1] = False
     return masks
-
-
-def to_padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(B, T) of rows of at most T values, zeros behind each."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def _with_prompt_length(batch: TensorDictBase, ids: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

@@ -9,9 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from rlpost.data.ragged import padded
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
-from rlpost.objectives.fields import aligned, numbers, per_token, to_padded, trained_masks
+from rlpost.objectives.fields import aligned, numbers, per_token, trained_masks
 from rlpost.objectives.policy import PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.variants import VARIANTS
 
@@ -116,18 +117,18 @@ class GRPOLoss(nn.Module):
         trained = trained_masks(batch, ids, self.masking_strategy)
         log_probs, entropy = read_sequences(self.actor, ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
-        mask = to_padded(trained).to(device)
-        old_padded = keep(to_padded(old).to(device, dtype), mask)
+        mask = padded(trained).to(device)
+        old_padded = keep(padded(old).to(device, dtype), mask)
         if self.kl_mask_threshold is not None:
             mask = mask & ((log_probs.detach() - old_padded).square() / 2 <= self.kl_mask_threshold)
         terms = policy_terms(
             self.variant,
             log_probs,
             old_padded,
-            to_padded(advantage).to(device),
+            padded(advantage).to(device),
             mask,
             sampler_log_probs=old_padded,
-            ref_log_probs=None if ref is None else to_padded(ref).to(device, dtype),
+            ref_log_probs=None if ref is None else padded(ref).to(device, dtype),
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )

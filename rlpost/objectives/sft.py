@@ -12,9 +12,10 @@ from torch import nn
 
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
+from rlpost.data.ragged import padded
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import check_choice, masked_mean, sequence_mean, sequence_sum
-from rlpost.objectives.fields import aligned, to_padded
+from rlpost.objectives.fields import aligned
 from rlpost.objectives.kl import kl_divergence
 from rlpost.objectives.supervised import minor_sft_terms, sft_terms
 
@@ -102,8 +103,8 @@ class SFTLoss(nn.Module):
         wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
         given = aligned(batch, REFERENCE, ids) if wants_ref else None
         log_probs, _ = read_sequences(self.actor, ids, trained, self.temperature)
-        mask = to_padded(trained).to(log_probs.device)
-        ref = None if given is None else to_padded(given).to(log_probs)
+        mask = padded(trained).to(log_probs.device)
+        ref = None if given is None else padded(given).to(log_probs)
         if self.loss_function == "minor_sft":
             assert ref is not None
             normalise = self.normalize_by_seq_length

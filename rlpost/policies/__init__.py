@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlpost.policies.transformers import TransformersWrapper as TransformersWrapper
     from rlpost.policies.vllm import vLLMWrapper as vLLMWrapper
     from rlpost.policies.vllm_devices import LLMOnDevice as LLMOnDevice
-    from rlpost.policies.vllm_devices import make_vllm_worker as make_vllm_worker
+    from rlpost.policies.vllm_make import make_vllm_worker as make_vllm_worker
     from rlpost.policies.vllm_worker import stateless_init_process_group as stateless_init_process_group
     from rlpost.policies.vllm_worker import vLLMWorker as vLLMWorker
 
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
         "TransformersWrapper": "transformers",
         "vLLMWrapper": "vllm",
         "LLMOnDevice": "vllm_devices",
-        "make_vllm_worker": "vllm_devices",
+        "make_vllm_worker": "vllm_make",
         "stateless_init_process_group": "vllm_worker",
         "vLLMWorker": "vllm_worker",
     },

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
-from rlpost.data.batch import strings
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.ragged import strings
 from rlpost.errors import DataError
 from rlpost.policies.reading import Reader
 from rlpost.policies.writing import Turn, put, sequences_written, shaped, turns_written

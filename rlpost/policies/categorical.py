@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDictBase
 from torch.distributions import Categorical
 
+from rlpost.data.ragged import padded, padding_id
 from rlpost.errors import ConfigError, DataError
 from rlpost.policies.reading import Reader
-from rlpost.policies.writing import padded, padding_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,11 +10,10 @@ from typing import Any, Literal
 import torch
 
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import Key
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings import SamplingSettings
-
-Key = str | tuple[str, ...]
 
 # words of `generate_kwargs`, under the name that both spellings of one thing share
 SPELLINGS = {

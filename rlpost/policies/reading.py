@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 
-from rlpost.data.batch import ragged_rows
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import ragged_rows
 from rlpost.errors import DataError
 from rlpost.policies.face import Key
 

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
-from rlpost.data.batch import ragged, select_rows, strings
-from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
+from rlpost.data.batch import select_rows
+from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import padded, padding_id, ragged, strings, versions
 from rlpost.policies.face import Face
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
     answers = [completion.text for completion in completions]
 
     written: dict[str, Any] = {
-        "policy_version": _versions([completion.policy_version for completion in completions]),
+        "policy_version": versions([completion.policy_version for completion in completions]),
         "finish_reason": strings([completion.finish_reason for completion in completions]),
     }
     if face.text_key is not None:
@@ -150,12 +151,6 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     return into
 
 
-def padding_id(tokenizer: Any) -> int:
-    """The id that fills rows: the tokenizer's pad token, its end of turn where it has none, else 0."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(token for token in candidates if token is not None)
-
-
 class _Columns:
     """Rows of numbers as one tensor: ragged, or padded where the face says so."""
 
@@ -180,18 +175,6 @@ class _Columns:
         """Every row, padded on the right."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         return padded(tensors, self._padding[dtype]) if self._pad else ragged(tensors)
-
-
-def padded(rows: Sequence[torch.Tensor], padding: float, *, left: bool = False) -> torch.Tensor:
-    """(N, T) of 1-D `rows`, T the longest, filled up with `padding` at the one side or the other."""
-    side = "left" if left else "right"
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=padding, padding_side=side)
-
-
-def _versions(labels: Sequence[PolicyVersionLabel]) -> Any:
-    if all(isinstance(label, int) for label in labels):
-        return torch.tensor(list(labels))
-    return strings([str(label) for label in labels])
 
 
 def _group(value: Any) -> TensorDictBase | None:

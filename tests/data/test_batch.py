@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rlpost.data import History
-from rlpost.data.batch import batch_from_conversations, concat_rows, ragged, select_rows, strings
+from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Conversation
+from rlpost.data.ragged import ragged, strings
 
 Make = Callable[..., Conversation]
 

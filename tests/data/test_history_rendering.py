@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlpost.data import ContentBase, History
-from rlpost.data.batch import ragged_rows
 from rlpost.data.chat_mask import MaskError
+from rlpost.data.ragged import ragged_rows
 from rlpost.errors import ConfigError, DataError
 from rlpost.models import tiny_tokenizer
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer

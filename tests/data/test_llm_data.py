@@ -7,8 +7,9 @@ import torch
 from tensordict import TensorDict, set_list_to_stack
 
 from rlpost.data import LLMData
-from rlpost.data.batch import batch_from_conversations, ragged_rows
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
+from rlpost.data.ragged import ragged_rows
 from rlpost.errors import DataError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.batch import ragged, strings
+from rlpost.data.ragged import ragged, strings
 from rlpost.data.selection import Selection
 
 

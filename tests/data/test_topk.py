@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data import ReplayBuffer, TopKRewardSelector
-from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows, strings
+from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Conversation
+from rlpost.data.ragged import strings
 from rlpost.data.topk import best, best_of_groups
 
 Make = Callable[..., Conversation]

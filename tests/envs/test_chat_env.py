@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged, strings
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ChatEnv, DatasetChatEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import strings
+from rlpost.data.ragged import strings
 from rlpost.envs import LLMHashingEnv
 from rlpost.errors import DataError
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import ragged, strings
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
+from rlpost.data.ragged import ragged, strings
 from rlpost.envs import ArithmeticEnv, ChatEnv, EnvBase, GSM8KEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.models import tiny_tokenizer

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.collectors import LLMCollector
-from rlpost.data.batch import strings
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.ragged import strings
 from rlpost.envs import LLMEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import DataError

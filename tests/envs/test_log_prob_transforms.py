@@ -9,10 +9,11 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import nn
 
 from rlpost.collectors import LLMCollector
-from rlpost.data.batch import batch_from_conversations, ragged, strings
+from rlpost.data.batch import batch_from_conversations
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
+from rlpost.data.ragged import ragged, strings
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.envs.checks import check_rewards

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.data.batch import strings
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
+from rlpost.data.ragged import strings
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs import ChatEnv
 from rlpost.envs.transforms import TemplateTransform, Tokenizer

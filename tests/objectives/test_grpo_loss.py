@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlpost.data.batch import ragged
+from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import SamplingSettings

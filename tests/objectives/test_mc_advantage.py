@@ -14,8 +14,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rlpost.data import ReplayBuffer
-from rlpost.data.batch import batch_from_conversations, concat_rows, ragged, select_rows, strings
+from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.ragged import ragged, strings
 from rlpost.objectives import MCAdvantage
 
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpost.data import History
-from rlpost.data.batch import ragged
+from rlpost.data.ragged import ragged
 from rlpost.objectives import SFTLoss, SFTLossOutput
 
 CHATS = [

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedModel
 
 from rlpost.data import History
-from rlpost.data.batch import ragged
+from rlpost.data.ragged import ragged
 from rlpost.errors import ConfigError, DataError
 from rlpost.models import load_model
 from rlpost.policies import CategoricalSequential, TransformersWrapper

@@ -13,8 +13,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from transformers import PreTrainedModel
 
 from rlpost.data import History
-from rlpost.data.batch import ragged, ragged_rows, strings
 from rlpost.data.conversation import Completion
+from rlpost.data.ragged import ragged, ragged_rows, strings
 from rlpost.envs import ChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.models import load_model, load_tokenizer

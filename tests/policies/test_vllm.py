@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from rlpost.batching import Row, pack
 from rlpost.collectors import LLMCollector
 from rlpost.data import ReplayBuffer
-from rlpost.data.batch import strings
+from rlpost.data.ragged import strings
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import is_installed

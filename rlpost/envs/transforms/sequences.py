@@ -12,17 +12,15 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlpost.batching import Row
-from rlpost.data.batch import ragged, ragged_rows
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
+from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, ragged, ragged_rows
 from rlpost.errors import ConfigError, DataError
 from rlpost.logprobs import microbatches_of, token_log_probs
 
-Key = str | tuple[str, ...]
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
 TOKENS, HISTORY, LOG_PROBS = ("tokens", "full"), ("history", "full"), ("log_probs", "full")
-ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 TOKENS_A_PASS = 8192  # of a batch that a model reads at once
 
 

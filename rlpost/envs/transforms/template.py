@@ -7,13 +7,11 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from rlpost.data.batch import strings
 from rlpost.data.history import History
+from rlpost.data.ragged import Key, strings
 from rlpost.envs.replies import column
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
-
-Key = str | tuple[str, ...]
 
 
 class TemplateTransform(Transform):

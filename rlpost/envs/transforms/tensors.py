@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch.nn.functional import pad
 
-from rlpost.data.batch import ragged
+from rlpost.data.ragged import ragged
 from rlpost.errors import DataError
 
 Side = Literal["left", "right"]

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch.nn.utils.rnn import pad_sequence
 
-from rlpost.data.batch import ragged, strings
+from rlpost.data.ragged import Key, padded, padding_id, ragged, strings
 from rlpost.envs.replies import column
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
-
-Key = str | tuple[str, ...]
 
 
 class Tokenizer(Transform):
@@ -72,7 +69,7 @@ class Tokenizer(Transform):
         encoded = [self.tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"] for text in texts]
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
         masks = [torch.ones_like(row) for row in rows]
-        tensordict.set(self.out_key, self._together(rows, self._pad()))
+        tensordict.set(self.out_key, self._together(rows, padding_id(self.tokenizer)))
         return tensordict.set(self.mask_key, self._together(masks, 0))
 
     def inverse(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -93,8 +90,4 @@ class Tokenizer(Transform):
     def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
         if not self.padding:
             return ragged(rows)
-        return pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-
-    def _pad(self) -> int:
-        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(token for token in candidates if token is not None)
+        return padded(rows, pad, left=True)

@@ -1,0 +1,54 @@
+"""Rows of different lengths in a TensorDict: ragged or padded tensors, and one Python value a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack
+from torch.nn.utils.rnn import pad_sequence
+
+from rlpost.data.conversation import PolicyVersionLabel
+
+Key = str | tuple[str, ...]  # of an entry, perhaps a nested one
+ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+
+
+def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Jagged nested tensor (B, *) of 1-D `rows`; B must be at least 1."""
+    lengths = torch.tensor([row.numel() for row in rows])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), offsets)
+
+
+def ragged_rows(values: Any) -> list[torch.Tensor]:
+    """The rows of a jagged nested tensor (B, *), 1-D each."""
+    if values.lengths() is not None:  # a view with holes between its rows
+        return list(values.unbind())
+    # unbind() checks every row, which took most of the time of grouping a large batch
+    return list(values.values().split(values.offsets().diff().tolist()))
+
+
+def padded(rows: Sequence[torch.Tensor], fill: float = 0, *, left: bool = False) -> torch.Tensor:
+    """(B, T) of 1-D `rows`, T the longest, with `fill` behind the shorter ones or, if `left`, before them."""
+    side = "left" if left else "right"
+    return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The id that fills rows: the tokenizer's pad token, its end of turn where it has none, else 0."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in candidates if token is not None)
+
+
+def strings(values: Sequence[Any]) -> NonTensorStack:
+    """One Python value a row, as TensorDict stores it."""
+    return NonTensorStack(*values)
+
+
+def versions(labels: Sequence[PolicyVersionLabel]) -> torch.Tensor | NonTensorStack:
+    """Policy versions, one a row: integers as a tensor (B,), uuids as strings."""
+    if all(isinstance(label, int) for label in labels):
+        return torch.tensor(list(labels))
+    return strings([str(label) for label in labels])
