@@ -26,7 +26,6 @@ from rlpost.models import context_length, load_model, load_tokenizer, locate_mod
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
-from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.precision import Numbers, choose_numbers
 from rlpost.settings import (
@@ -243,6 +242,8 @@ def build_policy(
             seed=seed,
         )
     elif isinstance(settings, ScriptedSettings):
+        from rlpost.policies.scripted import ScriptedPolicy
+
         policy = ScriptedPolicy(settings.replies, tokenizer, sampling=sampling, seed=seed)
     else:
         raise ConfigError(f"policy {type(settings).__name__} has no builder in rlpost/assemble.py")

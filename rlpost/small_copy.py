@@ -69,12 +69,6 @@ class CannotCopyError(Exception):
     """No small copy of the architecture can be built."""
 
 
-def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers inside what may be peft's wrapper around it."""
-    inside = getattr(model, "get_base_model", None)
-    return inside() if callable(inside) else model  # type: ignore[return-value]
-
-
 def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
     """A random float32 copy of the architecture of `model` on its device, with `heads` heads or as wide as it is.
 

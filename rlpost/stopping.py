@@ -12,7 +12,7 @@ from typing import Any
 
 from rlpost.output import leave_dead_terminals
 from rlpost.screen import Screen
-from rlpost.screen.layout import AGAIN, STOPPING
+from rlpost.screen.lines import AGAIN, STOPPING
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 LEAVING = f"stopping: nothing has been trained that is not saved, so this leaves without saving; {AGAIN}"

@@ -12,7 +12,7 @@ import torch
 from model_families import FAMILIES, WORDS, own_log_probs, row, table_rows, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlpost import families, small_copy
+from rlpost import family_probe, small_copy
 from rlpost.batching import Row, pack
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
@@ -166,8 +166,13 @@ def test_what_is_slower_says_why_and_how_much() -> None:
 def test_a_verdict_is_kept_by_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tried: list[str] = []
-    original = families._examined
-    monkeypatch.setattr(families, "_examined", lambda model, readers: tried.append("") or original(model, readers))
+    original = family_probe.tried_on_a_small_copy
+
+    def counted(model: torch.nn.Module, readers: Any) -> Verdict:
+        tried.append("")
+        return original(model, readers)
+
+    monkeypatch.setattr(family_probe, "tried_on_a_small_copy", counted)
     model = tiny_model("llama")
     first = examine(model, READERS)
     assert examine(tiny_model("llama"), READERS) == first
@@ -241,5 +246,5 @@ def test_a_verdict_is_json() -> None:
 
 
 def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:
-    parts = (*READERS.values(), pack, shared_prompt_attention, examine)
+    parts = (*READERS.values(), pack, shared_prompt_attention, examine, family_probe.tried_on_a_small_copy)
     assert {Path(inspect.getfile(part)).name for part in parts} <= set(OWN_FILES)

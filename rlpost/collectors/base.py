@@ -6,12 +6,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from rlpost.collectors.background import Background
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.errors import PolicyError
+
+if TYPE_CHECKING:
+    from rlpost.collectors.background import Background
 
 
 class Collector(ABC):
@@ -68,6 +70,8 @@ class Collector(ABC):
                 return False
             collector.collect_round()
             return collector.wants_more
+
+        from rlpost.collectors.background import Background
 
         self._background = Background(work, "the batch that is collected in the background", self.wait_seconds)
 

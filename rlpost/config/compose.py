@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.config.code import check_code, check_origin
-from rlpost.config.explain import option_of_others, unknown_key, unknown_option
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
@@ -148,9 +147,11 @@ def _check_option(override: Override, command: Command[Any]) -> None:
     known = options(override.key, command)
     if override.text in known:
         return
+    from rlpost.config import explain
+
     if override.text in options(override.key):
-        raise _at(override, option_of_others(override, command, known))
-    raise _at(override, unknown_option(override, known))
+        raise _at(override, explain.option_of_others(override, command, known))
+    raise _at(override, explain.unknown_option(override, known))
 
 
 def _compose_files(
@@ -229,6 +230,8 @@ def _set(
     """Write one override into `config`; returns its typed value."""
     key = keys.get(override.key)
     if key is None:
+        from rlpost.config.explain import unknown_key
+
         raise _at(override, unknown_key(override, command, list(keys), choices))
     try:
         value = parse_value(key, override.text)

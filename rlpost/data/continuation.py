@@ -16,7 +16,6 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from rlpost.data.chat_mask import ChatMask
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.rendering import render
 from rlpost.errors import DataError
@@ -100,6 +99,8 @@ class Continuation:
     @cached_property
     def end_of_turn(self) -> int:
         """The token that the template puts behind a turn. Raises DataError where it puts none."""
+        from rlpost.data.chat_mask import ChatMask
+
         token = ChatMask(self.tokenizer).end_of_turn
         if token is None:
             raise DataError(

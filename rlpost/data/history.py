@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jinja2.exceptions import TemplateError
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from rlpost.data.chat_mask import ChatMask, MaskError
-from rlpost.data.chat_templates import parse_chat, template_to_read, template_to_write
 from rlpost.data.columns import fields_of, grid, own, settle
-from rlpost.data.conversation import Message
+from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import ragged
 from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages, template_name
-from rlpost.data.templates.parsing import PADDING_ROLE
 from rlpost.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rlpost.data.chat_mask import ChatMask
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
@@ -116,6 +116,8 @@ class History(TensorClass["nocast"]):
         Raises UnparsedTextError (a RuntimeError) for a text that is no conversation in the format,
         UnknownTemplateError (a NotImplementedError) for a name without a format or parser.
         """
+        from rlpost.data.chat_templates import parse_chat, template_to_read
+
         known = template_to_read(tokenizer, chat_template_name)
         if isinstance(text, str):
             return cast(History, cls.from_chats([parse_chat(text, known)])[0])
@@ -219,6 +221,9 @@ class History(TensorClass["nocast"]):
         where it does not tell what the assistant says; ConfigError for what cannot be combined, and
         UnknownTemplateError for a name that no template has.
         """
+        from rlpost.data.chat_mask import ChatMask
+        from rlpost.data.chat_templates import template_to_write
+
         _check_asked(tokenizer, tokenize or return_dict, padding, return_dict, return_assistant_tokens_mask)
         template = template_to_write(tokenizer, chat_template, chat_template_name)
         options: dict[str, Any] = {"template": template, "tools": tools, "variables": template_kwargs}
@@ -302,6 +307,8 @@ def _masked(
     mask: ChatMask, chat: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: bool
 ) -> tuple[list[int], list[bool]]:
     """The ids of one chat and the assistant's mask over them. Raises MaskError, naming the chat."""
+    from rlpost.data.chat_mask import MaskError
+
     try:
         return mask.encode(chat, tools, add_generation_prompt=prompt)
     except MaskError as error:

@@ -17,8 +17,6 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpost.data.chat_mask import ChatMask
-from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
 from rlpost.data.rendering import render, template_name
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
@@ -51,6 +49,8 @@ def named_template(name: str) -> str:
     Raises ConfigError for a name that no format has, and for a file that cannot be read or is no template.
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
+        from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
+
         try:
             return PLAIN_TEMPLATE if name == PLAIN else chat_template(name).template
         except UnknownTemplateError:
@@ -135,6 +135,8 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
 
 
 def _give_template(tokenizer: Any, name: str) -> None:
+    from rlpost.data.chat_mask import ChatMask
+
     template = named_template(name)
     if tokenizer.bos_token and "bos_token" not in template and tokenizer.bos_token not in template:
         begun = tokenizer("")["input_ids"]

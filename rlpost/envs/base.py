@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -13,13 +13,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
-from rlpost.data.demonstrations import Demonstration
 from rlpost.data.input_mode import InputMode
-from rlpost.envs import turns
-from rlpost.envs.replies import add_replies
 from rlpost.envs.tools import ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
 
 
 class EnvBase(ABC):
@@ -193,7 +193,9 @@ class EnvBase(ABC):
 
         Raises DataError with neither.
         """
-        return turns.rows_of(tensordict)
+        from rlpost.envs.turns import rows_of
+
+        return rows_of(tensordict)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take the policy's turn out of `tensordict`, which a reset or step returned, and advance.
@@ -207,19 +209,24 @@ class EnvBase(ABC):
         scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
         Raises DataError without a turn to take, or for a conversation that is over.
         """
-        conversations = [conversation.copy() for conversation in turns.conversations_of(tensordict)]
+        from rlpost.envs.replies import add_replies
+        from rlpost.envs.turns import conversations_of, scores
+
+        conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
         if any(conversation.done for conversation in conversations):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
         add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
         self.advance(conversations)
         following = self._observe(conversations)
-        following.update(turns.scores(conversations))
+        following.update(scores(conversations))
         return self._played(tensordict.set("next", following))
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
+        from rlpost.envs.turns import conversations_of
+
         stepped = self.step(tensordict)
-        conversations = turns.conversations_of(stepped["next"])
+        conversations = conversations_of(stepped["next"])
         fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
         return stepped, self._observe([next(fresh) if c.done else c for c in conversations])
 
@@ -235,6 +242,8 @@ class EnvBase(ABC):
 
         Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
         """
+        from rlpost.envs.turns import conversations_of
+
         steps = []
         current = self.reset(tensordict)
         for _ in range(max_steps):
@@ -243,7 +252,7 @@ class EnvBase(ABC):
                 steps.append(self.step(acted))
                 if steps[-1]["next", "done"].any():
                     break
-                current = self._observe(turns.conversations_of(steps[-1]["next"]))
+                current = self._observe(conversations_of(steps[-1]["next"]))
             else:
                 stepped, current = self.step_and_maybe_reset(acted)
                 steps.append(stepped)
@@ -257,8 +266,10 @@ class EnvBase(ABC):
 
     def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""
+        from rlpost.envs.turns import observation
+
         observed: TensorDictBase = TensorDict(
-            turns.observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
+            observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]
         )
         for transform in self.transforms:
             observed = transform(observed)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Conversation, Message
 from rlpost.data.datasets import HELD_OUT, load_rows
-from rlpost.data.demonstrations import Demonstration
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows, order_seed
@@ -20,6 +19,9 @@ from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
 
 
 class ChatEnv(EnvBase):
@@ -334,6 +336,8 @@ class DatasetChatEnv(ChatEnv):
 
     def demonstrations(self) -> Iterator[Demonstration]:
         """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
+        from rlpost.data.demonstrations import Demonstration
+
         for where, task in self.all_tasks():
             answer = {"role": self.policy_role, "content": self.gold_reply(task)}
             yield Demonstration(where, messages=[*self.opening_messages(task), answer])

@@ -11,10 +11,11 @@ from torch.distributions import Categorical
 
 from rlpost.data.ragged import padded, padding_id
 from rlpost.errors import ConfigError, DataError
-from rlpost.policies.reading import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rlpost.policies.reading import Reader
 
 
 class MaskedCategorical(Categorical):
@@ -57,7 +58,7 @@ class CategoricalSequential(ABC):
         It is what `("masks", "all_assistant_mask")` or the messages mark, else what stands behind
         `("tokens", "prompt")`.
         """
-        sequences = Reader(self).sequences(tensordict)  # type: ignore[arg-type]
+        sequences = self._reader().sequences(tensordict)
         if all(sequence.sampled is not None for sequence in sequences):
             return self.get_dist_with_assistant_mask(tensordict)
         if ("tokens", "prompt") in tensordict.keys(include_nested=True):
@@ -66,7 +67,7 @@ class CategoricalSequential(ABC):
 
     def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
         """Of everything behind `("tokens", "prompt")`. Raises DataError where a sequence does not begin with it."""
-        reader = Reader(self)  # type: ignore[arg-type]
+        reader = self._reader()
         sequences = reader.sequences(tensordict)
         prompts = reader.ids(tensordict, ("tokens", "prompt"))
         for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
@@ -80,7 +81,7 @@ class CategoricalSequential(ABC):
 
     def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
         """Of the assistant's tokens. Raises DataError where the batch does not say which those are."""
-        sequences = Reader(self).sequences(tensordict)  # type: ignore[arg-type]
+        sequences = self._reader().sequences(tensordict)
         masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
         if len(masks) < len(sequences):
             raise DataError(
@@ -91,13 +92,13 @@ class CategoricalSequential(ABC):
 
     def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
         """Of every token but the first, which nothing predicts."""
-        sequences = Reader(self).sequences(tensordict)  # type: ignore[arg-type]
+        sequences = self._reader().sequences(tensordict)
         ids = [sequence.ids for sequence in sequences]
         return self._dist(ids, [[True] * len(row) for row in ids])
 
     def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
         """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError where it is too short."""
-        sequences = Reader(self).sequences(tensordict)  # type: ignore[arg-type]
+        sequences = self._reader().sequences(tensordict)
         rows = list(mask.unbind())
         ids = [sequence.ids for sequence in sequences]
         if len(rows) != len(ids) or any(m.numel() < len(row) for m, row in zip(rows, ids, strict=True)):
@@ -106,9 +107,14 @@ class CategoricalSequential(ABC):
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
         """(B, T) log π of the tokens, 0 where `get_dist`'s mask is False."""
-        ids = [torch.tensor(sequence.ids) for sequence in Reader(self).sequences(tensordict)]  # type: ignore[arg-type]
+        ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
         dist = self.get_dist(tensordict)
         return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
+
+    def _reader(self) -> Reader:
+        from rlpost.policies.reading import Reader
+
+        return Reader(self)  # type: ignore[arg-type]
 
     def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
         if self.sampling.temperature == 0:

@@ -14,8 +14,6 @@ from rlpost.screen.lines import clock, fold, one_line
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import CURVES, SPEED, State
 
-AGAIN = "Ctrl-C again leaves at once"
-STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 HINT = "Ctrl-C finishes the step, saves and stops"
 HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
 ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts, and larger curves

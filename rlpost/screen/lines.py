@@ -13,6 +13,8 @@ from rlpost.text import counted, printable
 WIDTH = 100  # columns of a plain line
 SAMPLE_LINES = 8
 MARKS_ON_ONE = 3  # combining characters a letter may carry
+AGAIN = "Ctrl-C again leaves at once"
+STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:

@@ -17,13 +17,15 @@ from rich.text import Text
 
 from rlpost.heartbeat import Heartbeat
 from rlpost.output import leave_dead_terminals, where_it_leads
-from rlpost.screen.layout import STOPPING, Layout
-from rlpost.screen.lines import clock, evaluation_line, one_line, sample_lines, step_line
-from rlpost.screen.record import Record
+from rlpost.screen.lines import STOPPING, clock, evaluation_line, one_line, sample_lines, step_line
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import Figures, State
-from rlpost.screen.terminal import Picture, Waiting, size_of, takes_pictures
 from rlpost.text import printable
+
+if TYPE_CHECKING:
+    from rlpost.screen.layout import Layout
+    from rlpost.screen.record import Record
+    from rlpost.screen.terminal import Picture
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -46,13 +48,18 @@ class Screen:
         self.state = State()
         self._descriptor = None if plain else _descriptor_for_pictures(self.console)
         self._picture: Picture | None = None
-        self._record = Record()
+        self._record: Record | None = None  # of what stays when the picture ends
         self._lock = threading.Lock()  # of the state, which another thread draws
         colour = self.console.color_system is not None and not os.environ.get("NO_COLOR")
         self._styled = self.console.is_terminal and colour
         self._heartbeat: Heartbeat | None = None  # while plain lines are all there is
         self._said_to = 2  # the descriptor of what is said in a signal's function
-        self._layout = Layout(self.state, colour=colour)
+        self._layout: Layout | None = None
+        if self._descriptor is not None:
+            from rlpost.screen.layout import Layout
+            from rlpost.screen.record import Record
+
+            self._layout, self._record = Layout(self.state, colour=colour), Record()
 
     def __enter__(self) -> Screen:
         return self
@@ -67,7 +74,7 @@ class Screen:
 
     def line(self, text: str, style: str = "") -> None:
         """One line that stays."""
-        if self._picture is None:
+        if self._picture is None or self._record is None:
             self._print(text, style)
         else:
             self._record.add(text, style)
@@ -91,6 +98,8 @@ class Screen:
             opened.callback(setattr, self, "_said_to", 2)
             if self._descriptor is not None:
                 line = lambda: f"{printable(what)} ...  {time.monotonic() - began:.0f} s"  # noqa: E731
+                from rlpost.screen.terminal import Waiting
+
                 opened.enter_context(Waiting(self._descriptor, line))
             else:
                 self.line(f"{what} ...")
@@ -118,6 +127,8 @@ class Screen:
         with self._lock:
             self.state.title, self.state.about, self.state.total = one_line(title), one_line(about), total_steps
         if self._descriptor is not None:
+            from rlpost.screen.terminal import Picture
+
             self.console.file.flush()
             last_words = printable(f"the training's process has died; what it said last is in {log}")
             self._picture = Picture(self._descriptor, self._frame, log=log, last_words=last_words)
@@ -161,7 +172,7 @@ class Screen:
             return
         remaining = "-" if left is None else clock(left)
         fitting = step_line(step, total, metrics, remaining, width=self._width())
-        if self._picture is not None:
+        if self._picture is not None and self._record is not None:
             self._record.add_step(fitting)
             self._log(step_line(step, total, metrics, remaining))
             return
@@ -201,16 +212,19 @@ class Screen:
             return
         picture.close()
         leave_dead_terminals()
-        for text, style in self._record.lines():
+        for text, style in self._record.lines() if self._record is not None else ():
             self._print(text, style)
 
     def _width(self) -> int | None:
         """Columns that a line has; None: as many as it likes."""
         if self._descriptor is not None:
+            from rlpost.screen.terminal import size_of
+
             return size_of(self._descriptor)[0] if self._picture is None else self._picture.width
         return self.console.width if self.console.is_terminal else None
 
     def _frame(self, width: int, height: int) -> Sequence[Text]:
+        assert self._layout is not None
         with self._lock:
             return self._layout.frame(width, height)
 
@@ -241,4 +255,8 @@ def _descriptor_for_pictures(console: Console) -> int | None:
         descriptor = console.file.fileno()
     except (AttributeError, io.UnsupportedOperation):
         return None
-    return descriptor if console.encoding.startswith("utf") and takes_pictures(descriptor) else None
+    if not (console.encoding.startswith("utf") and os.isatty(descriptor)):
+        return None
+    from rlpost.screen.terminal import takes_pictures
+
+    return descriptor if takes_pictures(descriptor) else None

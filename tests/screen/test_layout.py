@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import STOPPING, Layout
+from rlpost.screen.layout import Layout
+from rlpost.screen.lines import STOPPING
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import State
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from vt import Session, Terminal
 
 from rlpost.screen import Screen
-from rlpost.screen.layout import STOPPING
+from rlpost.screen.lines import STOPPING
 from rlpost.text import printable
 
 Batch = Callable[..., TensorDict]

@@ -6,10 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.data.conversation import Message
+from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.errors import DataError
-
-PADDING_ROLE = "<none>"  # fills the short rows of a ragged history; never rendered
 
 
 class UnparsedTextError(DataError, RuntimeError):

@@ -10,11 +10,10 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.transforms.tensors import as_nested_tensor, as_padded_tensor, stack_equal
 from rlpost.errors import DataError
 
 StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
-STACK_METHODS: dict[str, StackMethod] = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_padded_tensor}
+STACK_METHODS = ("as_nested_tensor", "as_padded_tensor")  # functions of rlpost.envs.transforms.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class DataLoadingPrimer(Transform):
             raise ValueError(f"stack_method={stack_method!r} is unknown: it must be {' or '.join(STACK_METHODS)}")
         self.repeats = repeats or 1
         self.batch_size = _one_dimension(batch_size, self.repeats if group_repeats else 1)
-        self.stack_method = STACK_METHODS[stack_method] if isinstance(stack_method, str) else stack_method
+        self.stack_method = stack_method
         self.device = device
         self.position = 0
         self._dataloader = dataloader
@@ -128,7 +127,10 @@ class DataLoadingPrimer(Transform):
         if len(shape) != 1 or (self.batch_size is not None and shape != self.batch_size):
             raise ValueError(f"cannot prime a batch of {tuple(shape)}: {_expected(self.batch_size)}")
         elements = [draw.element for draw in self.take(shape[0])]
-        stacked = (self.stack_method or stack_equal)(elements)
+        from rlpost.envs.transforms import tensors
+
+        method = self.stack_method or "stack_equal"
+        stacked = (getattr(tensors, method) if isinstance(method, str) else method)(elements)
         return tensordict.update(stacked if self.device is None else stacked.to(self.device))
 
 
