@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rlpost.objectives.sft_objective import SFTObjective
     from rlpost.tracking.process import TrackerProcess
 
-S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
+S = TypeVar("S", bound=GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings)
 
 
 @dataclass
@@ -75,6 +75,10 @@ class SamplingParts:
     def device(self) -> torch.device:
         """Where the model is trained."""
         return self.model.device
+
+    def start(self) -> None:
+        """Start the policy."""
+        self.policy.start()
 
     def close(self) -> None:
         """Stop the policy and what the environments hold, such as tools."""

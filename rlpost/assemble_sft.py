@@ -61,6 +61,16 @@ class SFTParts:
         """Where the model is trained."""
         return self.model.device
 
+    def start(self) -> None:
+        """Start the policy, where there is one."""
+        if self.accuracy:
+            self.accuracy.policy.start()
+
+    def close(self) -> None:
+        """Close what measures the accuracy, where something does."""
+        if self.accuracy:
+            self.accuracy.close()
+
     @cached_property
     def fingerprint(self) -> str:
         """What a data position depends on besides the seed: how many samples there are, and every id of them."""

@@ -8,133 +8,61 @@ and one update a step, so the ratio to the old policy is 1 and the clip idle unt
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
-from rlpost.assemble import GRPOParts, assemble_grpo, build_tracker, resolve_numbers
+from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.batching import Row, rows_of
-from rlpost.evaluate import EvalResult
-from rlpost.memory import keep_freed_memory
 from rlpost.objectives.advantage import give_advantages, has_spread, kl_in_reward
 from rlpost.objectives.overlong import mask_overlong, penalise_overlong
 from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.optim import learning_rate_of
-from rlpost.output import output_into
-from rlpost.rollouts import write_rollouts
-from rlpost.run import Run
-from rlpost.screen import Screen
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.metrics import batch_metrics, loss_metrics, time_metrics
-from rlpost.train.narration import announce, conclude
-from rlpost.train.needs import check_needs
-from rlpost.train.sampled import (
-    SampledProgress,
-    begin,
-    check_failed,
-    finish_step,
-    owed_evaluation,
-    resume,
-    show_sampling,
-)
-from rlpost.train.standstill import say_at_end
-from rlpost.train.update import Learner, Microbatches, Update, diverged, fill_reference, read_log_probs, update
+from rlpost.train.metrics import loss_metrics
+from rlpost.train.sampled import SamplingSession
+from rlpost.train.update import Microbatches, Update, fill_reference, read_log_probs, update
 
-
-@dataclass
-class Progress(SampledProgress):
-    """How far a training is."""
-
-    updates: int = 0  # optimizer steps done
+GRPOSession = SamplingSession[GRPOSettings, GRPOParts]
 
 
 def train(settings: GRPOSettings, request: RunRequest) -> int:
     """Run or resume the training that `settings` describes; returns the process's exit code."""
-    screen = Screen(plain=request.plain)
-    tracker = build_tracker(settings.tracking, request)
-    with Run(request, seed=settings.seed, total_steps=settings.steps, screen=screen, tracker=tracker) as run:
-        keep_freed_memory()
-        torch.manual_seed(settings.seed)
-        torch.use_deterministic_algorithms(settings.deterministic)
-        checkpoint = run.resume_from
-        run.catch_signals()
-        check_needs(settings, run)
-        with screen, contextlib.ExitStack() as opened:  # what an engine says while it closes is not for the terminal
-            with screen.waiting("loading the model, starting the policy"), output_into(run.folder / "log.txt"):
-                settings, numbers = resolve_numbers(settings, checkpoint)
-                run.keep_numbers(numbers.record())
-                parts = opened.enter_context(contextlib.closing(assemble_grpo(settings, checkpoint)))
-                parts.policy.start()
-            announce(settings, parts, numbers, run)
-            show_sampling(parts, screen)
-            if checkpoint:
-                progress = resume(settings, parts, run, checkpoint, Progress)
-            else:
-                progress = begin(settings, parts, run, Progress())
-            after = learn(settings, parts, run, progress)
-            screen.phase("closing", "the policy")
-        conclude(run, progress.step, progress.eval_before, after, progress)
-        say_at_end(run, progress)
-    return run.exit_code
+    with GRPOSession(settings, request) as session:
+        session.load(assemble_grpo)
+        learn(session)
+    return session.run.exit_code
 
 
-def learn(settings: GRPOSettings, parts: GRPOParts, run: Run, progress: Progress) -> EvalResult | None:
-    """The loop: every step still to do. Returns the evaluation after the last, if there was one."""
-    after = owed_evaluation(settings, parts, run, progress)
-    screen = run.screen
+def learn(session: GRPOSession) -> None:
+    """The loop: every step still to do."""
+    settings, parts, microbatches = session.settings, session.parts, session.microbatches
+    learner = session.learner(settings.steps * updates_per_step(settings))
     accept = has_spread if settings.dynamic.enabled else None
-    learner = Learner(
-        parts.model,
-        parts.optimizer,
-        parts.objective,
-        settings.optim,
-        settings.model.autocast,
-        total_updates=settings.steps * updates_per_step(settings),
-    )
-    microbatches = Microbatches.shown_on(screen, settings.tokens_per_microbatch, parts.device)
-    for step in run.steps(done=progress.step):
-        started = time.perf_counter()
-        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)
+    for _ in session.steps():
+        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)  # whole groups, each once
         if settings.overlong.penalty_tokens:
             penalise_overlong(batch, settings.env.max_completion_tokens, settings.overlong.penalty_tokens)
-        metrics = batch_metrics(batch, settings.group_size, parts.collector.policy_version)
-        check_failed(settings, step, metrics)
-        metrics |= parts.buffer.take_counts()
-        collected = time.perf_counter()
-        parts.policy.rest()
+        session.collected(batch)
 
-        screen.phase("training")
         rows = rows_of(batch)
-        fill_log_probs(settings, parts, microbatches, rows)
-        metrics |= give_advantages(settings, batch, rows)
-        trained = rows
-        if settings.overlong.mask:
-            trained = mask_overlong(batch, rows)
-            metrics["completion/masked_overlong"] = tell_masked(settings, run, step, trained)
+        fill_log_probs(settings, parts, microbatches, rows)  # of the reference and the old policy, where they are read
+        session.metrics |= give_advantages(settings, batch, rows)
+        trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, trained):
-            try:
-                updates.append(update(learner, microbatches, minibatch, progress.updates))
-            except FloatingPointError as error:
-                folder = run.folder / f"diverged-step-{step:06d}"
-                write_rollouts(folder / "rollouts.parquet", step, batch)
-                raise diverged(parts.model, parts.tokenizer, folder, f"step {step}: {error}") from error
-            progress.updates += 1
-        metrics |= update_metrics(settings, parts, microbatches, rows, updates)
-        updated = time.perf_counter()
+            with session.diverging(batch):
+                updates.append(update(learner, microbatches, minibatch, session.progress.updates))
+            session.progress.updates += 1
+        session.metrics |= update_metrics(settings, parts, microbatches, rows, updates)
+        session.trained()
 
         if any(u.stepped for u in updates):
-            screen.phase("pushing weights")
-            parts.collector.update_policy_weights_(parts.model)
-        metrics |= parts.collector.take_seconds()
-        metrics |= time_metrics(started, collected, updated, time.perf_counter())
-        after = finish_step(settings, parts, run, progress, step, metrics, batch) or after
-    return after
+            parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
+        session.finish(batch)
 
 
 def minibatches(settings: GRPOSettings, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -151,15 +79,17 @@ def updates_per_step(settings: GRPOSettings) -> int:
     return settings.passes * (completions // (settings.minibatch_size or completions))
 
 
-def tell_masked(settings: GRPOSettings, run: Run, step: int, rows: Sequence[Row]) -> float:
-    """How many of `rows` have nothing to train on; says so where that is all of them."""
-    masked = sum(row.num_trained == 0 for row in rows)
+def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[Row]) -> list[Row]:
+    """`rows` with nothing to train on in those that were cut; says so where that is all of them."""
+    trained = mask_overlong(batch, rows)
+    masked = sum(row.num_trained == 0 for row in trained)
+    session.metrics["completion/masked_overlong"] = float(masked)
     if masked == len(rows):
-        run.screen.note(
-            f"step {step} trains on nothing: all completions were cut at env.max_completion_tokens="
-            f"{settings.env.max_completion_tokens}, and overlong.mask=true leaves those out; raise the limit"
+        session.screen.note(
+            f"step {session.step} trains on nothing: all completions were cut at env.max_completion_tokens="
+            f"{session.settings.env.max_completion_tokens}, and overlong.mask=true leaves those out; raise the limit"
         )
-    return float(masked)
+    return trained
 
 
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:

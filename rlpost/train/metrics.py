@@ -81,8 +81,3 @@ def loss_metrics(updates: Sequence[Sequence[PolicyOutput]], *, corrected: bool) 
     names = TOKEN_METRICS | (CORRECTION_METRICS if corrected else {})
     entropy = torch.cat([output.entropy for output in outputs]).mean().item() if outputs else float("nan")
     return losses | {names[key]: value.item() for key, value in means.items() if key in names} | {"entropy": entropy}
-
-
-def time_metrics(started: float, collected: float, updated: float, pushed: float) -> dict[str, float]:
-    """Seconds of a step's parts, from the readings of a clock where each began and ended."""
-    return {"time/train": updated - collected, "time/sync": pushed - updated, "time/step": pushed - started}

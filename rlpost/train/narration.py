@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rlpost.assemble import SamplingParts
 from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
+from rlpost.config.paths import BEST
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.evaluate import EvalResult
 from rlpost.families import explain
@@ -22,7 +23,7 @@ from rlpost.precision import Numbers
 from rlpost.run import Run
 from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, ModelSettings
 from rlpost.text import counted
-from rlpost.train.best import BestSoFar, best_line
+from rlpost.train.progress import ACCURACY, Progress
 
 log = logging.getLogger("rlpost")
 
@@ -125,11 +126,20 @@ def say_stopped(run: Run, step: int) -> None:
     run.screen.note(f"stopped after step {step}; to go on: {again}")
 
 
-def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalResult | None, best: BestSoFar) -> None:
+def best_line(run: Run, progress: Progress) -> str:
+    """Which step was best, its accuracy, and where its checkpoint is; empty where accuracy was not measured."""
+    if progress.best_step is None or progress.best_accuracy is None:
+        return ""
+    at_first = (progress.eval_before or {}).get(ACCURACY)
+    line = f"best: after step {progress.best_step}, {progress.best_accuracy:.1%}, in {run.folder}/checkpoints/{BEST}"
+    return line if at_first is None or at_first <= progress.best_accuracy else f"{line}; the starting model had more"
+
+
+def conclude(run: Run, progress: Progress, after: EvalResult | None) -> None:
     """The result in a few lines, and the one command to look closer."""
-    screen = run.screen
+    screen, before = run.screen, progress.eval_before
     if run.stopping:
-        say_stopped(run, step)
+        say_stopped(run, progress.step)
         return
     if before is not None and after is not None:
         screen.line("")
@@ -143,7 +153,7 @@ def conclude(run: Run, step: int, before: dict[str, float] | None, after: EvalRe
         for name, share in shares.items():
             value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
             screen.line(f"  {name:<8} {value:6.1%}  [{low:.1%}, {high:.1%}]   ->  {share}{after.extent(share)}", "bold")
-    if line := best_line(run, best, before):
+    if line := best_line(run, progress):
         screen.line(line)
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
     screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))

@@ -1,99 +1,111 @@
-"""What the loops share that learn from what their own policy samples: how they begin, go on, evaluate and save."""
+"""The session of the loops that train on what their own policy samples, GRPO and expert iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
-from rlpost.assemble import SamplingParts
+from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
 from rlpost.errors import RewardError
 from rlpost.evaluate import EvalResult, evaluate
-from rlpost.memory import give_back_freed_memory
+from rlpost.precision import Numbers
+from rlpost.rollouts import write_rollouts
 from rlpost.run import Run
-from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
-from rlpost.train.best import BestSoFar, restore_best
-from rlpost.train.finish import evaluations_until, finish, make_up
-from rlpost.train.standstill import LearningSoFar, watch, why_sampled
-from rlpost.train.state import collection_state, load_run, must_stay, restore_collection, save_run
+from rlpost.train.metrics import batch_metrics
+from rlpost.train.narration import announce, conclude
+from rlpost.train.progress import LearningSoFar
+from rlpost.train.session import Session
+from rlpost.train.state import collection_state, restore_collection
 
 Settings = GRPOSettings | ExpertIterationSettings
+S = TypeVar("S", GRPOSettings, ExpertIterationSettings)
+P = TypeVar("P", GRPOParts, ExpertIterationParts)
 
 
-@dataclass
-class SampledProgress(LearningSoFar, BestSoFar):
-    """How far a training is, and when it was best."""
+class SamplingSession(Session[S, P]):
+    """A training on the completions of its own policy."""
 
-    step: int = 0  # steps done
-    eval_before: dict[str, float] | None = None  # the evaluation before the first step
+    waits_for = "loading the model, starting the policy"
+    after: EvalResult | None = None  # of the latest evaluation after a step
+
+    def load(self, assemble: Callable[[S, Path | None], P]) -> P:
+        """See `Session.load`."""
+        parts = super().load(assemble)
+        self._opened.callback(self.screen.phase, "closing", "the policy")
+        return parts
+
+    def collected(self, batch: TensorDict) -> None:
+        """A step's completions are there: describe them, and let the policy rest while the model learns.
+
+        Raises RewardError where more of their rewards failed than `max_failed_share` allows.
+        """
+        self.metrics |= batch_metrics(batch, self.settings.group_size, self.parts.policy.version)
+        check_failed(self.settings, self.step, self.metrics)
+        self.metrics |= self.parts.buffer.take_counts()
+        self.clock.lap()
+        self.parts.policy.rest()
+        self.screen.phase("training")
+
+    def trained(self) -> None:
+        """The step's updates are done; its weights are pushed next."""
+        self.clock.lap("time/train")
+        self.screen.phase("pushing weights")
+
+    def finish(self, batch: Any = None) -> None:
+        """See `Session.finish`."""
+        self.clock.lap("time/sync")
+        self.metrics |= self.parts.collector.take_seconds()
+        super().finish(batch)
+
+    def announce(self, numbers: Numbers) -> None:
+        """See `Session.announce`."""
+        announce(self.settings, self.parts, numbers, self.run)
+        show_sampling(self.parts, self.screen.phase)
+
+    def measure(self, when: str) -> dict[str, float]:
+        """See `Session.measure`."""
+        result = evaluate_held_out(self.settings, self.parts, self.run, when)
+        self.after = result if self.progress.step else None
+        return result.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """See `Session.state`."""
+        return collection_state(self.parts)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Session.restore`."""
+        restore_collection(self.parts, state)
+
+    def keep_batch(self, folder: Path, batch: Any) -> None:
+        """See `Session.keep_batch`."""
+        write_rollouts(folder / "rollouts.parquet", self.step, batch)
+
+    def why_nothing(self) -> str:
+        """See `Session.why_nothing`."""
+        return why_sampled(self.settings, self.run, self.progress, self.metrics)
+
+    def remaining(self) -> str:
+        """See `Session.remaining`."""
+        return "give more steps to go on"
+
+    def conclude(self) -> None:
+        """See `Session.conclude`."""
+        conclude(self.run, self.progress, self.after)
 
 
-P = TypeVar("P", bound=SampledProgress)
-
-
-def show_sampling(parts: SamplingParts, screen: Screen) -> None:
-    """Let the screen show what the collector does, and how far it is."""
+def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
+    """Let the screen's `phase` show what the collector does, and how far it is."""
 
     def sampled(ended: int, total: int, tokens: int) -> None:
-        screen.phase("sampling", f"{total} completions", ended, total, tokens)
+        phase("sampling", f"{total} completions", ended, total, tokens)
 
-    parts.collector.on_phase = screen.phase
+    parts.collector.on_phase = phase
     parts.collector.on_sampled = sampled
-
-
-def begin(settings: Settings, parts: SamplingParts, run: Run, progress: P) -> P:
-    """`progress` with the evaluation of the starting model, where evaluation is on."""
-    run.forget_after(-1)
-    if settings.eval.enabled:
-        progress.eval_before = evaluate_held_out(settings, parts, run, "before training").metrics()
-        run.record(0, progress.eval_before)
-        run.screen.line(evaluation_line(progress.eval_before, "before training"))
-    return progress
-
-
-def resume(settings: Settings, parts: SamplingParts, run: Run, checkpoint: Path, kind: type[P]) -> P:
-    """Take up the state of `checkpoint`, whose weights the parts were assembled with."""
-    state = load_run(checkpoint, settings, parts.model, parts.optimizer)
-    restore_collection(parts, state)
-    progress = kind(**state["progress"])
-    for row in evaluations_until(checkpoint, progress.step):
-        progress.is_new_best(row["step"], row)
-    run.forget_after(progress.step)
-    restore_best(run, progress)
-    run.screen.note(f"resuming after step {progress.step} from {checkpoint}")
-    if progress.step >= settings.steps:
-        done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
-        run.screen.note(f"nothing is left to do: {done} done; give more steps to go on")
-    return progress
-
-
-def owed_evaluation(settings: Settings, parts: SamplingParts, run: Run, progress: SampledProgress) -> EvalResult | None:
-    """The evaluation after the last step done, where a signal has ended it before; else None."""
-    measuring = Measuring(settings, parts, run, progress)
-    due = evaluation_due(settings, progress.step)
-    make_up(run, progress.step, progress, settings.checkpoint, evaluate=measuring, evaluation_due=due)
-    return measuring.result
-
-
-@dataclass
-class Measuring:
-    """Called, it evaluates after the last step done, keeps the result and gives its metrics."""
-
-    settings: Settings
-    parts: SamplingParts
-    run: Run
-    progress: SampledProgress
-    result: EvalResult | None = None
-
-    def __call__(self) -> dict[str, float]:
-        when = f"after step {self.progress.step}"
-        self.result = evaluate_held_out(self.settings, self.parts, self.run, when)
-        return self.result.metrics() | self.run.memory.metrics(self.parts.device)
 
 
 def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,55 +117,6 @@ def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) ->
             f"step {step}: {failed:.0f} of {count} rewards failed, more than the share "
             f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
         )
-
-
-def finish_step(
-    settings: Settings,
-    parts: SamplingParts,
-    run: Run,
-    progress: SampledProgress,
-    step: int,
-    metrics: dict[str, float],
-    batch: TensorDict,
-) -> EvalResult | None:
-    """Record a step that trained on `batch`, save it if that is due, then evaluate if that is."""
-    progress.step = step
-    give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
-    watch(run, progress, metrics, lambda: why_sampled(settings, run, progress, metrics))
-    measuring = Measuring(settings, parts, run, progress)
-    finish(
-        run,
-        step,
-        metrics | run.memory.metrics(parts.device),
-        batch,
-        progress,
-        settings.checkpoint,
-        save=lambda: save(settings, parts, run, progress),
-        evaluate=measuring,
-        evaluation_due=evaluation_due(settings, step),
-    )
-    return measuring.result
-
-
-def save(settings: Settings, parts: SamplingParts, run: Run, progress: SampledProgress) -> None:
-    """Write a checkpoint of the last finished step."""
-    state = {**collection_state(parts), "progress": asdict(progress), "must_stay": must_stay(settings)}
-    save_run(
-        run,
-        progress.step,
-        parts.model,
-        parts.tokenizer,
-        parts.optimizer,
-        settings.checkpoint,
-        state,
-        best=progress.best_step,
-    )
-
-
-def evaluation_due(settings: Settings, step: int) -> bool:
-    """Whether held-out prompts are played after `step`."""
-    every = settings.eval.every
-    return settings.eval.enabled and (step == settings.steps or (every > 0 and step % every == 0))
 
 
 def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> EvalResult:
@@ -179,3 +142,25 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         samples=samples,
         progress=progress,
     )
+
+
+def why_sampled(
+    settings: GRPOSettings | ExpertIterationSettings, run: Run, learning: LearningSoFar, metrics: Mapping[str, float]
+) -> str:
+    """The likely reason why nothing is learned from a step's completions, and what to do."""
+    reward, look = learning.same_reward, f"read some with rlpost rollouts show {run.folder}"
+    if metrics["completion/truncated"] == 1:
+        limit = settings.env.max_completion_tokens
+        return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+    if reward is not None and metrics.get("accuracy/lenient") == 1:
+        return "every completion is right; the task is too easy for this model"
+    if reward == 0:
+        return f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+    if reward is not None:
+        return f"every reward is {reward:g}, which tells no completion from another; {look}"
+    if isinstance(settings, ExpertIterationSettings):
+        bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
+        return f"no completion was {bar}; {look}"
+    if metrics["groups/zero_std"] == 1:
+        return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+    return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"

@@ -12,8 +12,8 @@ from rlpost.precision import Numbers
 from rlpost.run import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
-from rlpost.train.best import BestSoFar, best_line
 from rlpost.train.narration import (
+    best_line,
     model_line,
     name_of_data,
     reading_lines,
@@ -22,6 +22,7 @@ from rlpost.train.narration import (
     warn_of_numbers,
     writes_line,
 )
+from rlpost.train.progress import Progress
 
 
 def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run) -> None:
@@ -72,13 +73,11 @@ def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
     return sum(tuple(sample.ids) in trained for sample in held_out)
 
 
-def conclude(
-    run: Run, step: int, before: Mapping[str, float] | None, after: Mapping[str, float] | None, best: BestSoFar
-) -> None:
+def conclude(run: Run, progress: Progress) -> None:
     """The result in a few lines, and what one does next."""
-    screen = run.screen
+    screen, before, after = run.screen, progress.eval_before, progress.eval_after
     if run.stopping:
-        say_stopped(run, step)
+        say_stopped(run, progress.step)
         return
     if before is not None and after is not None:
         screen.line("")
@@ -88,7 +87,7 @@ def conclude(
             if f"eval/accuracy_{name}" in before and f"eval/accuracy_{name}" in after:
                 label = f"accuracy, {name}"
                 screen.line(f"  {label:<18}{_share(before, name)}  ->  {_share(after, name)}", "bold")
-    if line := best_line(run, best, before):
+    if line := best_line(run, progress):
         screen.line(line)
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
     model = f"model={run.folder}/"

@@ -14,7 +14,7 @@ from rlpost.config.registry import TRAIN_GRPO
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import TrackerChoice
 from rlpost.tracking.process import TrackerProcess
-from rlpost.train import grpo, sampled
+from rlpost.train import grpo, session
 
 TINY = [
     "model=tiny",
@@ -46,7 +46,7 @@ def use(patch: pytest.MonkeyPatch, tracker: str, **options: str) -> None:
         given = {"file": str(request.folder / "calls"), **options}
         return TrackerProcess(TrackerChoice("fake", f"recording:{tracker}", given, 2.0), request.folder, {"a": 1})
 
-    patch.setattr(grpo, "build_tracker", build)
+    patch.setattr(session, "build_tracker", build)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, "RecordingTracker")
-    monkeypatch.setattr(sampled, "save", lambda *parts: (_ for _ in ()).throw(ValueError("broken")))
+    monkeypatch.setattr(session, "save_run", lambda *parts, **best: (_ for _ in ()).throw(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         train(tmp_path / "r")
     assert (tmp_path / "r" / "calls").read_text().splitlines()[-1] == '["finish", "failed"]'

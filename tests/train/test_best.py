@@ -18,7 +18,7 @@ from rlpost.evaluate import EvalResult
 from rlpost.settings.run import RunRequest
 from rlpost.statistics import Share
 from rlpost.train import grpo, sampled
-from rlpost.train.best import BestSoFar
+from rlpost.train.progress import BestSoFar
 
 SMALL = [
     "model=tiny",

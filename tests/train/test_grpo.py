@@ -24,7 +24,7 @@ from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import TransformersWrapper
 from rlpost.settings.run import RunRequest
-from rlpost.train import grpo, sampled
+from rlpost.train import grpo, sampled, session
 from rlpost.train import update as update_module
 from rlpost.train.grpo import train
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
 
 def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while `step` is being done."""
-    original = grpo.batch_metrics
+    original = sampled.batch_metrics
     seen = []
 
     def counting(*args: Any) -> dict[str, float]:
@@ -149,7 +149,7 @@ def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int 
 
     assert threading.current_thread() is threading.main_thread()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "batch_metrics", counting)
+        patch.setattr(sampled, "batch_metrics", counting)
         assert work() == expected
 
 
@@ -250,10 +250,10 @@ def test_the_sampler_rests_while_the_model_trains_and_what_training_freed_goes_b
     noted(TransformersWrapper, "generate")
     noted(TransformersWrapper, "rest")
     noted(grpo, "update")
-    noted(sampled, "give_back_freed_memory")
-    noted(sampled, "save")
+    noted(session, "give_back_freed_memory")
+    noted(session, "save_run")
     assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "checkpoint.every=1") == 0
-    step = ["generate", "rest", "update", "give_back_freed_memory", "save"]
+    step = ["generate", "rest", "update", "give_back_freed_memory", "save_run"]
     assert done == step * 2
     assert [line["memory/peak_gb"] > 0 for line in metrics(tmp_path / "r")] == [True, True]
 

@@ -19,7 +19,9 @@ from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.settings import SamplingSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, sampled, sft
+from rlpost.train import expert_iteration, grpo, sft
+from rlpost.train.sampled import SamplingSession
+from rlpost.train.sft_session import SFTSession
 
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 SAMPLED += ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
@@ -54,18 +56,18 @@ def during(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def send(when: str, *numbers: int, look: Callable[[], None] = lambda: None) -> None:
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def evaluate_held_out(*arguments: Any) -> Any:
-                if arguments[-1] == when and pending:
+            def measure(own: Any, now: str) -> Any:
+                if now == when and pending:
                     look()
                     for number in [pending.pop() for _ in numbers]:
                         os.kill(os.getpid(), number)
-                return original(*arguments)
+                return original(own, now)
 
-            return evaluate_held_out
+            return measure
 
         pending = list(reversed(numbers))
-        for module in (sampled, sft):
-            monkeypatch.setattr(module, "evaluate_held_out", around(module.evaluate_held_out))
+        for kind in (SamplingSession, SFTSession):
+            monkeypatch.setattr(kind, "measure", around(kind.measure))
 
     return send
 

@@ -1,0 +1,117 @@
+"""How far a training is, which of its evaluations was best, and whether it learns anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpost.checkpoint import point_best
+from rlpost.config.paths import BEST
+from rlpost.run import Run
+from rlpost.runs import has_evaluation, read_metrics
+from rlpost.text import counted
+
+ACCURACY = "eval/accuracy_lenient"
+PATIENCE = 5  # steps before a run that stands still says so
+
+
+@dataclass
+class BestSoFar:
+    """The evaluation after a step with the highest lenient accuracy on held-out prompts; the earlier of equal ones."""
+
+    best_step: int | None = None  # None: no evaluation has measured accuracy
+    best_accuracy: float | None = None
+
+    def is_new_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
+        """Take in the metrics of the evaluation after `step`; whether it is the best from now on."""
+        accuracy = evaluated.get(ACCURACY)
+        if accuracy is None or (self.best_accuracy is not None and accuracy <= self.best_accuracy):
+            return False
+        self.best_step, self.best_accuracy = step, accuracy
+        return True
+
+
+@dataclass
+class LearningSoFar:
+    """Whether any step of the run had a gradient, and whether any two completions earned different rewards."""
+
+    steps_watched: int = 0
+    had_gradient: bool = False
+    reward_varied: bool = False
+    first_reward: float | None = None
+    stands_still: str = ""  # what the latest step gives as the reason, while nothing is learned
+
+    def take_in(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of one more step."""
+        self.steps_watched += 1
+        self.had_gradient |= metrics["grad_norm"] > 0
+        mean = metrics.get("reward/mean", math.nan)
+        if math.isfinite(mean):
+            self.first_reward = mean if self.first_reward is None else self.first_reward
+            self.reward_varied |= metrics["reward/std"] > 0 or not math.isclose(mean, self.first_reward, abs_tol=1e-9)
+
+    @property
+    def same_reward(self) -> float | None:
+        """The reward of every completion so far; None where they differ, or there is none."""
+        return None if self.reward_varied else self.first_reward
+
+
+@dataclass
+class Progress(LearningSoFar, BestSoFar):
+    """How far a training is; what a loop does not count stays 0."""
+
+    step: int = 0  # steps done
+    updates: int = 0  # optimizer steps done
+    nothing_selected: int = 0  # steps that had nothing to train on
+    position: int = 0  # samples trained on, those of every epoch counted
+    eval_before: dict[str, float] | None = None  # the evaluation before the first step
+    eval_after: dict[str, float] | None = None  # the latest one after a step
+
+
+def restore_best(run: Run, best: BestSoFar) -> None:
+    """Let `checkpoints/best` be what it was at the step that the run goes on from."""
+    if not point_best(run.folder / "checkpoints", best.best_step) and best.best_step is not None:
+        run.screen.note(
+            f"the checkpoint of step {best.best_step}, the best so far, is no longer there: "
+            f"checkpoints/{BEST} comes back with a better one"
+        )
+
+
+def best_line(run: Run, best: BestSoFar, before: Mapping[str, float] | None) -> str:
+    """Which step was best, its accuracy, and where its checkpoint is; empty where accuracy was not measured."""
+    if best.best_step is None or best.best_accuracy is None:
+        return ""
+    at_first = (before or {}).get(ACCURACY)
+    line = f"best: after step {best.best_step}, {best.best_accuracy:.1%}, in {run.folder}/checkpoints/{BEST}"
+    return line if at_first is None or at_first <= best.best_accuracy else f"{line}; the starting model had more"
+
+
+def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of the evaluations up to `step` of the run that `checkpoint` is of: it was saved before its own."""
+    rows, _ = read_metrics(checkpoint.resolve().parents[1] / "metrics.jsonl")
+    return [row for row in rows if 0 < row["step"] <= step and has_evaluation(row)]
+
+
+def watch(run: Run, learning: LearningSoFar, metrics: Mapping[str, float], why: Callable[[], str]) -> None:
+    """Take in a step; after a few of them without a gradient, or with one reward alone, say so and `why`, once."""
+    learning.take_in(metrics)
+    stands_still = not learning.had_gradient or learning.same_reward is not None
+    learning.stands_still = why() if stands_still else ""
+    if stands_still and learning.steps_watched == PATIENCE:
+        run.warn(f"{_what(learning, f'the first {PATIENCE} steps')}; likely reason: {learning.stands_still}")
+
+
+def say_at_end(run: Run, learning: LearningSoFar) -> None:
+    """Say of a run that ends whether it has learned nothing."""
+    if learning.steps_watched and learning.stands_still:
+        steps = f"the {counted(learning.steps_watched, 'step')} of this run"
+        run.warn(f"{_what(learning, steps)}; likely reason: {learning.stands_still}")
+
+
+def _what(learning: LearningSoFar, steps: str) -> str:
+    if not learning.had_gradient:
+        return f"there was no gradient in {steps}, so the weights are those it began with"
+    return f"every completion in {steps} earned the same reward, so nothing was learned from it"

@@ -1,0 +1,310 @@
+"""Everything of a training but its algorithm: opened, resumed or begun, timed, recorded, saved, measured, concluded.
+
+with SamplingSession(settings, request) as session:
+    parts = session.load(assemble_grpo)
+    for _ in session.steps():
+        ...  # the algorithm, which adds to session.metrics
+        session.finish(batch)
+return session.run.exit_code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.checkpoint import mark_best
+from rlpost.memory import give_back_freed_memory, keep_freed_memory
+from rlpost.output import output_into
+from rlpost.precision import Numbers
+from rlpost.run import Run
+from rlpost.screen import Screen, evaluation_line
+from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings.run import RunRequest
+from rlpost.train.needs import check_needs
+from rlpost.train.progress import Progress, evaluations_until, restore_best, say_at_end, watch
+from rlpost.train.state import load_run, must_stay, save_run
+from rlpost.train.update import Learner, Microbatches, Objective, diverged
+
+
+class Parts(Protocol):
+    """What every training works with."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def objective(self) -> Objective[Any]:
+        """What is minimised."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        ...
+
+    def start(self) -> None:
+        """Start what was only built."""
+
+    def close(self) -> None:
+        """Close what was started."""
+
+
+S = TypeVar("S", bound=GRPOSettings | ExpertIterationSettings | SFTSettings)
+P = TypeVar("P", bound=Parts)
+
+
+class Clock:
+    """Seconds of a step, and of its parts by name."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str | None = None) -> None:
+        """What ends here was `name`; None: nothing that is timed."""
+        now = time.perf_counter()
+        if name is not None:
+            self._laps[name] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """The parts, and the step until now."""
+        return self._laps | {"time/step": time.perf_counter() - self._began}
+
+
+class Session(ABC, Generic[S, P]):
+    """One training in its run folder, open from `with` to its last line on the screen.
+
+    `load` assembles the parts and begins or resumes the run, `steps` goes through the steps still to do, `finish` ends
+    each. `metrics` are those of the step under way.
+    """
+
+    waits_for: str  # while it loads, as the screen says it
+
+    def __init__(self, settings: S, request: RunRequest) -> None:
+        self.settings = settings
+        self.screen = Screen(plain=request.plain)
+        self.run = Run(
+            request,
+            seed=settings.seed,
+            total_steps=settings.steps or 0,
+            screen=self.screen,
+            tracker=build_tracker(settings.tracking, request),
+        )
+        self.parts: P
+        self.progress = Progress()
+        self.step = 0  # the one under way
+        self.metrics: dict[str, float] = {}
+        self.clock = Clock()
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._opened.enter_context(self.run)
+        return self
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._opened.__exit__(*raised)
+
+    def load(self, assemble: Callable[[S, Path | None], P]) -> P:
+        """The parts, assembled and started; then the run is begun, or resumed from its checkpoint."""
+        keep_freed_memory()
+        torch.manual_seed(self.settings.seed)
+        torch.use_deterministic_algorithms(self.settings.deterministic)
+        checkpoint = self.run.resume_from
+        self.run.catch_signals()
+        check_needs(self.settings, self.run)
+        self._opened.push(self._conclude)
+        self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
+        with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
+            self.settings, numbers = resolve_numbers(self.settings, checkpoint)
+            self.run.keep_numbers(numbers.record())
+            self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
+            self.parts.start()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self.run.plan(self.total_steps())
+        self.announce(numbers)
+        self.microbatches = Microbatches.shown_on(self.screen, self.tokens_per_microbatch, self.parts.device)
+        if checkpoint is None:
+            self._begin()
+        else:
+            self._go_on(checkpoint)
+        return self.parts
+
+    def learner(self, total_updates: int) -> Learner[Any]:
+        """Who learns, over `total_updates` optimizer steps."""
+        parts, settings = self.parts, self.settings
+        return Learner(
+            parts.model, parts.optimizer, parts.objective, settings.optim, settings.model.autocast, total_updates
+        )
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do, until the last or until a signal asks to stop."""
+        for step in self.run.steps(done=self.progress.step):
+            self.step, self.metrics = step, {}
+            self.clock.begin()
+            yield step
+
+    @contextlib.contextmanager
+    def diverging(self, batch: Any) -> Iterator[None]:
+        """A block that updates the weights on `batch`; a loss or gradient that is not finite ends the run.
+
+        Raises DivergedError, with the batch and the model kept in the run folder.
+        """
+        try:
+            yield
+        except FloatingPointError as error:
+            folder = self.run.folder / f"diverged-step-{self.step:06d}"
+            self.keep_batch(folder, batch)
+            raise diverged(self.parts.model, self.parts.tokenizer, folder, f"step {self.step}: {error}") from error
+
+    def finish(self, batch: Any = None) -> None:
+        """Record the step, which trained on `batch`; save it if that is due, and evaluate if that is.
+
+        What is measured is saved before, so that a signal can end the evaluation: its figures are not
+        recorded then. A step that none was better than so far is saved after its evaluation at the latest.
+        """
+        self.metrics |= self.clock.metrics()
+        self.progress.step = step = self.step
+        give_back_freed_memory()  # what training has freed is not beside what evaluating and saving take
+        watch(self.run, self.progress, self.metrics, self.why_nothing)
+        run, kept = self.run, self.settings.checkpoint
+        measured = self._evaluation_due() and not run.stopping
+        run.screen.phase("recording", f"step {step}")
+        self.metrics |= run.memory.metrics(self.parts.device)
+        run.record(step, self.metrics, batch, evaluation_follows=measured)
+        if saved := run.due(step, kept.every, kept.every_minutes):
+            self.save()
+        evaluated: Mapping[str, float] = {}
+        if measured:
+            with run.abandoning(f"the evaluation after step {step}", saved=saved):
+                evaluated = self._evaluated() if not run.stopping else {}
+            run.add_evaluation(evaluated)
+        is_best = self.progress.is_new_best(step, evaluated)
+        if not saved and (is_best or run.due(step)):
+            self.save()
+        elif is_best:
+            mark_best(run.folder / "checkpoints", step, kept.keep_last)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step."""
+        state = {**self.state(), "progress": asdict(self.progress), "must_stay": must_stay(self.settings)}
+        save_run(
+            self.run,
+            self.progress.step,
+            self.parts.model,
+            self.parts.tokenizer,
+            self.parts.optimizer,
+            self.settings.checkpoint,
+            state,
+            best=self.progress.best_step,
+        )
+
+    # What differs between the loops
+
+    @property
+    def tokens_per_microbatch(self) -> int | None:
+        """What one forward and backward may hold; None: chosen by the device."""
+        return self.settings.tokens_per_microbatch
+
+    def total_steps(self) -> int:
+        """Steps of the whole run, those done included."""
+        return self.run.total_steps
+
+    @abstractmethod
+    def announce(self, numbers: Numbers) -> None:
+        """Say what is about to be done, before it is."""
+
+    @abstractmethod
+    def measure(self, when: str) -> dict[str, float]:
+        """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
+
+    def measured(self) -> None:
+        """Do what the evaluation after a step calls for."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What resuming needs beside weights, optimizer and progress, as JSON-compatible values."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+
+    @abstractmethod
+    def keep_batch(self, folder: Path, batch: Any) -> None:
+        """Write what a step was about to train on into `folder`."""
+
+    @abstractmethod
+    def why_nothing(self) -> str:
+        """The likely reason where nothing is learned, and what to do."""
+
+    @abstractmethod
+    def remaining(self) -> str:
+        """How a run goes on that has nothing left to do."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """The result in a few lines, and what to do next."""
+
+    # Beginning, going on, ending
+
+    def _begin(self) -> None:
+        self.run.forget_after(-1)
+        if self.settings.eval.enabled:
+            before = self.progress.eval_before = self.measure("before training")
+            self.run.record(0, before)
+            self.screen.line(evaluation_line(before, "before training"))
+
+    def _restore(self, checkpoint: Path) -> None:
+        """The parts and the progress as they were at `checkpoint`, whose weights the model holds already."""
+        state = load_run(checkpoint, self.settings, self.parts.model, self.parts.optimizer)
+        self.restore(state)
+        self.progress = Progress(**state["progress"])
+        for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
+            self.progress.is_new_best(row["step"], row)
+            self.progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}
+
+    def _go_on(self, checkpoint: Path) -> None:
+        run, progress = self.run, self.progress
+        run.forget_after(progress.step)
+        restore_best(run, progress)
+        self.screen.note(f"resuming after step {progress.step} from {checkpoint}")
+        if progress.step and self._evaluation_due() and run.owes_evaluation(progress.step):  # a signal has ended it
+            evaluated = self._evaluated()
+            run.add_evaluation(evaluated)
+            if progress.is_new_best(progress.step, evaluated):
+                mark_best(run.folder / "checkpoints", progress.step, self.settings.checkpoint.keep_last)
+        if progress.step >= run.total_steps:
+            done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
+            self.screen.note(f"nothing is left to do: {done} done; {self.remaining()}")
+
+    def _evaluation_due(self) -> bool:
+        """Whether held-out data is measured after the last step done."""
+        every, step = self.settings.eval.every, self.progress.step
+        return self.settings.eval.enabled and (step == self.run.total_steps or (every > 0 and step % every == 0))
+
+    def _evaluated(self) -> dict[str, float]:
+        """The evaluation after the last step done."""
+        self.progress.eval_after = self.measure(f"after step {self.progress.step}")
+        self.measured()
+        return self.progress.eval_after | self.run.memory.metrics(self.parts.device)
+
+    def _conclude(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.conclude()
+            say_at_end(self.run, self.progress)

@@ -1,0 +1,159 @@
+"""The session of fine-tuning: what it says, measures and resumes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpost.assemble_sft import SFTParts
+from rlpost.batching import Row
+from rlpost.data.demonstrations import Sample
+from rlpost.errors import DataError
+from rlpost.evaluate import evaluate
+from rlpost.precision import Numbers
+from rlpost.settings import SamplingSettings, SFTSettings
+from rlpost.train.session import Session
+from rlpost.train.sft_narration import announce, conclude
+from rlpost.train.update import read_log_probs
+
+ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
+
+
+class SFTSession(Session[SFTSettings, SFTParts]):
+    """A training on samples in an order that their position alone decides."""
+
+    waits_for = "reading the data, loading the model"
+
+    @property
+    def tokens_per_microbatch(self) -> int | None:
+        """See `Session.tokens_per_microbatch`."""
+        return self.settings.tokens_per_microbatch if self.settings.packing else ONE_SAMPLE
+
+    def total_steps(self) -> int:
+        """As many as asked for, or as the epochs fill."""
+        if self.reached():
+            return self.progress.step
+        return self.settings.steps or self.progress.step + ceil(self.samples_left() / self.settings.minibatch_size)
+
+    def samples_left(self) -> int:
+        """Samples until training ends. An epoch's end is no boundary of minibatches, but the last one's is."""
+        if self.settings.steps is not None:
+            return (self.settings.steps - self.progress.step) * self.settings.minibatch_size
+        return (self.settings.epochs or 1) * self.parts.samples.count() - self.progress.position
+
+    def announce(self, numbers: Numbers) -> None:
+        """See `Session.announce`."""
+        announce(self.settings, self.parts, numbers, self.run)
+
+    def measure(self, when: str) -> dict[str, float]:
+        """Loss per trained token of the held-out rows, and where asked for the accuracy of greedy replies."""
+        screen, parts = self.screen, self.parts
+        if not screen.is_live:
+            screen.line(f"evaluating on {len(parts.held_out)} held-out rows, {when} ...")
+        screen.phase("evaluating", "the loss")
+        rows = [row_of(sample) for sample in parts.held_out]
+        read = read_log_probs(
+            parts.model,
+            self.microbatches,
+            rows,
+            kind=self.settings.model.autocast,
+            progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
+        )
+        tokens = sum(row.num_trained for row in rows)
+        metrics = {
+            "eval/loss": -sum(log_probs.double().sum().item() for log_probs in read) / tokens,
+            "eval/tokens": float(tokens),
+        }
+        return metrics | self._accuracy()
+
+    def _accuracy(self) -> dict[str, float]:
+        """That of greedy replies; nothing where it is not measured."""
+        if self.parts.accuracy is None:
+            return {}
+        env, policy, phase = self.parts.accuracy.env, self.parts.accuracy.policy, self.screen.phase
+        self.parts.accuracy.updater.push(self.parts.model)
+        before = policy.tokens_sampled
+        result = evaluate(
+            env,
+            policy,
+            num_prompts=min(self.settings.eval.limit or self.settings.env.eval_limit, env.num_tasks),
+            sampling=SamplingSettings(temperature=0.0),
+            progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
+        )
+        policy.rest()
+        return result.metrics()
+
+    def measured(self) -> None:
+        """Make the step under way the last where the accuracy is what was asked for, and say so."""
+        if not self.reached():
+            return
+        assert self.progress.eval_after is not None
+        self.progress.eval_after["eval/target_reached"] = 1.0
+        self.run.plan(self.progress.step)
+        self.screen.note(
+            f"training ends after step {self.progress.step}: the held-out accuracy of "
+            f"{self.progress.eval_after['eval/accuracy_lenient']:.1%} has reached "
+            f"eval.stop_at_accuracy={self.settings.eval.stop_at_accuracy:g}"
+        )
+
+    def reached(self) -> bool:
+        """Whether the latest held-out accuracy is what `eval.stop_at_accuracy` asks for.
+
+        Raises DataError where the environment measures none.
+        """
+        wanted, evaluated = self.settings.eval.stop_at_accuracy, self.progress.eval_after
+        if wanted is None or evaluated is None:
+            return False
+        if "eval/accuracy_lenient" not in evaluated:
+            raise DataError(
+                "eval.stop_at_accuracy: this environment measures no accuracy: set env.accuracy, or leave it out"
+            )
+        return evaluated["eval/accuracy_lenient"] >= wanted
+
+    def state(self) -> dict[str, Any]:
+        """See `Session.state`."""
+        return {"samples": self.parts.fingerprint}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Session.restore`. Raises DataError where the samples are not those the run began with."""
+        if state["samples"] != self.parts.fingerprint:
+            raise DataError(
+                f"--resume: the run began with {state['samples']}, and this data gives {self.parts.fingerprint}: "
+                "resume with the data, the tokenizer and the env settings it began with"
+            )
+
+    def keep_batch(self, folder: Path, batch: Iterable[Sample]) -> None:
+        """See `Session.keep_batch`: one JSON object a line."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"where": s.where, "ids": s.ids, "mask": [int(m) for m in s.mask]} for s in batch]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def why_nothing(self) -> str:
+        """See `Session.why_nothing`."""
+        return "no token's loss moves a weight; look at the rows with rlpost data preview"
+
+    def remaining(self) -> str:
+        """See `Session.remaining`."""
+        return "its accuracy is what was asked for" if self.reached() else "give more steps or epochs"
+
+    def conclude(self) -> None:
+        """See `Session.conclude`."""
+        conclude(self.run, self.progress)
+
+
+def row_of(sample: Sample) -> Row:
+    """A sample as packing and the objective read it: what comes before the first trained id is its prompt."""
+    ids, mask = torch.tensor(sample.ids), torch.tensor(sample.mask)
+    response = ids[sample.prompt_length :]
+    return Row(
+        prompt=ids[: sample.prompt_length],
+        response=response,
+        sampled=mask[sample.prompt_length :],
+        sampler_log_probs=torch.zeros(response.numel()),  # nothing was sampled, and no objective here reads them
+        advantage=1.0,
+    )
