@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -44,7 +45,7 @@ def test_packed_rows_equal_plain_ones_and_a_wrong_mask_would_show(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, said = report(gpu_check, monkeypatch, capsys, tmp_path / "r.json", "packed equals plain")
     assert (code, said["ok"], said["device"]) == (0, True, "cpu")
-    assert said["versions"]["torch"] == torch.__version__
+    assert said["versions"]["torch"] == importlib.metadata.version("torch")
     found = said["checks"]["packed equals plain"]
     assert found["float32"]["largest_difference"] < 1e-5 < 1e-2 < found["float32"]["mean_if_rows_saw_each_other"]
 

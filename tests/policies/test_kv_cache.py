@@ -111,6 +111,7 @@ def test_what_a_configuration_of_vllm_lacks_is_said(tiny_folder: Path, monkeypat
     def refuse(*arguments: object) -> None:
         Config(block_size="many")
 
+    monkeypatch.setattr("rlpost.policies.vllm.require_vllm", lambda: None)
     monkeypatch.setattr("rlpost.policies.vllm.start_engine", refuse)
     policy = vLLMWrapper(tiny_folder, tiny_tokenizer(), settings=VLLMSettings(dtype=DType.float32))
     with pytest.raises(PolicyError, match=r"\(ValidationError: Input should be a valid integer.*policy=transformers"):

@@ -290,7 +290,12 @@ def test_a_python_inside_a_closed_home_folder_is_all_that_is_seen_of_it(tmp_path
     home.chmod(0o700)
     sandbox = Sandbox(python=str(home / "apps/python/bin" / version))
     code = f"import os, sys, json; print(sys.prefix); print(*os.listdir({str(home)!r}), *os.listdir(sys.prefix))"
-    execution = sandbox.run(code, timeout_seconds=SECONDS)
+    try:
+        execution = sandbox.run(code, timeout_seconds=SECONDS)
+    except SandboxError as error:
+        if "cannot open shared object file" not in str(error):
+            raise
+        pytest.skip("this Python finds its shared library by an absolute path, so that a copy of it does not run")
     assert execution.stdout.split()[:2] == [str(home / "apps/python"), "apps"]
     assert sorted(execution.stdout.split()[2:]) == ["bin", "lib"]
 
