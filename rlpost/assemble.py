@@ -12,7 +12,6 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from rlpost.checkpoint import kept_numbers
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
@@ -20,14 +19,16 @@ from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
 from rlpost.errors import ConfigError
-from rlpost.evaluate import Evaluation, chosen_sampling, play, summarise
+from rlpost.evaluation.play import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
-from rlpost.models import context_length, load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.load import context_length, load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.precision import Numbers, choose_numbers
+from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
     AutoPolicySettings,
     EnvSettings,
@@ -46,7 +47,6 @@ from rlpost.settings import (
 )
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
-from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.weight_sync.base import SharedWeights, WeightUpdater
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows
 from rlpost.errors import DataError
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings, SFTSettings
-from rlpost.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.weight_sync.base import WeightUpdater
 
 

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from rlpost.data.conversation import Message
 from rlpost.data.rendering import render
 from rlpost.errors import DataError
-from rlpost.models import load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.load import load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
-from rlpost.precision import Numbers, choose_numbers
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
 REPLACEMENT = "\ufffd"

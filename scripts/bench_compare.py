@@ -179,7 +179,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.config.compose import compose
     from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.build import build_env
-    from rlpost.models import locate_model
+    from rlpost.model.load import locate_model
     from rlpost.settings import Autocast
     from rlpost.settings.loss import ClippedLossSettings
 

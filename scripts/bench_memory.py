@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlpost.memory import LOOK_EVERY, process_tree, smaps_rollup
+from rlpost.model.memory import LOOK_EVERY, process_tree, smaps_rollup
 
 KINDS = {"Pss_Anon": "memory of its own", "Pss_File": "files mapped", "Pss_Shmem": "shared memory"}
 

@@ -280,9 +280,9 @@ def _check_finite(metrics: dict[str, Any], *names: str) -> None:
 def _packed_and_plain(model_path: str, dtype: Any, device: Any) -> dict[str, float]:
     import torch
 
-    from rlpost.batching import Row, pack
-    from rlpost.logprobs import token_log_probs
-    from rlpost.models import load_model, locate_model
+    from rlpost.model.load import load_model, locate_model
+    from rlpost.model.logprobs import token_log_probs
+    from rlpost.model.packing import Row, pack
     from rlpost.settings import DType, ModelSettings
 
     model: Any = load_model(locate_model(model_path), ModelSettings(model_path, dtype=DType.float32))
@@ -331,7 +331,7 @@ def build_model(folder: Path, layers: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rlpost.models import tiny_tokenizer
+    from rlpost.model.load import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(VOCABULARY)
     config = Qwen2Config(

@@ -39,7 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(cache: None) -> Path:
     """The HF folder of `builtin:tiny`, made once for all tests: nobody may write to it."""
-    from rlpost.models import locate_model
+    from rlpost.model.load import locate_model
 
     return locate_model("builtin:tiny")
 
@@ -47,7 +47,7 @@ def tiny_folder(cache: None) -> Path:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level tokenizer with ChatML turns."""
-    from rlpost.models import tiny_tokenizer
+    from rlpost.model.load import tiny_tokenizer
 
     return tiny_tokenizer()
 

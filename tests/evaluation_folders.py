@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.evaluate import summarise
-from rlpost.evaluations import write_evaluation
+from rlpost.evaluation.play import summarise
+from rlpost.evaluation.saved import write_evaluation
 
 
 def answered(task: str, marks: str, number: int = 0, *, reward: float | None = None) -> list[Conversation]:

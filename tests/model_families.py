@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlpost.batching import Row
-from rlpost.families import REFUSED, Verdict
-from rlpost.logprobs import verdict_of
+from rlpost.model.families import REFUSED, Verdict
+from rlpost.model.logprobs import verdict_of
+from rlpost.model.packing import Row
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-WORDS = 259  # of `rlpost.models.tiny_tokenizer`
+WORDS = 259  # of `rlpost.model.load.tiny_tokenizer`
 IDS = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2}
 SMALL = {
     **IDS,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlpost import precision
 from rlpost.chat import Chat, TextStream, load_policy
 from rlpost.errors import DataError
-from rlpost.models import load_model, load_tokenizer
+from rlpost.model import precision
+from rlpost.model.load import load_model, load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
 from rlpost.settings import DType, ModelSettings, SamplingSettings

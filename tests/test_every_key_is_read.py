@@ -26,7 +26,7 @@ from rlpost.config.registry import (
 )
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
-from rlpost.models import locate_model
+from rlpost.model.load import locate_model
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import vllm
 from rlpost.settings.more_envs import TextGameSettings

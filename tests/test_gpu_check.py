@@ -77,7 +77,7 @@ def test_a_check_that_fails_or_breaks_makes_the_exit_code_1_and_the_others_go_on
 
 
 def test_a_model_of_the_shape_can_say_each_of_its_ids(gpu_check: ModuleType, tmp_path: Path) -> None:
-    from rlpost.models import tiny_tokenizer
+    from rlpost.model.load import tiny_tokenizer
 
     tokenizer = tiny_tokenizer(1000)
     assert len(tokenizer) == 1000

@@ -80,7 +80,7 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
 def test_the_version_of_the_policy_is_written_in_the_data(tiny_folder: Path) -> None:
     from rlpost.collectors import LLMCollector, vLLMUpdater
     from rlpost.envs import ArithmeticEnv
-    from rlpost.models import load_model
+    from rlpost.model.load import load_model
     from rlpost.policies import vLLMWrapper
     from rlpost.settings import DType, ModelSettings, VLLMSettings
 

@@ -309,7 +309,7 @@ def test_messages_become_text_and_ids(tiny_tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> Any:
-    from rlpost.models import load_model
+    from rlpost.model.load import load_model
     from rlpost.settings import DType, ModelSettings
 
     return load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))

@@ -83,7 +83,7 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     from rlpost.config.registry import EVAL, options
     from rlpost.data.template_choice import named_template
     from rlpost.nearest import did_you_mean, nearest
-    from rlpost.runs import RUNS, find_runs
+    from rlpost.runs.reader import RUNS, find_runs
 
     if other := next((word for word in words if not word.startswith("model.") or word.startswith("model.path=")), None):
         raise ConfigError(f"{other}: beside PATH stand settings of the model, as model.device=cpu; leave it out")

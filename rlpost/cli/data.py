@@ -77,7 +77,7 @@ def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Enco
     """The first `count` demonstrations of the environment, and what encodes them with the model's tokenizer."""
     from rlpost.data.samples import Encoder
     from rlpost.envs.build import build_env
-    from rlpost.models import load_tokenizer, locate_tokenizer
+    from rlpost.model.load import load_tokenizer, locate_tokenizer
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
     demonstrations = list(islice(env.demonstrations(), count))  # a bad path or row is found first

@@ -28,7 +28,7 @@ from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
-    from rlpost.evaluate import EvalResult
+    from rlpost.evaluation.play import EvalResult
     from rlpost.settings import EvalSettings
 
 EXAMPLES = """\b
@@ -111,10 +111,10 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     with reserved(folder), saying_abandoned():
         with Status(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
-            from rlpost.checkpoint import NUMBERS
             from rlpost.config.paths import resolve_model_path
-            from rlpost.evaluations import write_evaluation
-            from rlpost.run import environment
+            from rlpost.evaluation.saved import write_evaluation
+            from rlpost.runs.checkpoint import NUMBERS
+            from rlpost.runs.writer import environment
 
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
             evaluation = evaluate_command(settings, partial(status.now, "evaluating"), print_numbers, status.note)

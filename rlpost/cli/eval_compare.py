@@ -39,8 +39,8 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Say whether B is better than A, prompt by prompt: better, worse, within noise, or how many prompts would tell."""
-    from rlpost.comparison import compare as compared
-    from rlpost.evaluations import find_evaluation, read_evaluation
+    from rlpost.evaluation.compare import compare as compared
+    from rlpost.evaluation.saved import find_evaluation, read_evaluation
 
     tables = find_evaluation(a), find_evaluation(b)  # both names are looked up before either is read
     found = compared(*(read_evaluation(table) for table in tables))

@@ -81,7 +81,7 @@ def _numbers() -> dict[str, str] | None:
         return None
     import torch
 
-    from rlpost.precision import bfloat16_is_fast
+    from rlpost.model.precision import bfloat16_is_fast
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fast, why = bfloat16_is_fast(device)

@@ -11,7 +11,7 @@ from typing import Any
 from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
 from rlpost.config.registry import Command, S
 from rlpost.errors import ConfigError, RlpostError
-from rlpost.runs import read_run
+from rlpost.runs.reader import read_run
 from rlpost.settings.run import RunRequest
 
 

@@ -19,7 +19,7 @@ from rlpost.config.paths import (
 from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
-from rlpost.runs import command_of
+from rlpost.runs.reader import command_of
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -47,7 +47,7 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
         )
     from rlpost.config.code import is_code
     from rlpost.config.overrides import Override
-    from rlpost.resumable import check_resumable
+    from rlpost.runs.resumable import check_resumable
 
     if found is not None:
         check_resumable(found)

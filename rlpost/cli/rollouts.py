@@ -65,8 +65,8 @@ def show(
 ) -> None:
     """Show the groups of a step with the best and the worst completion, or the completions asked for."""
     from rlpost.cli.rollouts_view import completion_lines, overview_lines, selected, step_as_dict
-    from rlpost.rollouts import read_rollouts
-    from rlpost.runs import find_run
+    from rlpost.runs.reader import find_run
+    from rlpost.runs.rollouts import read_rollouts
 
     folder = find_run(run)
     number = _step(folder, step)
@@ -96,10 +96,10 @@ def export(
     if as_json and file == STDOUT:
         raise ConfigError("--json tells what was written to a file: - prints the completions themselves")
     target = None if file == STDOUT else _target(expanded(file))
-    from rlpost.runs import find_run
+    from rlpost.runs.reader import find_run
 
     folder = find_run(run)
-    from rlpost.rollouts import export_rollouts, json_lines
+    from rlpost.runs.rollouts import export_rollouts, json_lines
 
     steps = _range(step, _steps(folder))
     if target is None:
@@ -115,7 +115,7 @@ def export(
 
 def _steps(folder: Path) -> list[int]:
     """The steps whose completions there are. Raises ConfigError for a run without any."""
-    from rlpost.rollouts import rollout_steps
+    from rlpost.runs.rollouts import rollout_steps
 
     steps = rollout_steps(folder)
     if not steps:

@@ -14,7 +14,7 @@ from rlpost.cli.terminal import BOLD, DIM, painted
 from rlpost.errors import ConfigError
 from rlpost.text import printable
 
-Row = dict[str, Any]  # one completion, under the names of rlpost.rollouts.SCHEMA
+Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
 
 PIPED_WIDTH = 100
 WIDEST_TEXT = 120  # columns: longer lines are hard to read
@@ -77,7 +77,7 @@ def completion_lines(rows: Sequence[Row], *, limit: int | None, full: bool) -> l
 
 def step_as_dict(folder: Path, step: int, rows: Sequence[Row], chosen: Sequence[Row]) -> dict[str, Any]:
     """The step as JSON; ids, log-probs and masks are left to `rlpost rollouts export`."""
-    from rlpost.rollouts import TOKEN_COLUMNS
+    from rlpost.runs.rollouts import TOKEN_COLUMNS
 
     groups = []
     for group in grouped(rows):

@@ -17,7 +17,7 @@ from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
-from rlpost.runs import RunRecord, RunState, command_of, number
+from rlpost.runs.reader import RunRecord, RunState, command_of, number
 from rlpost.text import counted, printable
 
 FIGURES = ("steps", "reward", "loss", "accuracy", "age")

@@ -48,7 +48,7 @@ def list_runs(
 ) -> None:
     """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
     from rlpost.cli.run_report import list_lines, summary
-    from rlpost.runs import RUNS, find_runs, read_run
+    from rlpost.runs.reader import RUNS, find_runs, read_run
 
     found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
     records = [read_run(run) for run in found]
@@ -66,7 +66,7 @@ def show(
 ) -> None:
     """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run."""
     from rlpost.cli.run_report import details, show_lines
-    from rlpost.runs import find_run, read_run
+    from rlpost.runs.reader import find_run, read_run
 
     record = read_run(find_run(run))
     print(json.dumps(details(record), indent=2) if as_json else "\n".join(show_lines(record)))
@@ -81,7 +81,7 @@ def tail(
 ) -> None:
     """Print the last steps of a run as training prints them; the run itself is not touched."""
     from rlpost.cli.run_tail import print_tail
-    from rlpost.runs import find_run
+    from rlpost.runs.reader import find_run
 
     print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
 
@@ -102,7 +102,7 @@ def gc(
     the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
     """
     from rlpost.cli.runs_gc import collect
-    from rlpost.runs_gc import Rule
+    from rlpost.runs.gc import Rule
 
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
     rules = frozenset(rule for rule in Rule if not kept.get(rule, False))

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.columns import fitted_table, output_width
 from rlpost.cli.terminal import print_json
-from rlpost.runs import RUNS
+from rlpost.runs.reader import RUNS
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
-    from rlpost.runs_gc import Removal, Rule
+    from rlpost.runs.gc import Removal, Rule
 
 
 def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json: bool) -> None:
     """Say what the rules remove from runs/, and remove it where `do_it`."""
     from rlpost.estimate.hub import readable
-    from rlpost.runs_gc import removals, remove
+    from rlpost.runs.gc import removals, remove
 
     found = removals(RUNS, rules, rollout_days)
     gone = [removal for removal in found if do_it and remove(removal)]
@@ -40,7 +40,7 @@ def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json
 def _table(told: list[Removal]) -> list[str]:
     """A line for each removal; the rollouts of a run are one."""
     from rlpost.estimate.hub import readable
-    from rlpost.runs_gc import Rule
+    from rlpost.runs.gc import Rule
 
     rows = []
     for (run, rule), removals in groupby(told, key=lambda removal: (removal.run, removal.rule)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rlpost.cli.columns import fitted_table, one_line, width_of
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError
-from rlpost.runs import metrics_row
+from rlpost.runs.reader import metrics_row
 from rlpost.text import printable
 
 if TYPE_CHECKING:

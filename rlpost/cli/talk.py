@@ -36,7 +36,7 @@ def load(
     with Status("loading"), stdout_on_stderr():
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
-        from rlpost.models import describe
+        from rlpost.model.load import describe
 
         policy, folder = load_policy(settings, print_numbers)
     facts = [describe(folder), str(policy.model.device)]

@@ -17,7 +17,7 @@ from rlpost.output import descriptors_onto, where_it_leads
 from rlpost.text import printable
 
 if TYPE_CHECKING:
-    from rlpost.precision import Numbers
+    from rlpost.model.precision import Numbers
 
 ERASE_LINE = "\r\x1b[2K"
 LIVE = 0.5  # seconds between two looks at a line on a terminal

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlpost.batching import Row, pack
 from rlpost.data.ragged import padded
-from rlpost.logprobs import token_log_probs
+from rlpost.model.logprobs import token_log_probs
+from rlpost.model.packing import Row, pack
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:

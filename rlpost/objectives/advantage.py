@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.batching import Row
 from rlpost.data.ragged import padded
+from rlpost.model.packing import Row
 from rlpost.objectives.kl import kl_divergence
 from rlpost.settings import GRPOSettings, KLPlace
 

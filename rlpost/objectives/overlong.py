@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.batching import Row
+from rlpost.model.packing import Row
 
 PART = "overlong"  # the name of the penalty among the parts of a reward
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
-from rlpost.batching import Microbatch, Row, by_row
-from rlpost.logprobs import token_log_probs
+from rlpost.model.logprobs import token_log_probs
+from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import aggregate
 from rlpost.objectives.policy import PolicyTerms, policy_terms
 from rlpost.objectives.variants import VARIANTS

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rlpost.batching import Microbatch, Row, by_row
 from rlpost.errors import ConfigError
-from rlpost.logprobs import token_log_probs
+from rlpost.model.logprobs import token_log_probs
+from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.supervised import minor_sft_loss, sft_loss
 from rlpost.settings import DemonstrationLossSettings, MinorSFTLossSettings, SFTLossSettings
 

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rlpost.batching import Row
 from rlpost.data.conversation import Completion
-from rlpost.decoding import DECODINGS
 from rlpost.errors import ConfigError
-from rlpost.families import attending
-from rlpost.logprobs import microbatches_of, token_log_probs, verdict_of
+from rlpost.model.decoding import DECODINGS
+from rlpost.model.families import attending
+from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
+from rlpost.model.packing import Row
+from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
-from rlpost.precision import autocast, bfloat16_is_fast
 from rlpost.settings import Autocast, SamplingSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward

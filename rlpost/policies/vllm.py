@@ -18,6 +18,7 @@ from safetensors import safe_open
 from rlpost.data.conversation import Completion
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import require_vllm
+from rlpost.model.precision import bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
 from rlpost.policies.kv_cache import kv_cache_arguments
@@ -32,7 +33,6 @@ from rlpost.policies.vllm_engines import (
     wait_for,
 )
 from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
-from rlpost.precision import bfloat16_is_fast
 from rlpost.settings import DType, Engine, SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from rlpost.errors import PolicyError
-from rlpost.memory import give_back_contents
+from rlpost.model.memory import give_back_contents
 
 EXTENSION = "rlpost.policies.vllm_worker.vLLMWorker"
 GROUP_SECONDS = 300.0  # longest wait for the other ranks of a group, and for one weight

@@ -15,10 +15,10 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration
-from rlpost.batching import Row, rows_of
 from rlpost.data.topk import best_of_groups
+from rlpost.model.optim import learning_rate_of
+from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
-from rlpost.optim import learning_rate_of
 from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import counted

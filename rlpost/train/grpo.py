@@ -15,11 +15,11 @@ from tensordict import TensorDict
 from torch import nn
 
 from rlpost.assemble import GRPOParts, assemble_grpo
-from rlpost.batching import Row, rows_of
+from rlpost.model.optim import learning_rate_of
+from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, has_spread, kl_in_reward
 from rlpost.objectives.overlong import mask_overlong, penalise_overlong
 from rlpost.objectives.policy_objective import PolicyOutput
-from rlpost.optim import learning_rate_of
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.metrics import loss_metrics

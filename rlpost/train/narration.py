@@ -14,13 +14,13 @@ from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.evaluate import EvalResult
-from rlpost.families import explain
-from rlpost.logprobs import verdict_of
-from rlpost.lora import describe_adapter
-from rlpost.models import describe
-from rlpost.precision import Numbers
-from rlpost.run import Run
+from rlpost.evaluation.play import EvalResult
+from rlpost.model.families import explain
+from rlpost.model.load import describe
+from rlpost.model.logprobs import verdict_of
+from rlpost.model.lora import describe_adapter
+from rlpost.model.precision import Numbers
+from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, ModelSettings
 from rlpost.text import counted
 from rlpost.train.progress import ACCURACY, Progress

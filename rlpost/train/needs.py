@@ -9,8 +9,8 @@ from rlpost.estimate.machine import Room
 from rlpost.estimate.needs import TrainingSettings
 from rlpost.estimate.report import needs_of
 from rlpost.estimate.shape import shape_of_folder
-from rlpost.models import locate_tokenizer, pick_device
-from rlpost.run import Run
+from rlpost.model.load import locate_tokenizer, pick_device
+from rlpost.runs.writer import Run
 
 
 def check_needs(settings: TrainingSettings, run: Run) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpost.checkpoint import point_best
 from rlpost.config.paths import BEST
-from rlpost.run import Run
-from rlpost.runs import has_evaluation, read_metrics
+from rlpost.runs.checkpoint import point_best
+from rlpost.runs.reader import has_evaluation, read_metrics
+from rlpost.runs.writer import Run
 from rlpost.text import counted
 
 ACCURACY = "eval/accuracy_lenient"

@@ -10,10 +10,10 @@ from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
 from rlpost.errors import RewardError
-from rlpost.evaluate import EvalResult, evaluate
-from rlpost.precision import Numbers
-from rlpost.rollouts import write_rollouts
-from rlpost.run import Run
+from rlpost.evaluation.play import EvalResult, evaluate
+from rlpost.model.precision import Numbers
+from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.writer import Run
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.train.metrics import batch_metrics

@@ -23,11 +23,11 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
-from rlpost.checkpoint import mark_best
-from rlpost.memory import give_back_freed_memory, keep_freed_memory
+from rlpost.model.memory import give_back_freed_memory, keep_freed_memory
+from rlpost.model.precision import Numbers
 from rlpost.output import output_into
-from rlpost.precision import Numbers
-from rlpost.run import Run
+from rlpost.runs.checkpoint import mark_best
+from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.run import RunRequest

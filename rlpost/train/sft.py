@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Sequence
 
 from rlpost.assemble_sft import SFTParts, assemble_sft
-from rlpost.batching import Row
+from rlpost.model.optim import learning_rate_of
+from rlpost.model.packing import Row
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
-from rlpost.optim import learning_rate_of
 from rlpost.settings import SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.progress import Progress

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from rlpost.assemble_sft import SFTParts
 from rlpost.data.demonstrations import Sample
-from rlpost.lora import describe_adapter
-from rlpost.precision import Numbers
-from rlpost.run import Run
+from rlpost.model.lora import describe_adapter
+from rlpost.model.precision import Numbers
+from rlpost.runs.writer import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
 from rlpost.train.narration import (

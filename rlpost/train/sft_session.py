@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from rlpost.assemble_sft import SFTParts
-from rlpost.batching import Row
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
-from rlpost.evaluate import evaluate
-from rlpost.precision import Numbers
+from rlpost.evaluation.play import evaluate
+from rlpost.model.packing import Row
+from rlpost.model.precision import Numbers
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.train.session import Session
 from rlpost.train.sft_narration import announce, conclude

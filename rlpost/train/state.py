@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import SamplingParts
-from rlpost.checkpoint import NUMBERS, load_checkpoint, save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.lora import is_adapted, save_adapter
-from rlpost.models import save_model
-from rlpost.optim import OTHER_SHAPES, SHARED_STATE, learning_rate_of, set_learning_rate
-from rlpost.run import Run
+from rlpost.model.load import save_model
+from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.optim import OTHER_SHAPES, SHARED_STATE, learning_rate_of, set_learning_rate
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, save_checkpoint
+from rlpost.runs.writer import Run
 from rlpost.settings import CheckpointSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpost.batching import Microbatch, Row, largest_group, pack
 from rlpost.distributed import sum_gradients, sum_over_ranks
 from rlpost.errors import DivergedError
 from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
-from rlpost.logprobs import token_log_probs, verdict_of
-from rlpost.models import save_model
-from rlpost.optim import learning_rate, set_learning_rate
-from rlpost.precision import autocast
+from rlpost.model.load import save_model
+from rlpost.model.logprobs import token_log_probs, verdict_of
+from rlpost.model.optim import learning_rate, set_learning_rate
+from rlpost.model.packing import Microbatch, Row, largest_group, pack
+from rlpost.model.precision import autocast
+from rlpost.model.trainable import Reference
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
-from rlpost.trainable import Reference
 
 
 class MicrobatchOutput(Protocol):

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.lora import MergedWeights, is_adapted
+from rlpost.model.lora import MergedWeights, is_adapted
 from rlpost.policies.base import Policy
 
 if TYPE_CHECKING:

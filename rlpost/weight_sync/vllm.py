@@ -7,7 +7,7 @@ import socket
 import torch
 
 from rlpost.errors import ConfigError, PolicyError
-from rlpost.lora import is_adapted, save_adapter
+from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_engines import exchange_folder, in_thread, wait_for

@@ -15,7 +15,7 @@ import pytest
 from rlpost.cli.env import env_to_test
 from rlpost.cli.main import run
 from rlpost.errors import RewardError
-from rlpost.evaluate import Evaluation, summarise
+from rlpost.evaluation.play import Evaluation, summarise
 from rlpost.settings import EvalSettings, GSM8KSettings
 from tests.evaluation_folders import answered, write
 from tests.run_folders import make_run

@@ -46,7 +46,7 @@ def test_info_as_json_has_null_for_what_is_missing(
 def test_info_says_which_format_auto_stands_for_and_how_that_is_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rlpost import precision
+    from rlpost.model import precision
     from rlpost.settings import DType
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from rlpost.collectors import LLMCollector
 from rlpost.data import ReplayBuffer
-from rlpost.models import load_model
+from rlpost.model.load import load_model
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import ModelSettings
 

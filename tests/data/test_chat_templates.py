@@ -13,7 +13,7 @@ from rlpost.data.conversation import Message
 from rlpost.data.rendering import render
 from rlpost.data.templates.parsing import UnparsedTextError
 from rlpost.errors import DataError, RlpostError
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 from tests.chat_templates import CHATML, FAMILIES, bytes_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}

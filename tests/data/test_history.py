@@ -13,7 +13,7 @@ from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.errors import DataError
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}

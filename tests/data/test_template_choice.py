@@ -13,7 +13,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.template_choice import THINKING_TOKENS, named_template, thinking_cut_short, with_choice, with_defaults
 from rlpost.errors import ConfigError
-from rlpost.models import load_tokenizer, tiny_tokenizer
+from rlpost.model.load import load_tokenizer, tiny_tokenizer
 from rlpost.settings import ModelSettings
 from rlpost.settings.chat_template import template_variables
 

@@ -14,7 +14,7 @@ from rlpost.data.ragged import strings
 from rlpost.envs import LLMEnv
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import DataError
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
 from rlpost.testing import DummyStrDataLoader, DummyTensorDataLoader

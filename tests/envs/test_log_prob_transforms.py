@@ -19,7 +19,7 @@ from rlpost.envs import DatasetChatEnv
 from rlpost.envs.checks import check_rewards
 from rlpost.envs.transforms import KLRewardTransform, RetrieveLogProb
 from rlpost.errors import ConfigError, DataError
-from rlpost.models import load_model
+from rlpost.model.load import load_model
 from rlpost.objectives import GRPOLoss, MCAdvantage, SFTLoss
 from rlpost.policies import TransformersWrapper
 from rlpost.rewards.score import Score

@@ -15,7 +15,7 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs import ChatEnv
 from rlpost.envs.transforms import TemplateTransform, Tokenizer
 from rlpost.errors import ConfigError, DataError
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings
 

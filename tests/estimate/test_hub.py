@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rlpost import models
 from rlpost.cli.main import run
 from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2
 from rlpost.config.registry import options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import hub
 from rlpost.estimate.hub import readable, shape_of_model
+from rlpost.model import load as models
 from rlpost.settings import MathSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlpost.data import History
 from rlpost.data.ragged import ragged
 from rlpost.errors import ConfigError, DataError
-from rlpost.models import load_model
+from rlpost.model.load import load_model
 from rlpost.policies import CategoricalSequential, TransformersWrapper
 from rlpost.settings import ModelSettings
 

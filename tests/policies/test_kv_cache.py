@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlpost.errors import ConfigError, PolicyError
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import vLLMWrapper
 from rlpost.policies.kv_cache import kv_bytes_per_token, kv_cache_arguments
 from rlpost.policies.vllm import engine_arguments

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.models import load_model, load_tokenizer
+from rlpost.model.load import load_model, load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.transformers import draw
 from rlpost.settings import ModelSettings, SamplingSettings

@@ -16,15 +16,15 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from rlpost.batching import Row, pack
 from rlpost.collectors import LLMCollector
 from rlpost.data import ReplayBuffer
 from rlpost.data.ragged import strings
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import is_installed
-from rlpost.logprobs import token_log_probs
-from rlpost.models import load_model, load_tokenizer, tiny_tokenizer
+from rlpost.model.load import load_model, load_tokenizer, tiny_tokenizer
+from rlpost.model.logprobs import token_log_probs
+from rlpost.model.packing import Row, pack
 from rlpost.policies import (
     Face,
     LLMOnDevice,

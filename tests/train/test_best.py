@@ -14,9 +14,9 @@ import pytest
 from rlpost.config.compose import compose
 from rlpost.config.paths import resolve_model_path
 from rlpost.config.registry import TRAIN_GRPO
-from rlpost.evaluate import EvalResult
+from rlpost.evaluation.play import EvalResult
+from rlpost.evaluation.statistics import Share
 from rlpost.settings.run import RunRequest
-from rlpost.statistics import Share
 from rlpost.train import grpo, sampled
 from rlpost.train.progress import BestSoFar
 

@@ -12,9 +12,9 @@ from rlpost.assemble_sft import assemble_sft
 from rlpost.chat import Chat
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT
-from rlpost.models import load_model, load_tokenizer, locate_model, tiny_tokenizer
+from rlpost.model.load import load_model, load_tokenizer, locate_model, tiny_tokenizer
 from rlpost.policies import TransformersWrapper
-from rlpost.rollouts import read_rollouts
+from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import ModelSettings, SamplingSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train

@@ -15,8 +15,8 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import is_installed
-from rlpost.lora import MergedWeights
-from rlpost.models import load_model, locate_model
+from rlpost.model.load import load_model, locate_model
+from rlpost.model.lora import MergedWeights
 from rlpost.settings import ModelSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train

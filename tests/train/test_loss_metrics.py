@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rlpost.batching import Row, pack
+from rlpost.model.packing import Row, pack
 from rlpost.objectives.policy_objective import PolicyObjective, PolicyOutput
 from rlpost.settings import (
     Aggregation,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
-from rlpost.run import Run
+from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost import assemble, precision
+from rlpost import assemble
 from rlpost.chat import load_policy
 from rlpost.cli.main import run as rlpost
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.model import precision
+from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.policies.vllm import engine_arguments
-from rlpost.precision import Numbers
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train import expert_iteration, grpo, sft, update

@@ -16,7 +16,7 @@ from rlpost.config.registry import EVAL, TRAIN_GRPO
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
-from rlpost.models import load_tokenizer
+from rlpost.model.load import load_tokenizer
 from rlpost.settings.registered import TOOLS
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train
@@ -99,7 +99,7 @@ def test_sampler_and_trainer_agree_on_every_sampled_token_of_every_turn(trained:
 
 
 def test_the_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokenizer: Any) -> None:
-    from rlpost.rollouts import read_rollouts
+    from rlpost.runs.rollouts import read_rollouts
 
     longest = 0
     for row in read_rollouts(trained, 2):
@@ -121,7 +121,7 @@ def test_the_mask_covers_exactly_what_the_model_said(trained: Path, tiny_tokeniz
 
 
 def test_the_model_is_shown_its_tools(trained: Path) -> None:
-    from rlpost.rollouts import read_rollouts
+    from rlpost.runs.rollouts import read_rollouts
 
     assert '"name": "echo"' in read_rollouts(trained, 1)[0]["prompt"]
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
 def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> None:
     """A turn has at most 120 tokens, and so many more that only one or two fit."""
     assert run(tmp_path / "r", "env.max_turns=9", "steps=1", "group_size=4") == 0
-    from rlpost.rollouts import read_rollouts
+    from rlpost.runs.rollouts import read_rollouts
 
     rows = read_rollouts(tmp_path / "r", 1)
     assert {row["finish_reason"] for row in rows} <= {"stop", "length", "context"}
@@ -176,7 +176,8 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_pa
 def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
     does: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlpost import assemble, trainable
+    from rlpost import assemble
+    from rlpost.model import trainable
 
     def unwanted(*arguments: Any) -> None:
         raise AssertionError("the model was loaded")

@@ -13,8 +13,8 @@ from rlpost.assemble import build_policy
 from rlpost.config.compose import compose
 from rlpost.config.registry import EVAL, TRAIN_SFT
 from rlpost.envs.build import build_env
-from rlpost.evaluate import play
-from rlpost.models import load_tokenizer, locate_model
+from rlpost.evaluation.play import play
+from rlpost.model.load import load_tokenizer, locate_model
 from rlpost.settings import SamplingSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.sft import train

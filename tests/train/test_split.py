@@ -19,8 +19,8 @@ from torch import multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost import distributed
-from rlpost.batching import Row
 from rlpost.errors import RankError
+from rlpost.model.packing import Row
 from rlpost.objectives.functional import aggregate, minor_sft_loss, policy_loss, sft_loss
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.objectives.sft_objective import SFTObjective

@@ -15,12 +15,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.batching import Row, rows_of
 from rlpost.config.compose import compose
 from rlpost.config.registry import TRAIN_GRPO
 from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
+from rlpost.model.packing import Row, rows_of
 from rlpost.objectives import MCAdvantage
 from rlpost.objectives.advantage import give_advantages
 from rlpost.objectives.overlong import mask_overlong

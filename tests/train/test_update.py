@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlpost.batching import Row
+from rlpost.model.packing import Row
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.settings import Autocast, GRPOLossSettings, OptimSettings
 from rlpost.train.update import Learner, Microbatches, update

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.cli.main import run
-from rlpost.models import tiny_tokenizer
+from rlpost.model.load import tiny_tokenizer
 
 ROWS = [
     {"question": f"Ann has {n} apples and buys {n} more. How many?", "answer": f"{n} + {n} = {2 * n}.\n#### {2 * n}"}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlpost.errors import PolicyError
-from rlpost.lora import add_adapter
-from rlpost.models import load_model
+from rlpost.model.load import load_model
+from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.base import SharedWeights, named_weights

@@ -11,12 +11,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rlpost.batching import Row
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, ragged, ragged_rows
 from rlpost.errors import ConfigError, DataError
-from rlpost.logprobs import microbatches_of, token_log_probs
+from rlpost.model.logprobs import microbatches_of, token_log_probs
+from rlpost.model.packing import Row
 
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 

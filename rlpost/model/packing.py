@@ -1,0 +1,257 @@
+"""Microbatches: the tokens of several completions in one row, each group's prompt only once.
+
+    [prompt 1 | completion 1a | completion 1b | ... | prompt 2 | completion 2a | ...]
+
+No sequence is padded to the length of another. `rlpost.model.shared_prompt` keeps them apart: a completion
+sees its own group's prompt and itself. Linear layers, which are nearly all the work, run over the tokens
+there are; only inside attention are a group's completions padded to its longest. Neighbouring groups of
+one shape are attended together, their prompts then lying before all of their completions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+MOST_PADDING = 1.25  # times the keys that groups read apart, up to which they are attended together
+
+
+@dataclass(slots=True)
+class Row:
+    """One completion as training reads it; all tensors 1-D, `response` and the rest of one length."""
+
+    prompt: torch.Tensor
+    response: torch.Tensor
+    sampled: torch.Tensor  # bool: the ids the model sampled, and is trained on
+    sampler_log_probs: torch.Tensor
+    advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
+    old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
+    ref_log_probs: torch.Tensor | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Sampled ids in this row."""
+        return int(self.sampled.sum())
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """The advantage of each id of `response`."""
+        if isinstance(self.advantage, torch.Tensor):
+            return self.advantage
+        return torch.full((self.response.numel(),), self.advantage)
+
+
+def rows_of(batch: TensorDictBase) -> list[Row]:
+    """The rows of a batch as `rlpost.data.batch` lays it out; what they are worth is not given yet."""
+    prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
+    assistant = batch["masks", "all_assistant_mask"].unbind()
+    log_probs = batch["log_probs", "response"].unbind()
+    return [
+        Row(prompt, response, mask[prompt.numel() :], lp)
+        for prompt, response, mask, lp in zip(prompts, responses, assistant, log_probs, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class PromptBlock:
+    """Prompts of one length with equally many completions each, as attention reads them together.
+
+    In the packed row all of its prompts come first, then all of its completions.
+    """
+
+    prompt_length: int
+    lengths: list[int]  # of the completions, prompt by prompt
+    places: torch.Tensor  # (sum of lengths,) place of each completion token in the padded (G * T) block
+    num_prompts: int
+
+    @classmethod
+    def of(cls, prompt_length: int, lengths: list[int], num_prompts: int, device: torch.device) -> PromptBlock:
+        """A block with its index tensor on `device`."""
+        longest = max(lengths)
+        places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
+        return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device), num_prompts)
+
+    def prompts(self, states: torch.Tensor) -> torch.Tensor:
+        """(Q * P, H, D) -> (Q, H, P, D), of the block's Q prompts."""
+        return states.unflatten(0, (self.num_prompts, self.prompt_length)).transpose(1, 2)
+
+    def of_each_completion(self, states: torch.Tensor) -> torch.Tensor:
+        """(Q, H, P, D) -> (G, H, P, D): each prompt's states for each of its completions."""
+        each = len(self.lengths) // self.num_prompts
+        return states[:, None].expand(-1, each, -1, -1, -1).flatten(0, 1)
+
+    def pad(self, states: torch.Tensor) -> torch.Tensor:
+        """(sum of lengths, H, D) -> (G, H, T, D), right-padded with zeros."""
+        size, longest = len(self.lengths), max(self.lengths)
+        padded: torch.Tensor = _Scatter.apply(states, self.places, size * longest)  # type: ignore[assignment]
+        return padded.unflatten(0, (size, longest)).transpose(1, 2)
+
+    def unpad(self, states: torch.Tensor) -> torch.Tensor:
+        """(G, H, T, D) -> (sum of lengths, H, D)."""
+        return _Gather.apply(states.transpose(1, 2).flatten(0, 1), self.places)  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """What one forward and backward reads. N packed tokens, M trained tokens."""
+
+    input_ids: torch.Tensor  # (1, N)
+    position_ids: torch.Tensor  # (1, N)
+    blocks: list[PromptBlock]
+    source: torch.Tensor  # (M,) packed position whose logits predict the trained token
+    target: torch.Tensor  # (M,) the trained token's id
+    advantage: torch.Tensor  # (M,)
+    sampler_log_probs: torch.Tensor  # (M,)
+    rows: list[Row] = field(default_factory=list)  # whose trained tokens these are, in order
+    old_log_probs: torch.Tensor | None = None  # (M,)
+    ref_log_probs: torch.Tensor | None = None  # (M,)
+
+    @property
+    def num_packed(self) -> int:
+        """N, the tokens the model reads."""
+        return self.input_ids.shape[1]
+
+    def mask(self) -> torch.Tensor:
+        """(R, T) bool, a row each: as many True as it has trained tokens, of which T is the most."""
+        lengths = torch.tensor([row.num_trained for row in self.rows], device=self.target.device)
+        return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+
+def by_row(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A value a trained token, (M,), as (R, T) with zeros where `mask`, a microbatch's, is False."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def pack(
+    rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device, *, share_prompts: bool = True
+) -> Iterator[Microbatch]:
+    """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
+
+    Neighbouring rows with the same prompt share it, unless it is read once for each; a group too large
+    is split and its prompt read again. A single completion above the budget is a microbatch of its own.
+    """
+    pending: list[list[Row]] = []  # groups of rows with one prompt
+    used = 0
+    for row in rows:
+        joins = share_prompts and bool(pending) and torch.equal(pending[-1][0].prompt, row.prompt)
+        cost = row.response.numel() + (0 if joins else row.prompt.numel())
+        if pending and used + cost > tokens_per_microbatch:
+            yield _pack_groups(pending, device)
+            pending, used, joins = [], 0, False
+            cost = row.response.numel() + row.prompt.numel()
+        if joins:
+            pending[-1].append(row)
+        else:
+            pending.append([row])
+        used += cost
+    if pending:
+        yield _pack_groups(pending, device)
+
+
+def largest_group(rows: Sequence[Row]) -> int:
+    """Tokens of the largest group of neighbouring rows with one prompt, which is counted once; 0 without rows."""
+    largest = size = 0
+    prompt: torch.Tensor | None = None
+    for row in rows:
+        if prompt is None or not torch.equal(prompt, row.prompt):
+            prompt, size = row.prompt, row.prompt.numel()
+        size += row.response.numel()
+        largest = max(largest, size)
+    return largest
+
+
+def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Microbatch:
+    ids: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    layout: list[PromptBlock] = []
+    start = 0
+    for block in _blocks(groups):
+        length = block[0][0].prompt.numel()
+        prompts = [group[0].prompt for group in block]
+        ids += prompts
+        positions += [torch.arange(length)] * len(prompts)
+        completion_start = start + length * len(prompts)
+        for index, group in enumerate(block):
+            for row in group:
+                size = row.response.numel()
+                ids.append(row.response)
+                positions.append(torch.arange(length, length + size))
+                # the first token is predicted by the prompt's last, every other by the one before it
+                source = torch.arange(completion_start - 1, completion_start + size - 1)
+                source[:1] = start + length * (index + 1) - 1
+                sources.append(source[row.sampled])
+                completion_start += size
+        lengths = [row.response.numel() for group in block for row in group]
+        layout.append(PromptBlock.of(length, lengths, len(prompts), device))
+        start = completion_start
+    rows = [row for group in groups for row in group]
+
+    def trained(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([v[row.sampled] for v, row in zip(values, rows, strict=True)]).to(device)
+
+    def optional(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [v for v in values if v is not None]
+        return trained(present) if len(present) == len(rows) else None
+
+    return Microbatch(
+        input_ids=torch.cat(ids).unsqueeze(0).to(device),
+        position_ids=torch.cat(positions).unsqueeze(0).to(device),
+        blocks=layout,
+        source=torch.cat(sources).to(device),
+        target=trained([row.response for row in rows]),
+        advantage=trained([row.advantages for row in rows]),
+        sampler_log_probs=trained([row.sampler_log_probs for row in rows]),
+        rows=rows,
+        old_log_probs=optional([row.old_log_probs for row in rows]),
+        ref_log_probs=optional([row.ref_log_probs for row in rows]),
+    )
+
+
+def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]]:
+    """Neighbouring groups that attention takes together: one shape, and little more padding than apart."""
+    block: list[Sequence[Row]] = []
+    apart = longest = 0  # what the block's groups attend to on their own; its longest completion
+    for group in groups:
+        prompt, size = group[0].prompt.numel(), len(group)
+        own = max(row.response.numel() for row in group)
+        together = (len(block) + 1) * size * (prompt + max(longest, own))
+        fits = block and len(block[0]) == size and block[0][0].prompt.numel() == prompt
+        if block and not (fits and together <= MOST_PADDING * (apart + size * (prompt + own))):
+            yield block
+            block, apart, longest = [], 0, 0
+        block.append(group)
+        apart += size * (prompt + own)
+        longest = max(longest, own)
+    yield block
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of a tensor at distinct places; the gradient is a copy back, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.places, ctx.shape = places, rows.shape
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.places, grad), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows put at distinct places of a tensor of `size` rows, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.places = places
+        return rows.new_zeros((size, *rows.shape[1:])).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.index_select(0, ctx.places), None, None

@@ -1,0 +1,122 @@
+"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
+from rlpost.errors import CheckpointError
+from rlpost.home import expanded
+from rlpost.model.activations import recompute_activations
+from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
+from rlpost.model.logprobs import trainable_verdict
+from rlpost.model.lora import adapter_off, add_adapter, load_adapter
+from rlpost.model.optim import build_optimizer
+from rlpost.settings import LoRASettings, ModelSettings, OptimSettings, Push
+
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
+
+
+class TrainingSettings(Protocol):
+    """What the settings of every training have."""
+
+    model: ModelSettings
+    lora: LoRASettings
+    optim: OptimSettings
+
+
+@dataclass
+class Trainable:
+    """The model that is trained and what belongs to it.
+
+    `folder` is a plain HF folder that an engine starts from. `adapter_rank` is set where an engine is to
+    keep the weights of `folder` and apply the adapter beside them, beginning with that of the folder
+    `adapter` where a run goes on.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    folder: Path
+    adapter_rank: int | None
+    adapter: Path | None
+    reference: Reference | None
+
+
+def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> Any:
+    """The tokenizer of the model that `load_trainable` gives, before any weights are loaded.
+
+    That of a checkpoint was saved with the chat template, and what it is told, that the run has.
+    """
+    if checkpoint is not None:
+        return load_tokenizer(checkpoint / "model")
+    return load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
+
+
+def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
+    """The model of `settings` as it starts, or as it is in the folder `checkpoint`, with a new optimizer.
+
+    The reference, where there is to be one, is the starting model: that of `model.path`, with the
+    adapter of `lora.path` merged into it. Under LoRA it is the trained model with its adapter off.
+    Raises CheckpointError for a checkpoint whose adapter is not one of that starting model, ConfigError for a
+    model that cannot be trained.
+    """
+    start = locate_model(settings.model.path, settings.model.revision)
+    lora = settings.lora
+    if lora.path is not None:
+        start = locate_merged(start, resolve_adapter_path(lora.path))
+    current = checkpoint / "model" if checkpoint is not None else start
+    adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
+    model = load_model(start if lora.enabled else current, settings.model)
+    trainable_verdict(model)  # before anything is sampled from it
+    if lora.enabled:
+        add_adapter(model, lora, base=_name(settings, start))
+    if adapter is not None:
+        _check_same_start(adapter, _name(settings, start))
+        load_adapter(model, adapter)
+    if settings.model.activation_checkpointing:
+        recompute_activations(model)
+    beside = lora.enabled and lora.push is Push.adapter
+    return Trainable(
+        model=model,
+        optimizer=build_optimizer(model, settings.optim),
+        folder=start if beside else current,
+        adapter_rank=lora.rank if beside else None,
+        adapter=adapter if beside else None,
+        reference=_reference(model, start, settings) if with_reference else None,
+    )
+
+
+def _name(settings: TrainingSettings, start: Path) -> str:
+    """What an adapter calls the model it is for: its hub id, or the folder on this machine."""
+    path = settings.model.path
+    is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
+    return path if is_hub_id else str(start.resolve())
+
+
+def _check_same_start(adapter: Path, start: str) -> None:
+    """Raise CheckpointError unless the adapter was begun on `start`; a run that stood for it may have gone on.
+
+    Two folders' last parts tell: the checkpoint of a run, or the name in a cache, wherever that lies.
+    """
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        return  # loading it will say that it is missing
+    begun = adapter_base(adapter)
+    if Path(begun).parts[-2:] != Path(start).parts[-2:]:
+        raise CheckpointError(
+            f"the adapter in {adapter} was begun on {begun}, and model.path now means {start}: give model.path={begun}"
+        )
+
+
+def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings) -> Reference:
+    if settings.lora.enabled:
+        return lambda: adapter_off(model)
+    frozen = load_model(start, settings.model).requires_grad_(False)
+    return lambda: nullcontext(frozen)

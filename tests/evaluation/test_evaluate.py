@@ -1,0 +1,305 @@
+"""What an evaluation plays, and the figures it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rlpost.data.conversation import Completion, Conversation
+from rlpost.envs import DatasetChatEnv
+from rlpost.envs.arithmetic import ArithmeticEnv
+from rlpost.errors import RewardError
+from rlpost.evaluation.play import chosen_sampling, evaluate, play, summarise
+from rlpost.evaluation.statistics import Share
+from rlpost.policies import ScriptedPolicy
+from rlpost.policies.base import Request
+from rlpost.rewards.score import Score
+from rlpost.screen import evaluation_line
+from rlpost.settings import EvalSamplingSettings, SamplingSettings
+
+GREEDY = SamplingSettings(temperature=0.0)
+Make = Callable[..., Conversation]
+
+
+def share(successes: int, trials: int) -> Share:
+    return Share.of([1.0] * successes + [0.0] * (trials - successes))
+
+
+def four(conversation: Make) -> list[Conversation]:
+    """Rewards 1, 0.5, 0 and one that failed; the second was cut; lengths 2, 4, 3 and 9."""
+    return [
+        conversation(0, reward=1.0, accuracy_lenient=1.0, accuracy_strict=1.0, reward_parts={"a": 1.0}),
+        conversation(1, reward=0.5, accuracy_lenient=1.0, accuracy_strict=0.0, response_ids=[7] * 4,
+                     finish_reason="length", reward_parts={"a": 0.2, "b": 0.3}),
+        conversation(2, reward=0.0, accuracy_lenient=0.0, accuracy_strict=0.0, response_ids=[7] * 3, mask=[1, 0, 1]),
+        conversation(3, reward=None, valid=False, response_ids=[7] * 9, finish_reason="length", error="ValueError: x"),
+    ]  # fmt: skip
+
+
+def test_a_failed_reward_is_left_out_of_everything_and_counted(conversation: Make) -> None:
+    result = summarise(four(conversation))
+    assert (result.num_prompts, result.num_failed) == (3, 1)
+    assert result.accuracy_lenient == share(2, 3)
+    assert result.accuracy_strict == share(1, 3)
+    assert result.truncated == share(1, 3)
+    assert result.reward_mean == 0.5
+    assert result.reward_parts == pytest.approx({"a": 0.6, "b": 0.3})  # over those that have the part
+    assert result.tokens_mean == pytest.approx((2 + 4 + 2) / 3)  # sampled ids only
+
+
+def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> None:
+    played = four(conversation)
+    played[1].accuracy_lenient = None
+    result = summarise(played)
+    assert result.lines()[2] == "  accuracy           50.0%  [9.5%, 90.5%]      33.3%  [6.1%, 79.2%]"
+    assert result.lines()[-1] == "  accuracy (lenient) is of 2 prompts"
+    assert evaluation_line(result.metrics(), "now").startswith(
+        "held-out now:  accuracy 50.0% [9.5%, 90.5%] of 2 prompts  reward"
+    )
+    metrics = result.metrics()
+    assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
+    assert "eval/accuracy_strict_prompts" not in metrics
+
+
+def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
+    assert summarise(four(conversation)).lines() == [
+        "3 prompts, greedy, 95% intervals",
+        "                    lenient                   strict",
+        "  accuracy           66.7%  [20.8%, 93.9%]     33.3%  [6.1%, 79.2%]",
+        "  truncated          33.3%  [6.1%, 79.2%]",
+        "  reward             0.500  [-0.742, 1.742]",
+        "    a                0.600",
+        "    b                0.300",
+        "  tokens per answer    2.7",
+        "  reward failed          1  (left out above)",
+    ]
+
+
+def test_its_figures_carry_the_names_of_the_metrics(conversation: Make) -> None:
+    metrics = summarise(four(conversation)).metrics()
+    lenient = share(2, 3)
+    assert metrics["eval/prompts"] == 3
+    assert metrics["eval/failed"] == 1
+    assert metrics["eval/reward"] == 0.5
+    assert metrics["eval/truncated"] == pytest.approx(1 / 3)
+    assert metrics["eval/tokens_mean"] == pytest.approx(8 / 3)
+    assert [metrics[f"eval/accuracy_lenient{end}"] for end in ("", "_low", "_high")] == [
+        lenient.value,
+        lenient.low,
+        lenient.high,
+    ]
+
+
+def test_a_measure_the_task_does_not_have_is_none_and_no_metric(conversation: Make) -> None:
+    result = summarise([conversation(), conversation(1)])
+    assert (result.accuracy_lenient, result.accuracy_strict) == (None, None)
+    assert not [name for name in result.metrics() if "accuracy" in name]
+    assert result.as_dict()["accuracy_strict"] is None
+    assert result.as_dict()["truncated"] == {
+        "value": 0.0,
+        "low": 0.0,
+        "high": pytest.approx(0.6576, abs=1e-4),
+        "prompts": 2,
+    }
+    assert [line.split()[0] for line in result.lines()] == ["2", "truncated", "reward", "tokens"]
+
+
+def test_an_evaluation_whose_every_reward_failed_is_an_error(conversation: Make) -> None:
+    failed = conversation(reward=None, valid=False, error="ValueError: no such column")
+    with pytest.raises(RewardError, match="all 2 rewards of the evaluation failed; the first: ValueError: no such"):
+        summarise([failed, failed])
+
+
+# Several completions a prompt
+
+
+def right_and_wrong(conversation: Make, marks: str, prompt: int, answers: str = "") -> list[Conversation]:
+    """One completion for each of `marks`, r(ight) or w(rong), of one prompt; what they say, a letter each."""
+    return [
+        conversation(prompt, i, reward=float(mark == "r"), accuracy_lenient=float(mark == "r"),
+                     accuracy_strict=0.0, answer=(answers[i].strip() if answers else None))
+        for i, mark in enumerate(marks)
+    ]  # fmt: skip
+
+
+def test_several_completions_of_a_prompt_give_avg_pass_and_maj(conversation: Make) -> None:
+    played = right_and_wrong(conversation, "rwww", 0, "5677") + right_and_wrong(conversation, "rrrw", 1, "555 ")
+    result = summarise(played, k=[1, 2, 4], temperature=1.0)
+    assert (result.num_prompts, result.num_samples) == (2, 4)
+    assert result.accuracy_lenient is not None
+    assert result.accuracy_lenient.value == 0.5  # (1/4 + 3/4) / 2
+    values = {name: share.value for name, share in result.attempts.items()}
+    assert values == pytest.approx(
+        {
+            "pass_at_2_lenient": (3 / 6 + 6 / 6) / 2,  # of 6 pairs
+            "pass_at_2_strict": 0.0,
+            "pass_at_4_lenient": 1.0,
+            "pass_at_4_strict": 0.0,
+            "maj_at_2_lenient": (3 * 0.5 / 6 + 1.0) / 2,  # 5 wins half of its three pairs; silence has no vote
+            "maj_at_2_strict": 0.0,
+            "maj_at_4_lenient": 0.5,  # 7 has most votes of the first prompt, 5 of the second
+            "maj_at_4_strict": 0.0,
+        }
+    )
+    assert result.metrics()["eval/pass_at_4_lenient"] == 1.0
+    assert result.metrics()["eval/maj_at_2_lenient_low"] < 0.625
+
+
+def test_no_votes_without_answers_and_no_attempts_without_accuracy(conversation: Make) -> None:
+    result = summarise(right_and_wrong(conversation, "rw", 0), k=[2])
+    assert list(result.attempts) == ["pass_at_2_lenient", "pass_at_2_strict"]
+    unmeasured = summarise([conversation(0, i) for i in range(2)], k=[2], temperature=1.0)
+    assert unmeasured.attempts == {}
+    assert unmeasured.lines()[-1] == "  this environment measures no accuracy, so there is no pass@k"
+
+
+def test_a_prompt_with_too_few_scored_completions_is_in_no_pass_at_k(conversation: Make) -> None:
+    played = right_and_wrong(conversation, "rw", 0) + right_and_wrong(conversation, "ww", 1)
+    played[3].valid = False
+    result = summarise(played, k=[2], temperature=1.0)
+    assert (result.num_prompts, result.num_failed) == (2, 1)
+    assert (result.attempts["pass_at_2_lenient"].value, result.attempts["pass_at_2_lenient"].prompts) == (1.0, 1)
+    assert "  pass@2 (lenient) is of 1 prompt" in result.lines()
+    assert result.metrics()["eval/pass_at_2_lenient_prompts"] == 1.0
+
+
+def test_the_table_of_several_completions_fits_eighty_columns(conversation: Make) -> None:
+    played = [c for prompt in range(300) for c in right_and_wrong(conversation, "rwwwwwwr", prompt, "56677785")]
+    lines = summarise(played, k=[1, 8], temperature=1.0).lines()
+    assert lines[0] == "300 prompts x 8 completions, temperature 1, 95% intervals"
+    assert [line.split("  ")[1] for line in lines[2:5]] == ["avg@8, pass@1", "pass@8", "maj@8"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_interval_is_that_of_prompts_not_of_completions(conversation: Make) -> None:
+    """Eight completions that always agree say no more than one."""
+    one = summarise([c for p in range(20) for c in right_and_wrong(conversation, "r" if p % 2 else "w", p)])
+    eight = summarise([c for p in range(20) for c in right_and_wrong(conversation, "rw"[p % 2 == 0] * 8, p)])
+    assert one.accuracy_lenient == eight.accuracy_lenient
+
+
+@pytest.mark.parametrize(
+    ("samples", "temperature", "drawn_at"), [(1, None, 0.0), (8, None, 1.0), (1, 0.7, 0.7), (8, 0.7, 0.7)]
+)
+def test_one_completion_is_greedy_and_several_are_drawn(
+    samples: int, temperature: float | None, drawn_at: float
+) -> None:
+    settings = EvalSamplingSettings(temperature, top_p=0.9)
+    assert chosen_sampling(settings, samples) == SamplingSettings(drawn_at, 0.9)
+
+
+# Playing
+
+
+class Reader(ScriptedPolicy):
+    """Answers sums rightly where the second operand is even, and remembers how it was asked."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(["-"], tokenizer, sampling=SamplingSettings())
+        self.asked: list[tuple[int, SamplingSettings]] = []
+        self.questions: list[str] = []
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        self.asked.append((len(requests), sampling))
+        made = []
+        for request in requests:
+            words = self.tokenizer.decode(request.prompt_ids).split("What is ")[1].split("?")[0]
+            self.questions.append(words)
+            a, b = (int(word) for word in words.split(" + "))
+            made.append(self._complete(str(a + b) if b % 2 == 0 else "no idea", request.max_tokens))
+        return made
+
+
+def sums() -> ArithmeticEnv:
+    return ArithmeticEnv(split="test", seed=3)
+
+
+def test_real_sums_are_played_and_scored(tiny_tokenizer: Any) -> None:
+    policy = Reader(tiny_tokenizer)
+    result = evaluate(sums(), policy, num_prompts=50, sampling=GREEDY)
+    even = sum(int(question[-1]) % 2 == 0 for question in policy.questions)
+    assert 10 < even < 40
+    assert result.accuracy_lenient == result.accuracy_strict == share(even, 50)
+    assert policy.asked == [(50, GREEDY)]
+
+
+def test_the_same_tasks_are_played_every_time(tiny_tokenizer: Any) -> None:
+    policy, env = Reader(tiny_tokenizer), sums()
+    first = evaluate(env, policy, num_prompts=20, sampling=GREEDY)
+    second = evaluate(env, policy, num_prompts=20, sampling=GREEDY)
+    assert policy.questions[:20] == policy.questions[20:]
+    assert len(set(policy.questions)) == 20
+    assert first == second
+
+
+def test_every_completion_of_a_prompt_has_a_seed_of_its_own(tiny_tokenizer: Any) -> None:
+    seeds: list[int] = []
+
+    class Noting(ScriptedPolicy):
+        def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+            seeds.extend(request.seed for request in requests)
+            return super().generate(requests, sampling)
+
+    policy = Noting(["1", "2", "3"], tiny_tokenizer, sampling=SamplingSettings())
+    played = play(sums(), policy, num_prompts=100, samples=3, sampling=SamplingSettings())
+    assert [(c.group_id, c.sample) for c in played] == [(g, s) for g in range(100) for s in range(3)]
+    assert [c.query for c in played[:3]] == [played[0].query] * 3
+    assert len(set(seeds)) == 300
+    assert [c.answer for c in played[:3]] == ["1", "2", "3"]
+    assert len(played[0].messages) == 2  # the copies share nothing
+
+
+def test_progress_is_told_as_completions_end(tiny_tokenizer: Any) -> None:
+    class Slow(ScriptedPolicy):
+        def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+            made = super().generate(requests, sampling)
+            for ended in (1, len(requests) - 1):
+                if self.on_ended is not None:
+                    self.on_ended(ended)
+            return made
+
+    told: list[tuple[int, int]] = []
+    policy = Slow(["1"], tiny_tokenizer, sampling=SamplingSettings())
+    progress = lambda done, total: told.append((done, total))  # noqa: E731
+    evaluate(sums(), policy, num_prompts=300, sampling=GREEDY, progress=progress)
+    assert [done for done, _ in told] == [0, 1, 255, 256, 257, 299, 300]
+    assert policy.on_ended is None
+
+
+def test_progress_is_told_between_rounds_of_256(tiny_tokenizer: Any) -> None:
+    told: list[tuple[int, int]] = []
+    policy = Reader(tiny_tokenizer)
+    progress = lambda done, total: told.append((done, total))  # noqa: E731
+    evaluate(sums(), policy, num_prompts=300, sampling=GREEDY, progress=progress)
+    assert told == [(0, 300), (256, 300), (300, 300)]
+    assert [size for size, _ in policy.asked] == [256, 44]
+
+
+def test_conversations_of_several_turns_are_played_to_their_end(tiny_tokenizer: Any) -> None:
+    class Talk(DatasetChatEnv):
+        def next_message(self, conversation: Conversation) -> str | None:
+            return "more" if conversation.turns < conversation.task["turns"] else None
+
+        def score(self, conversation: Conversation) -> Score:
+            return Score(float(conversation.turns))
+
+    rows = [{"question": "q", "turns": turns} for turns in (1, 3, 2)]
+    policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
+    result = evaluate(Talk(rows, shuffle=False, max_steps=3), policy, num_prompts=3, sampling=GREEDY)
+    assert result.reward_mean == 2.0
+    assert result.num_prompts == 3
+
+
+def test_a_reward_that_raises_is_counted_and_not_a_zero(tiny_tokenizer: Any) -> None:
+    class Fussy(DatasetChatEnv):
+        def score(self, conversation: Conversation) -> Score:
+            return Score(1.0 / (conversation.task["number"] - 1))
+
+    rows = [{"question": "q", "number": number} for number in (1, 2, 3)]
+    policy = ScriptedPolicy(["x"], tiny_tokenizer, sampling=SamplingSettings())
+    result = evaluate(Fussy(rows, shuffle=False), policy, num_prompts=3, sampling=GREEDY)
+    assert (result.num_prompts, result.num_failed, result.reward_mean) == (2, 1, 0.75)
+    with pytest.raises(RewardError, match="all 1 rewards of the evaluation failed; the first: ZeroDivisionError"):
+        evaluate(Fussy(rows, shuffle=False), policy, num_prompts=1, sampling=GREEDY)

@@ -1,0 +1,220 @@
+"""Intervals hold what they promise on synthetic policies; pass@k and maj@k equal a count over every subset."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlpost.evaluation.statistics import (
+    Share,
+    difference,
+    is_told,
+    maj_at_k,
+    mean_interval,
+    most_differing,
+    pass_at_k,
+    share_interval,
+    t_quantile,
+)
+
+TRIALS, PROMPTS = 2000, 200
+
+# Shares
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (10, 40, 0.1419, 0.4019),
+        (0, 20, 0.0, 0.1611),
+        (20, 20, 0.8389, 1.0),
+        (1, 1, 0.2065, 1.0),
+        (250, 500, 0.4563, 0.5437),
+    ],
+)
+def test_one_completion_a_prompt_has_the_wilson_interval(successes: int, trials: int, low: float, high: float) -> None:
+    share = Share.of([1.0] * successes + [0.0] * (trials - successes))
+    assert share.value == pytest.approx(successes / trials)
+    assert (share.low, share.high) == pytest.approx((low, high), abs=5e-5)
+    assert share.prompts == trials
+
+
+def test_completions_that_always_agree_count_once_a_prompt() -> None:
+    values = [1.0] * 10 + [0.0] * 30
+    assert Share.of(values, samples=8 * 40) == Share.of(values)
+
+
+def test_completions_that_are_independent_of_their_prompt_count_each() -> None:
+    """Shares 1/4 and 3/4 of 4 completions: variance 1/16 a prompt, as 4 independent coins have."""
+    several, coins = Share.of([0.25, 0.75] * 50, samples=400), Share.of([1.0, 0.0] * 200)
+    assert (several.low, several.high) == pytest.approx((coins.low, coins.high))
+
+
+def test_no_interval_is_narrower_than_one_of_as_many_independent_completions() -> None:
+    alike, coins = Share.of([0.5] * 50, samples=100), Share.of([1.0, 0.0] * 50)
+    assert (alike.low, alike.high) == pytest.approx((coins.low, coins.high))
+
+
+def test_a_share_reads_as_percent_with_its_interval() -> None:
+    assert str(Share.of([1.0] * 10 + [0.0] * 30)) == " 25.0%  [14.2%, 40.2%]"
+
+
+def policies(p: float, spread: float, rng: np.random.Generator) -> np.ndarray:
+    """(TRIALS, PROMPTS) chances of a right answer with mean p: all p, or drawn from a Beta of this spread."""
+    if not spread:
+        return np.full((TRIALS, PROMPTS), p)
+    size = 1 / spread - 1  # the correlation between two completions of a prompt is 1 / (a + b + 1)
+    return rng.beta(p * size, (1 - p) * size, (TRIALS, PROMPTS))
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_intervals_cover_and_equal_policies_are_told_apart_no_more_often_than_promised(
+    p: float, spread: float, samples: int
+) -> None:
+    rng = np.random.default_rng(7)
+    chances = policies(p, spread, rng)
+    a, b = (rng.binomial(samples, chances) / samples for _ in range(2))
+    _, low, high = share_interval(a, PROMPTS * samples)
+    assert 0.93 <= ((low <= p) & (p <= high)).mean() <= 0.97
+    assert is_told(b - a).mean() <= 0.065
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_the_interval_of_pass_at_k_covers_too(spread: float) -> None:
+    rng = np.random.default_rng(3)
+    chances = policies(0.2, spread, rng)
+    true = 1 - (1 - chances) ** 2
+    found = pass_at_k(8, rng.binomial(8, chances), 2)
+    _, low, high = share_interval(found, PROMPTS * 8)
+    assert 0.93 <= ((low <= true.mean()) & (true.mean() <= high)).mean() <= 0.97
+
+
+# Attempts
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_completion(right: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(right)))
+    subsets = list(combinations(right, k))
+    assert float(pass_at_k(len(right), np.array(sum(right)), k)) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets), abs=1e-12
+    )
+
+
+def test_pass_at_k_is_stable_where_the_binomials_overflow() -> None:
+    exact = 1 - Fraction(math.comb(2000 - 3, 500), math.comb(2000, 500))
+    assert float(pass_at_k(2000, np.array(3), 500)) == pytest.approx(float(exact), rel=1e-12)
+    assert pass_at_k(2000, np.array([0, 1501, 2000]), 500).tolist() == [0.0, 1.0, 1.0]
+
+
+def majority(answers: tuple[str, ...], worth: dict[str, float]) -> float:
+    """What a vote of these completions is worth: ties share it."""
+    votes = Counter(answer for answer in answers if answer)
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == most]
+    return fmean(worth[answer] for answer in winners) if winners else 0.0
+
+
+@given(st.lists(st.sampled_from(["5", "6", "7", ""]), min_size=1, max_size=8), st.data())
+def test_maj_at_k_is_the_mean_over_every_subset(answers: list[str], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(answers)))
+    worth = {"5": 1.0, "6": 0.0, "7": 0.0}
+    right = [worth.get(answer, 0.0) for answer in answers]
+    expected = fmean(majority(subset, worth) for subset in combinations(answers, k))
+    assert maj_at_k(answers, right, k) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["5", "5", "6"], 1.0),
+        (["5", "6"], 0.5),  # a tie is shared
+        (["5", "6", "7"], 1 / 3),
+        (["5", "", ""], 1.0),  # who says nothing has no vote
+        (["", ""], 0.0),
+        (["6", "6", "5"], 0.0),
+    ],
+)
+def test_a_vote_of_all(answers: list[str], expected: float) -> None:
+    assert maj_at_k(answers, [float(a == "5") for a in answers], len(answers)) == pytest.approx(expected)
+
+
+def test_an_answer_is_as_right_as_its_completions_are() -> None:
+    """Both say 5, one of them in the form that strict extraction asks for."""
+    assert maj_at_k(["5", "5", "6"], [1.0, 0.0, 0.0], 3) == 0.5
+
+
+# Differences
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (30, 2.0423), (199, 1.9720)]
+)
+def test_quantiles_of_students_t(degrees: int, quantile: float) -> None:
+    assert t_quantile(degrees) == pytest.approx(quantile, rel=2e-3)
+
+
+def test_a_mean_with_its_interval_worked_out_by_hand() -> None:
+    """1, 2, 3, 4, 5: mean 3, deviation sqrt(2.5), standard error sqrt(0.5), t(4) = 2.776."""
+    mean, low, high = mean_interval(np.array([1.0, 2, 3, 4, 5]))
+    assert (float(mean), float(low), float(high)) == pytest.approx((3, 3 - 1.963, 3 + 1.963), abs=2e-3)
+
+
+def test_a_difference_that_chance_does_not_make_is_told() -> None:
+    """20 of 100 prompts gained, none lost: 0.2 +- 1.984 * 0.0402."""
+    found = difference([1.0] * 20 + [0.0] * 80)
+    assert found.is_told
+    assert not found.within_noise
+    assert (found.value, found.differing, found.prompts) == (0.2, 20, 100)
+    assert (found.low, found.high) == pytest.approx((0.1202, 0.2798), abs=1e-3)
+
+
+def test_fewer_than_six_prompts_that_differ_tell_nothing() -> None:
+    """Five of five one way happens by chance once in sixteen; six of six once in 32."""
+    assert not difference([1.0] * 5 + [0.0] * 5).is_told
+    assert difference([1.0] * 6 + [0.0] * 5).is_told
+
+
+def test_how_many_prompts_would_tell() -> None:
+    """Mean 0.1, variance (0.3 - 0.01) * 100 / 99: (1.960 + 0.842)^2 * 0.2929 / 0.01 = 229.9."""
+    found = difference([1.0] * 20 + [-1.0] * 10 + [0.0] * 70)
+    assert not found.is_told
+    assert not found.within_noise
+    assert found.needed == 230
+    assert found.told == pytest.approx(2.8016 * 0.05412, abs=1e-4)
+
+
+def test_as_many_prompts_as_needed_tell_the_difference_four_times_in_five() -> None:
+    rng = np.random.default_rng(5)
+    wanted = difference([1.0] * 20 + [-1.0] * 10 + [0.0] * 70).needed
+    assert wanted is not None
+    drawn = rng.choice([1.0, -1.0, 0.0], p=[0.2, 0.1, 0.7], size=(TRIALS, wanted))
+    assert is_told(drawn).mean() == pytest.approx(0.8, abs=0.03)
+
+
+def test_less_than_a_standard_error_is_noise() -> None:
+    found = difference([1.0] * 11 + [-1.0] * 10 + [0.0] * 79)
+    assert found.within_noise
+    assert not found.is_told
+
+
+def test_equal_on_every_prompt_bounds_how_many_may_differ() -> None:
+    found = difference([0.0] * 59)
+    assert (found.value, found.low, found.high, found.needed, found.within_noise) == (0.0, None, None, None, True)
+    assert most_differing(59) == pytest.approx(0.0495, abs=1e-4)  # 0.95^59 is 1/20: the rule of three
+    assert (1 - most_differing(59)) ** 59 == pytest.approx(0.05)
+
+
+def test_one_prompt_tells_nothing() -> None:
+    found = difference([1.0])
+    assert (found.is_told, found.within_noise, found.low, found.needed) == (False, False, None, None)

@@ -1,0 +1,250 @@
+"""Every family of models is trained and sampled as its own forward says, or refused: see docs/models.md."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_families import FAMILIES, WORDS, own_log_probs, row, table_rows, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlpost.config.paths import cache_folder
+from rlpost.errors import ConfigError
+from rlpost.model import family_probe, small_copy
+from rlpost.model.families import OWN_FILES, REFUSED, Verdict, examine, explain
+from rlpost.model.logprobs import READERS, microbatches_of, token_log_probs, verdict_of
+from rlpost.model.packing import Row, pack
+from rlpost.model.shared_prompt import shared_prompt_attention
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.policies import Request, TransformersWrapper
+from rlpost.settings import GRPOLossSettings, SamplingSettings
+
+# each is right packed and known to be
+FAST = ["llama", "mistral", "gemma3_text", "granite", "deepseek_v3"]
+# layers other than attention, a window or a mask of their own, caps, sinks, or a body that takes no packed row
+PLAIN = [
+    *("qwen3_5_text", "qwen3_next", "lfm2", "falcon_h1", "bamba", "granitemoehybrid", "jamba", "nemotron_h"),
+    *("olmo_hybrid", "kimi_linear", "minimax", "recurrent_gemma", "mamba", "mamba2", "phimoe", "doge"),
+    *("gemma2", "gpt_oss", "stablelm", "nemotron", "falcon", "mpt", "llama4_text"),
+]
+
+
+def random_rows() -> list[Row]:
+    """Three completions of one prompt and two of another, longer than every window of the families."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for prompt_length, lengths in ((9, (3, 12, 7)), (4, (8, 8))):
+        prompt = torch.randint(0, WORDS, (prompt_length,), generator=generator)
+        for length in lengths:
+            response = torch.randint(0, WORDS, (length,), generator=generator)
+            sampled = torch.rand(length, generator=generator) < 0.8
+            rows.append(Row(prompt, response, sampled, torch.zeros(length), 1.0 - length / 8))
+    return rows
+
+
+def check_against_its_own_forward(model: PreTrainedModel) -> None:
+    rows = random_rows()
+    read = [token_log_probs(model, part, 0.8) for part in microbatches_of(model, rows, 10_000, model.device)]
+    expected = [own_log_probs(model, row, 0.8) for row in rows]
+    for values, own in zip(zip(*read, strict=True), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(values), torch.cat(own), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_attention_alone_is_read_in_one_row(kind: str) -> None:
+    model = tiny_model(kind)
+    verdict = verdict_of(model)
+    assert verdict.reads_packed
+    assert verdict.sampling == "padded"
+    assert explain(model, verdict, 8) is None
+    assert table_rows()[kind] == row(kind, verdict)
+    check_against_its_own_forward(model)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_a_packed_row_would_change_is_read_one_sequence_a_row(kind: str) -> None:
+    model = tiny_model(kind)
+    verdict = verdict_of(model)
+    assert verdict.reading in ("alone, own head", "alone")
+    assert verdict.reason.startswith("a packed row")
+    assert table_rows()[kind] == row(kind, verdict)
+    check_against_its_own_forward(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_table_of_the_docs_is_what_is_found(kind: str) -> None:
+    model = tiny_model(kind)
+    verdict = verdict_of(model)
+    assert table_rows()[kind] == row(kind, verdict)
+    if verdict.reading != REFUSED:
+        check_against_its_own_forward(model)
+
+
+def test_the_table_has_every_family_and_refuses_at_most_five() -> None:
+    rows = table_rows()
+    assert list(rows) == list(FAMILIES)
+    assert sum("| refused |" in line for line in rows.values()) <= 5
+    assert set(FAST) | set(PLAIN) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "gemma2", "phimoe", "llama"])
+def test_sampled_log_probs_are_those_of_the_whole_sequences(kind: str, tiny_tokenizer: Any) -> None:
+    """Prompts of three lengths, and completions that end at different tokens."""
+    model = tiny_model(kind)
+    policy = TransformersWrapper(model, tiny_tokenizer)
+    sampling = SamplingSettings(temperature=0.8)
+    prompts = [list(range(5, 16)), list(range(20, 31)), [40, 41, 42], list(range(60, 66))]
+    requests = [Request(ids, 4 + 2 * number, number) for number, ids in enumerate(prompts)]
+    for request, completion in zip(requests, policy.generate(requests, sampling), strict=True):
+        assert len(completion.token_ids) == request.max_tokens or completion.finish_reason == "stop"
+        ids = torch.tensor(completion.token_ids)
+        sampled = Row(torch.tensor(request.prompt_ids), ids, torch.ones(len(ids), dtype=torch.bool), ids * 0.0, 1.0)
+        expected, _ = own_log_probs(model, sampled, 0.8)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_completion_is_the_same_alone_and_beside_others_in_a_hybrid(tiny_tokenizer: Any) -> None:
+    policy = TransformersWrapper(tiny_model("lfm2"), tiny_tokenizer)
+    requests = [Request([9, 8, 7], 6, 1), Request([9, 8, 7], 3, 2), Request([5, 6], 6, 3)]
+    together = policy.generate(requests, SamplingSettings())
+    alone = [policy.generate([request], SamplingSettings())[0] for request in requests]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "gemma2"])
+def test_the_gradient_read_plainly_is_the_same_however_a_minibatch_is_split(kind: str) -> None:
+    model = tiny_model(kind)
+    rows = random_rows()
+    objective = PolicyObjective(GRPOLossSettings(entropy_coef=0.1), temperature=0.8, max_completion_tokens=16)
+
+    def gradient(budget: int) -> torch.Tensor:
+        model.zero_grad()
+        for microbatch in microbatches_of(model, rows, budget, model.device):
+            objective(model, microbatch, objective.normaliser(rows)).loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole = gradient(10_000)
+    assert whole.norm() > 0
+    for budget in (1, 30):
+        assert (gradient(budget) - whole).norm() / whole.norm() < 1e-4
+
+
+def test_a_prompt_counts_as_often_as_it_is_read() -> None:
+    rows = random_rows()  # 9 + 3 + 12 + 7 and 4 + 8 + 8 tokens with prompts shared
+    shared = [part.num_packed for part in microbatches_of(tiny_model("llama"), rows, 1000, torch.device("cpu"))]
+    apart = [part.num_packed for part in microbatches_of(tiny_model("lfm2"), rows, 1000, torch.device("cpu"))]
+    assert (shared, apart) == ([51], [73])
+
+
+def test_logits_exist_for_a_few_tokens_at_once_also_in_the_model_s_own_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.model.logprobs.CHUNK", 5)
+    model = tiny_model("lfm2")
+    verdict_of(model)
+    sizes: list[int] = []
+    head = model.get_output_embeddings()
+    assert head is not None
+    head.register_forward_hook(lambda _m, _i, out: sizes.append(out.shape[-2]))
+    [microbatch] = pack(random_rows(), 1000, model.device)
+    token_log_probs(model, microbatch, 1.0)[0].sum().backward()
+    assert max(sizes) == 5
+    assert sum(sizes) == 2 * microbatch.target.numel()  # forward, and again backward
+
+
+def test_what_is_slower_says_why_and_how_much() -> None:
+    verdict = Verdict("alone, own head", "alike", "sdpa", "a packed row has its log-probs off by 2.1")
+    assert explain(tiny_model("lfm2"), verdict, 8) == (
+        "lfm2 as it is (a packed row has its log-probs off by 2.1): one sequence a row, a prompt once for each of "
+        "its completions: up to 8 times slower"
+    )
+
+
+def test_a_verdict_is_kept_by_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tried: list[str] = []
+    original = family_probe.tried_on_a_small_copy
+
+    def counted(model: torch.nn.Module, readers: Any) -> Verdict:
+        tried.append("")
+        return original(model, readers)
+
+    monkeypatch.setattr(family_probe, "tried_on_a_small_copy", counted)
+    model = tiny_model("llama")
+    first = examine(model, READERS)
+    assert examine(tiny_model("llama"), READERS) == first
+    assert len(tried) == 1
+    [kept] = (cache_folder() / "families").iterdir()
+    kept.write_text("{")  # cut short
+    assert examine(model, READERS) == first
+    assert len(tried) == 2
+    model.config.logit_scale = 0.5
+    examine(model, READERS)
+    assert len(tried) == 3
+
+
+def test_what_is_random_elsewhere_is_not_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny_model("llama")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    examine(model, READERS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_reads_later_tokens_is_refused() -> None:
+    config = AutoConfig.for_model("bert", vocab_size=WORDS, hidden_size=64, intermediate_size=96, is_decoder=False)
+    config.num_hidden_layers, config.num_attention_heads = 2, 2
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    [microbatch] = pack(random_rows(), 1000, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match="BertLMHeadModel cannot be trained: its log-probs of a token depend on later"
+    ):
+        token_log_probs(model, microbatch, 1.0)
+
+
+# the shape of a real model -> what its copy has: layers kept, hidden size
+REAL = {
+    "Qwen2.5-0.5B": (
+        "qwen2",
+        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+        | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    ),
+    "Qwen2.5-7B": (
+        "qwen2",
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "vocab_size": 152064},
+    ),
+    "Qwen3-Next": ("qwen3_next", {}),
+    "Gemma-2-9B": ("gemma2", {}),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: str) -> None:
+    kind, sizes = REAL[name]
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    config = small_copy.small_config(model, 2)
+    with torch.device("meta"):
+        copied: Any = type(model)(config)
+    assert sum(p.numel() for p in copied.parameters()) * 4 < 60e6  # bytes
+    kinds = {small_copy._kind(layer) for layer in copied.model.layers}
+    expected = {"qwen2": 1, "qwen3_next": 2, "gemma2": 2}[kind]  # of a linear and a full layer; of a window and none
+    assert len(kinds) == expected
+    assert len(copied.model.layers) == {"qwen2": 2, "qwen3_next": 4, "gemma2": 2}[kind]
+
+
+def test_a_verdict_is_json() -> None:
+    verdict = verdict_of(tiny_model("llama"))
+    assert any(
+        Verdict(**json.loads(file.read_text())) == verdict for file in (cache_folder() / "families").glob("*.json")
+    )
+
+
+def test_a_kept_verdict_ends_with_any_file_that_reads_or_attends() -> None:
+    parts = (*READERS.values(), pack, shared_prompt_attention, examine, family_probe.tried_on_a_small_copy)
+    assert {Path(inspect.getfile(part)).name for part in parts} <= set(OWN_FILES)

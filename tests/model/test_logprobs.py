@@ -1,0 +1,205 @@
+"""Packed, prompt-sharing log-probs against a model's own forward on each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlpost.model import logprobs as logprobs_module
+from rlpost.model.logprobs import chunked_log_probs, token_log_probs
+from rlpost.model.packing import Row, pack
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.settings import Aggregation, GRPOLossSettings
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+ARCHITECTURES = {
+    "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 6},  # shorter than the sequences below
+}
+
+
+def small_model(kind: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=97, **SMALL, **ARCHITECTURES[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def random_rows(sizes: Sequence[tuple[int, Sequence[int]]]) -> list[Row]:
+    """One group for each (prompt length, completion lengths)."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for prompt_length, lengths in sizes:
+        prompt = torch.randint(0, 97, (prompt_length,), generator=generator)
+        for length in lengths:
+            response = torch.randint(0, 97, (length,), generator=generator)
+            sampled = torch.rand(length, generator=generator) < 0.8
+            advantage = torch.randn((), generator=generator).item()
+            rows.append(Row(prompt, response, sampled, torch.zeros(length), advantage))
+    return rows
+
+
+def alone(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of one row's sampled tokens by the plain forward of its whole sequence."""
+    logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
+    log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
+    chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
+    return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]
+
+
+DIFFERENT = [(7, [3, 9, 1]), (4, [5]), (11, [2, 8])]
+ALIKE = [(4, [3, 2]), (4, [2, 2]), (4, [1, 3]), (4, [2, 3, 1]), (4, [3, 1, 2]), (6, [2, 2])]
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("sizes", [DIFFERENT, ALIKE], ids=["different shapes", "shapes alike"])
+def test_packed_log_probs_are_those_of_each_sequence_alone(
+    kind: str, temperature: float, sizes: list[tuple[int, list[int]]]
+) -> None:
+    model = small_model(kind)
+    rows = random_rows(sizes)
+    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
+    with torch.no_grad():
+        log_probs, entropy = token_log_probs(model, microbatch, temperature)
+        expected = [alone(model, row, temperature) for row in rows]
+    torch.testing.assert_close(log_probs, torch.cat([e[0] for e in expected]), atol=3e-6, rtol=0, check_dtype=False)
+    torch.testing.assert_close(entropy, torch.cat([e[1] for e in expected]), atol=3e-5, rtol=0, check_dtype=False)
+
+
+def num_prompts_of_blocks(sizes: list[tuple[int, list[int]]]) -> list[int]:
+    [microbatch] = pack(random_rows(sizes), 10_000, torch.device("cpu"))
+    return [block.num_prompts for block in microbatch.blocks]
+
+
+def test_neighbouring_groups_of_one_shape_are_attended_together() -> None:
+    assert num_prompts_of_blocks(ALIKE) == [3, 2, 1]
+    assert num_prompts_of_blocks(DIFFERENT) == [1, 1, 1]
+
+
+def test_one_long_completion_does_not_pad_its_neighbours() -> None:
+    assert num_prompts_of_blocks([(2, [3, 3]), (2, [3, 90]), (2, [3, 3]), (2, [3, 3])]) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("of_log_prob", "of_entropy"), [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+def test_the_chunked_gradient_is_that_of_full_logits(
+    bias: bool, of_log_prob: float, of_entropy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK", 4)  # 10 tokens, and 22 that fill up, in chunks of 4
+    monkeypatch.setattr(logprobs_module, "HEAD_ROWS", 5)  # 13 rows in 5, 5 and 3
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    head = torch.nn.Linear(5, 13, bias=bias).double()
+    target, weights = torch.randint(0, 13, (10,)), torch.randn(2, 10, dtype=torch.float64)
+    leaves = [hidden, *head.parameters()]
+
+    def gradients(log_probs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float64)
+        if of_log_prob:
+            total = total + of_log_prob * (weights[0] * log_probs).sum()
+        if of_entropy:
+            total = total + of_entropy * (weights[1] * entropy).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    log_p = (head(hidden) / 0.7).log_softmax(-1)
+    expected = gradients(log_p.gather(-1, target[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1))
+    for own, reference in zip(gradients(*chunked_log_probs(hidden, head, target, 0.7)), expected, strict=True):
+        torch.testing.assert_close(own, reference, atol=1e-12, rtol=1e-12)
+
+
+def test_a_model_in_float64_is_read_in_float64() -> None:
+    model = small_model("llama")
+    [microbatch] = pack(random_rows([(3, [4])]), 100, torch.device("cpu"))
+    assert [values.dtype for values in token_log_probs(model, microbatch, 1.0)] == [torch.float64] * 2
+
+
+def grpo_objective(kl_coef: float = 0.0, temperature: float = 1.0) -> PolicyObjective:
+    settings = GRPOLossSettings(aggregation=Aggregation.token_mean, kl_coef=kl_coef)
+    return PolicyObjective(settings, temperature=temperature, max_completion_tokens=32)
+
+
+def gradient(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> torch.Tensor:
+    model.zero_grad()
+    objective = grpo_objective(kl_coef=0.1, temperature=0.9)
+    normaliser = objective.normaliser(rows)
+    for microbatch in pack(rows, budget, torch.device("cpu")):
+        objective(model, microbatch, normaliser).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_gradient_is_the_same_however_a_minibatch_is_split() -> None:
+    model = small_model("llama", torch.float32)
+    rows = random_rows([(7, [3, 9, 1, 6]), (4, [5, 5]), (4, [5, 4]), (11, [2, 8])])
+    for row in rows:
+        row.ref_log_probs = torch.full((row.response.numel(),), -4.0)
+    whole = gradient(model, rows, 10_000)
+    for budget in (1, 14, 25, 40):
+        split = gradient(model, rows, budget)
+        assert (split - whole).norm() / whole.norm() < 1e-4, budget
+    backwards = gradient(model, rows[::-1], 30)
+    assert (backwards - whole).norm() / whole.norm() < 1e-4
+
+
+def test_the_gradient_is_that_of_the_plain_forward() -> None:
+    model = small_model("qwen2", torch.float32)
+    rows = random_rows([(7, [3, 9]), (4, [5])])
+    objective = grpo_objective()
+    [microbatch] = pack(rows, 10_000, torch.device("cpu"))
+    objective(model, microbatch, objective.normaliser(rows)).loss.backward()
+    packed = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    total = torch.zeros(())
+    for row in rows:
+        log_probs, _ = alone(model, row, 1.0)
+        total = total - ((log_probs - log_probs.detach()).exp() * row.advantage).sum()
+    (total / sum(row.num_trained for row in rows)).backward()
+    plain = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert (packed - plain).norm() / plain.norm() < 1e-4
+
+
+def test_microbatches_keep_to_their_budget_and_share_prompts() -> None:
+    rows = random_rows([(10, [4, 4, 4, 4]), (3, [4])])
+    batches = list(pack(rows, 20, torch.device("cpu")))
+    assert [b.num_packed for b in batches] == [18, 18, 7]  # 10+4+4, the prompt again +4+4, 3+4
+    assert [len(b.rows) for b in batches] == [2, 2, 1]
+
+
+def test_a_completion_above_the_budget_is_a_microbatch_of_its_own() -> None:
+    rows = random_rows([(10, [30, 2])])
+    assert [b.num_packed for b in pack(rows, 20, torch.device("cpu"))] == [40, 12]
+
+
+def test_a_cpu_reads_few_different_lengths() -> None:
+    """oneDNN keeps memory for every shape that it has met, so new lengths all the time would be a leak."""
+    model = small_model("llama")
+    read: list[tuple[int, ...]] = []
+    model.get_decoder().register_forward_pre_hook(  # type: ignore[operator]
+        lambda module, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    for length in range(1, 40):
+        [microbatch] = pack(random_rows([(7, [length, 5])]), 10_000, torch.device("cpu"))
+        token_log_probs(model, microbatch, 1.0)
+    assert set(read) == {(1, 32), (1, 64)}
+
+
+def test_what_fills_a_row_up_has_no_gradient() -> None:
+    model = small_model("qwen2")
+    [microbatch] = pack(random_rows([(5, [3, 4])]), 10_000, torch.device("cpu"))
+    hidden: list[torch.Tensor] = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: hidden.append(output) or output.retain_grad())
+    log_probs, entropy = token_log_probs(model, microbatch, 1.0)
+    (log_probs.sum() + entropy.sum()).backward()
+    [states] = hidden
+    assert (states.shape[1], microbatch.num_packed) == (32, 12)
+    assert states.grad is not None
+    assert states.grad[:, :12].any()
+    assert not states.grad[:, 12:].any()

@@ -1,0 +1,236 @@
+"""Adapters: what they change, what they leave alone, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.extras import is_installed
+from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, save_model
+from rlpost.model.logprobs import token_log_probs
+from rlpost.model.lora import (
+    MergedWeights,
+    adapter_off,
+    add_adapter,
+    describe_adapter,
+    is_adapted,
+    load_adapter,
+    merged_with,
+    save_adapter,
+)
+from rlpost.model.packing import Row, pack
+from rlpost.settings import LoRASettings, ModelSettings, Push
+
+pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
+
+IDS = torch.tensor([[5, 9, 80, 33, 7, 64]])
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(folder: Path, changed: bool = True, **settings: Any) -> PreTrainedModel:
+    """The tiny model with an adapter; `changed` as if it had been trained."""
+    torch.manual_seed(0)
+    model = load_model(folder, ModelSettings(path=""))
+    add_adapter(model, LoRASettings(enabled=True, **{"rank": 4, "alpha": 8, **settings}), str(folder))
+    if changed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.1)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def contents(model: torch.nn.Module) -> dict[str, bytes]:
+    return {name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()}
+
+
+def test_a_new_adapter_changes_nothing(tiny_folder: Path) -> None:
+    plain = load_model(tiny_folder, ModelSettings(path=""))
+    assert torch.equal(logits(adapted(tiny_folder, changed=False)), logits(plain))
+
+
+def test_only_the_adapter_takes_gradients(tiny_folder: Path) -> None:
+    model = adapted(tiny_folder)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * len(LAYERS)  # A and B, in two blocks
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    # rank 4 on 64 -> 64 (q, o), 64 -> 32 (k, v), 64 -> 128 (gate, up) and 128 -> 64 (down), twice
+    assert sum(trained.values()) == 2 * 4 * (2 * 128 + 2 * 96 + 3 * 192)
+    rows = [Row(IDS[0, :2], IDS[0, 2:], torch.ones(4, dtype=torch.bool), torch.zeros(4), 1.0)]
+    [microbatch] = pack(rows, 100, model.device)
+    token_log_probs(model, microbatch, 1.0)[0].sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(trained)
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad is not None)
+    assert not any(module.training for module in model.modules())
+
+
+def test_the_forward_is_that_of_the_formula(tiny_folder: Path) -> None:
+    model: Any = adapted(tiny_folder, rank=4, alpha=12)
+    layer = model.model.layers[1].mlp.down_proj
+    x = torch.randn(3, 128)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert (a.shape, b.shape) == ((4, 128), (64, 4))
+    expected = x @ layer.base_layer.weight.T + 12 / 4 * (x @ a.T) @ b.T
+    assert torch.allclose(layer(x), expected, atol=1e-6)
+
+
+def test_with_the_adapter_off_the_model_is_the_one_it_was(tiny_folder: Path) -> None:
+    plain = logits(load_model(tiny_folder, ModelSettings(path="")))
+    model = adapted(tiny_folder)
+    on = logits(model)
+    assert not torch.allclose(on, plain)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with adapter_off(model) as reference:
+        assert torch.equal(logits(reference), plain)
+    assert torch.equal(logits(model), on)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    with pytest.raises(ZeroDivisionError), adapter_off(model):
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), on)
+
+
+def test_merged_weights_have_a_plain_checkpoints_names_and_leave_the_model_bit_identical(tiny_folder: Path) -> None:
+    plain = load_model(tiny_folder, ModelSettings(path=""))
+    model = adapted(tiny_folder)
+    before = contents(model)
+    merged = MergedWeights(model)
+    assert isinstance(merged, Mapping)
+    assert set(merged) == set(plain.state_dict())
+    assert len(merged) == len(plain.state_dict())
+    assert all(merged[name].shape == tensor.shape for name, tensor in plain.state_dict().items())
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    assert contents(model) == before
+    layer: Any = model.model.layers[0].self_attn.k_proj
+    a, b = (layer.get_parameter(f"lora_{f}.default.weight").double() for f in "AB")
+    expected = layer.base_layer.weight.double() + 2.0 * b @ a
+    assert torch.allclose(merged["model.layers.0.self_attn.k_proj.weight"].double(), expected, atol=1e-7)
+
+
+def test_a_plain_model_with_the_merged_weights_computes_the_same(tiny_folder: Path) -> None:
+    model = adapted(tiny_folder)
+    plain = load_model(tiny_folder, ModelSettings(path=""))
+    plain.load_state_dict(dict(MergedWeights(model)))
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+
+
+def test_a_merged_weight_exists_no_longer_than_it_is_used(tiny_folder: Path) -> None:
+    merged = MergedWeights(adapted(tiny_folder))
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = merged[name]
+    alive = weakref.ref(weight)
+    del weight
+    assert alive() is None
+
+
+def test_plain_peft_loads_what_is_saved(tiny_folder: Path, tmp_path: Path) -> None:
+    model = adapted(tiny_folder)
+    save_adapter(model, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-6)
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapter"))
+    assert torch.equal(logits(auto), logits(loaded))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, sorted(LAYERS))
+
+
+def test_an_adapter_is_loaded_bit_by_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    model = adapted(tiny_folder)
+    save_adapter(model, tmp_path)
+    other = adapted(tiny_folder, changed=False)
+    assert contents(other) != contents(model)
+    load_adapter(other, tmp_path)
+    assert contents(other) == contents(model)
+
+
+def test_an_adapter_of_another_rank_or_alpha_or_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    save_adapter(adapted(tiny_folder), tmp_path)
+    for model in (adapted(tiny_folder, rank=8), adapted(tiny_folder, target_modules=["q_proj"])):
+        before = contents(model)
+        with pytest.raises(CheckpointError, match=r"does not fit the model: go on with the lora\.rank"):
+            load_adapter(model, tmp_path)
+        assert contents(model) == before
+    louder = adapted(tiny_folder, alpha=64)
+    before = contents(louder)
+    with pytest.raises(CheckpointError, match=r"was begun with lora\.alpha=8: go on with that"):
+        load_adapter(louder, tmp_path)
+    assert contents(louder) == before
+    with pytest.raises(CheckpointError, match="holds no adapter"):
+        load_adapter(adapted(tiny_folder), tmp_path / "nothing")
+
+
+def test_target_modules_are_looked_up_in_the_model(tiny_folder: Path) -> None:
+    model = adapted(tiny_folder, target_modules=["self_attn.q_proj", "down_proj"])
+    named = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert named == {"q_proj", "down_proj"}
+    with pytest.raises(ConfigError, match=r"names qproj, which is no linear layer of the model; did you mean q_proj\?"):
+        adapted(tiny_folder, target_modules=["qproj"])
+    with pytest.raises(ConfigError, match=r"names lm_head, .*there are down_proj, gate_proj"):
+        adapted(tiny_folder, target_modules=["lm_head"])
+
+
+def test_an_export_is_a_plain_folder_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
+    model = adapted(tiny_folder)
+    before = contents(model)
+    save_model(model, load_tokenizer(tiny_folder), tmp_path)
+    assert contents(model) == before
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not is_adapted(plain)
+    assert set(plain.state_dict()) == set(load_model(tiny_folder, ModelSettings(path="")).state_dict())
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+
+
+def test_an_adapters_folder_stands_for_its_model_with_the_adapter_merged(tiny_folder: Path, tmp_path: Path) -> None:
+    model = adapted(tiny_folder)
+    save_adapter(model, tmp_path / "adapter")
+    found = locate_model(str(tmp_path / "adapter"))
+    assert found == locate_merged(tiny_folder, tmp_path / "adapter")  # made once
+    assert torch.allclose(logits(load_model(found, ModelSettings(path=""))), logits(model), atol=1e-5)
+    assert load_tokenizer(found).chat_template == load_tokenizer(tiny_folder).chat_template
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).add_(1.0)
+    save_adapter(model, tmp_path / "adapter")
+    assert locate_model(str(tmp_path / "adapter")) != found  # another adapter under the same name
+
+
+def test_an_adapter_for_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    save_adapter(adapted(tiny_folder), tmp_path)
+    plain = load_model(tiny_folder, ModelSettings(path=""))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change, said in (
+        ({"target_modules": ["query"]}, "does not fit the model it is for"),
+        ({"peft_type": "IA3"}, "of type IA3, which cannot be merged"),
+        ({"r": 8}, "does not fit the model it is for"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=said):
+            merged_with(plain, tmp_path)
+
+
+def test_an_adapter_is_described_by_what_it_costs(tiny_folder: Path) -> None:
+    # 8,192 parameters beside the model's 90,624
+    assert describe_adapter(adapted(tiny_folder)) == "rank 4, alpha 8, 14 layers, 9.04% as many parameters"
+
+
+def test_settings_of_lora_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank means nothing while lora\.enabled=false"):
+        LoRASettings(rank=8)
+    with pytest.raises(ConfigError, match=r"lora\.target_modules=\[\] adapts nothing"):
+        LoRASettings(enabled=True, target_modules=[])
+    with pytest.raises(ConfigError, match=r"lora\.rank=1024 is more than vLLM applies"):
+        LoRASettings(enabled=True, rank=1024, push=Push.adapter)
+    assert LoRASettings(enabled=True, rank=1024).rank == 1024

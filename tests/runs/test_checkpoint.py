@@ -1,0 +1,360 @@
+"""Checkpoints: whole or not there, and checked before they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.runs.checkpoint import checkpoints, drop_checkpoints_after, load_checkpoint, point_best, save_checkpoint, verify
+from rlpost.errors import CheckpointError
+from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone
+
+TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}
+STATE = {"progress": {"step": 7}, "collector": {"position": 3}, "policy_version": 7}
+FILES = ["model/config.json", "model/weights.bin", "state/state.json", "state/tensors.safetensors"]
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "weights.bin").write_bytes(bytes(range(256)))
+
+
+def save(folder: Path, step: int, **changes: Any) -> Path:
+    what: dict[str, Any] = {"write_model": write_model, "tensors": TENSORS, "state": STATE, "keep_last": 2}
+    return save_checkpoint(folder, step, **{**what, **changes})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def latest(folder: Path) -> str:
+    return os.readlink(folder / "latest")
+
+
+# Round trip
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 7)
+    assert path == tmp_path / "checkpoints" / "step-000007"
+    tensors, state = load_checkpoint(path)
+    assert state == STATE
+    assert set(tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].equal(tensor)
+    assert (path / "model" / "weights.bin").read_bytes() == bytes(range(256))
+
+
+def test_the_manifest_names_every_file_with_its_size(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert sorted(manifest) == FILES
+    assert manifest["model/weights.bin"] == {
+        "bytes": 256,
+        # of the 256 bytes 0x00 to 0xff, as sha256sum gives it
+        "sha256": "40aff2e9d2d8922e47afd4648e6967497158785fbd1da870e7110266bf944880",
+    }
+
+
+def test_a_slice_of_a_tensor_is_saved_as_what_it_shows(tmp_path: Path) -> None:
+    columns = torch.arange(6.0).view(2, 3).T  # not contiguous
+    tensors, _ = load_checkpoint(save(tmp_path, 1, tensors={"columns": columns}))
+    assert tensors["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, best=2 if step > 1 else 1)
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000004", "step-000005"]
+    assert os.readlink(tmp_path / "best") == "step-000002"
+    save(tmp_path, 6, best=6)
+    assert names(tmp_path) == ["best", "latest", "step-000005", "step-000006"]
+
+
+def test_the_link_to_the_best_points_at_a_checkpoint_or_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path, 1, best=1)
+    assert point_best(tmp_path, 1)
+    assert not point_best(tmp_path, 9)
+    assert names(tmp_path) == ["latest", "step-000001"]
+    assert not point_best(tmp_path, None)
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    path = save(tmp_path, 4, state={"again": True})
+    assert load_checkpoint(path)[1] == {"again": True}
+    assert names(tmp_path) == ["latest", "step-000004"]
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_the_state_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
+    monkeypatch.setattr("rlpost.runs.checkpoint.FORMAT", other)
+    path = save(tmp_path, 1)
+    monkeypatch.undo()
+    for read in (verify, load_checkpoint):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"another version of rlpost \(its state has format {other}, this one reads 2\).* with model\.path=",
+        ) as said:
+            read(path)
+        assert "\n" not in str(said.value)
+
+
+# Which there are
+
+
+def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+        assert latest(tmp_path) == f"step-{step:06d}"
+    assert names(tmp_path) == ["latest", "step-000020", "step-000030"]
+
+
+def test_the_one_just_written_is_never_removed(tmp_path: Path) -> None:
+    for step in (30, 40, 5):
+        save(tmp_path, step, keep_last=1)
+        assert (tmp_path / f"step-{step:06d}").is_dir()
+        assert latest(tmp_path) == f"step-{step:06d}"
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    (tmp_path / "step-000009").mkdir()  # without a manifest: never finished
+    (tmp_path / ".step-000010.incomplete" / "model").mkdir(parents=True)
+    (tmp_path / "step-best").mkdir()
+    (tmp_path / "step-best" / "manifest.json").write_text("{}")
+    assert checkpoints(tmp_path) == [path]
+    assert checkpoints(tmp_path / "nowhere") == []
+
+
+def test_what_a_crash_left_half_written_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / ".step-000002.incomplete" / "model").mkdir(parents=True)
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step-000003"]
+
+
+def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep_last=5)
+    assert [path.name for path in drop_checkpoints_after(tmp_path, 15)] == ["step-000020", "step-000030"]
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000010"], "step-000010")
+    assert drop_checkpoints_after(tmp_path, 10) == []
+    assert [path.name for path in drop_checkpoints_after(tmp_path, 0)] == ["step-000010"]
+    assert names(tmp_path) == []
+
+
+# The model alone
+
+
+def test_all_but_the_newest_keep_the_model_alone(tmp_path: Path) -> None:
+    write_adapter = write_model
+    for step in (1, 2, 3):
+        save(tmp_path, step, best=1, write_adapter=write_adapter)
+    assert names(tmp_path) == ["best", "latest", "step-000001", "step-000002", "step-000003"]
+    for step in (1, 2):
+        older = tmp_path / f"step-{step:06d}"
+        assert names(older) == ["adapter", "manifest.json", "model"]
+        verify(older)  # as a model
+        with pytest.raises(CheckpointError, match=f"step-{step:06d} keeps the model alone: resume from latest"):
+            load_checkpoint(older)
+    assert load_checkpoint(tmp_path / "step-000003")[1] == STATE
+
+
+def test_a_model_that_is_kept_alone_is_still_checked(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    weights = tmp_path / "step-000001" / "model" / "weights.bin"
+    weights.write_bytes(bytes(256))
+    with pytest.raises(CheckpointError, match=r"weights\.bin is not what was written"):
+        verify(tmp_path / "step-000001")
+
+
+def test_what_is_freed_is_the_state(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    size = sum((path / "state" / name).stat().st_size for name in ("tensors.safetensors", "state.json"))
+    assert (bytes_of_state(path), keep_the_model_alone(path), bytes_of_state(path)) == (size, size, 0)
+    assert keep_the_model_alone(path) == 0
+
+
+@pytest.mark.parametrize("dies_in", ["os.replace", "shutil.rmtree"])
+def test_a_death_while_the_state_is_removed_leaves_a_right_model_and_a_newest_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    older = save(tmp_path, 1)
+    real = {"os.replace": os.replace, "shutil.rmtree": shutil.rmtree}[dies_in]
+
+    def dies(path: Any, *rest: Any, **kind: Any) -> Any:
+        if ".state.removed" in str([path, *rest]) and Path(path).exists():
+            raise KeyboardInterrupt
+        return real(path, *rest, **kind)
+
+    monkeypatch.setattr(dies_in, dies)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert latest(tmp_path) == "step-000002"
+    assert load_checkpoint(tmp_path / "step-000002")[1] == STATE
+    verify(older)
+    with pytest.raises(CheckpointError, match="keeps the model alone"):
+        load_checkpoint(older)
+    save(tmp_path, 3)
+    assert names(tmp_path / "step-000002") == ["manifest.json", "model"]
+    save(tmp_path, 4, keep_last=9)
+    assert bytes_of_state(tmp_path / "step-000003") == 0
+
+
+def test_a_state_that_was_half_removed_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
+    older = save(tmp_path, 1)
+    keep_the_model_alone(older)
+    for left in ("state", ".state.removed"):
+        (older / left).mkdir()
+        (older / left / "tensors.safetensors").write_bytes(bytes(10))
+    verify(older)
+    assert bytes_of_state(older) == 20
+    save(tmp_path, 2)
+    assert names(older) == ["manifest.json", "model"]
+
+
+def test_a_run_without_a_whole_checkpoint_says_what_can_be_done(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    keep_the_model_alone(path)
+    with pytest.raises(CheckpointError, match=f"begin another run from it with model.path={path}"):
+        load_checkpoint(path)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"model/config.json": 3}', b'{"a": {}}', b"\xff\xfe"])
+def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = save(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    if content is not None:
+        (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is no complete checkpoint: its manifest\.json cannot be read"):
+        load_checkpoint(path)
+
+
+def test_a_manifest_that_leaves_the_state_out_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tensors\.safetensors is not what was written"):
+        load_checkpoint(path)
+
+
+def test_no_changed_byte_of_the_manifest_goes_unnoticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    content = (path / "manifest.json").read_bytes()
+    for place in range(0, len(content), 3):
+        changed = bytearray(content)
+        changed[place] ^= 4
+        (path / "manifest.json").write_bytes(changed)
+        try:
+            verify(path)
+        except CheckpointError:
+            continue
+        assert chr(content[place]).isspace() or json.loads(bytes(changed)) == json.loads(content)
+
+
+# A disk that does not take it
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    """No file may grow beyond 1000 bytes: the tensors of the second checkpoint do not fit."""
+    save(tmp_path, 1)
+    program = f"""
+import resource, sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from rlpost.errors import CheckpointError
+from test_checkpoint import save
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    save(Path({str(tmp_path)!r}), 2, tensors={{"big": torch.zeros(1000)}})
+except CheckpointError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"refused: cannot write checkpoint {tmp_path}/step-000002: ")
+    assert "free some space" in done.stdout
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step-000001"], "step-000001")
+    assert load_checkpoint(tmp_path / "step-000001")[1] == STATE
+
+
+def test_a_file_system_without_room_is_refused_cleanly(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    try:
+        save(disk, 1)
+        with pytest.raises(CheckpointError, match=r"step-000002: .*No space left on device"):
+            save(disk, 2, tensors={"big": torch.zeros(100_000)})
+        assert (names(disk), latest(disk)) == (["latest", "step-000001"], "step-000001")
+        save(disk, 3, tensors={"small": torch.zeros(10)})
+        assert load_checkpoint(disk / "step-000003")[0]["small"].numel() == 10
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_model_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        write_model(folder)
+        raise ValueError("a bug, not a full disk")
+
+    with pytest.raises(ValueError, match="a bug"):
+        save(tmp_path, 1, write_model=broken)
+    assert names(tmp_path) == []
+
+
+def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*checkpoints/step-000001"):
+        save(tmp_path / "checkpoints", 1)

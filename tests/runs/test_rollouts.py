@@ -1,0 +1,216 @@
+"""Every completion of a step in one Parquet file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.data.batch import batch_from_conversations
+from rlpost.data.conversation import Conversation
+from rlpost.errors import DataError
+from rlpost.runs.rollouts import (
+    EXPORTS,
+    SCHEMA,
+    export_rollouts,
+    json_lines,
+    read_rollouts,
+    rollout_steps,
+    write_rollouts,
+)
+
+COLUMNS = [
+    "step",
+    "group",
+    "sample",
+    "prompt",
+    "completion",
+    "turns",
+    "reward",
+    "reward_parts",
+    "accuracy_strict",
+    "accuracy_lenient",
+    "advantage",
+    "valid",
+    "finish_reason",
+    "policy_version_min",
+    "policy_version_max",
+    "token_ids",
+    "log_probs",
+    "mask",
+]
+
+
+@pytest.fixture
+def two(conversation: Callable[..., Conversation]) -> TensorDict:
+    """A finished row with every value, and one whose reward failed."""
+    good = conversation(
+        3,
+        1,
+        prompt_ids=[5, 6],
+        response_ids=[7, 4, 8],
+        log_probs=[-0.5, 0.0, -0.25],
+        mask=[1, 0, 1],
+        text="naïve\n91",
+        reward=0.75,
+        reward_parts={"format": 0.25, "right": 0.5},
+        accuracy_strict=0.0,
+        accuracy_lenient=1.0,
+        policy_versions=[4, 5],
+        messages=[
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "What is 34 + 57?"},
+            {"role": "assistant", "content": "Wait."},
+            {"role": "user", "content": "Go on."},
+            {"role": "assistant", "content": "naïve\n91"},
+        ],
+    )
+    failed = conversation(3, 2, prompt_ids=[5], response_ids=[9], reward=None, valid=False, finish_reason="length")
+    batch = batch_from_conversations([good, failed])
+    return batch.set("advantage", torch.tensor([0.5, 0.0]))
+
+
+def test_the_columns_are_those_of_the_run_folder(tmp_path: Path, two: TensorDict) -> None:
+    write_rollouts(tmp_path / "step.parquet", 12, two)
+    assert pq.read_schema(tmp_path / "step.parquet").names == COLUMNS
+
+
+def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
+    path = tmp_path / "rollouts" / "step-000012.parquet"
+    write_rollouts(path, 12, two)
+    good, failed = pq.read_table(path).to_pylist()
+    assert good == {
+        "step": 12,
+        "group": 3,
+        "sample": 1,
+        "prompt": "<user>What is 34 + 57?",
+        "completion": "naïve\n91",
+        "turns": [
+            {"role": "assistant", "content": "Wait."},
+            {"role": "user", "content": "Go on."},
+            {"role": "assistant", "content": "naïve\n91"},
+        ],
+        "reward": 0.75,
+        "reward_parts": [("format", 0.25), ("right", 0.5)],
+        "accuracy_strict": 0.0,
+        "accuracy_lenient": 1.0,
+        "advantage": 0.5,
+        "valid": True,
+        "finish_reason": "stop",
+        "policy_version_min": "4",
+        "policy_version_max": "5",
+        "token_ids": [7, 4, 8],
+        "log_probs": [-0.5, 0.0, -0.25],
+        "mask": [True, False, True],
+    }
+    missing = {"reward": None, "reward_parts": [], "accuracy_strict": None, "accuracy_lenient": None}
+    assert {name: failed[name] for name in missing} == missing
+    assert (failed["valid"], failed["finish_reason"], failed["mask"]) == (False, "length", [True])
+
+
+def test_a_batch_without_advantages_has_null_ones(tmp_path: Path, batch: Callable[..., TensorDict]) -> None:
+    write_rollouts(tmp_path / "a.parquet", 0, batch(version="3f2a"))
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert table["advantage"].to_pylist() == [None, None]
+    assert table["policy_version_min"].to_pylist() == ["3f2a", "3f2a"]
+
+
+def test_a_file_that_cannot_be_written_leaves_none(tmp_path: Path, two: TensorDict) -> None:
+    (tmp_path / "step.parquet").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_rollouts(tmp_path / "step.parquet", 1, two)
+    assert [path.name for path in tmp_path.iterdir()] == ["step.parquet"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, two: TensorDict) -> Path:
+    """A run folder with the completions of steps 1, 2 and 4."""
+    for step in (1, 2, 4):
+        write_rollouts(tmp_path / "run" / "rollouts" / f"step-{step:06d}.parquet", step, two)
+    return tmp_path / "run"
+
+
+def test_what_was_written_is_read_back(run: Path) -> None:
+    (run / "rollouts" / "step-000009.incomplete").write_text("")
+    assert rollout_steps(run) == [1, 2, 4]
+    good, failed = read_rollouts(run, 4)
+    assert (good["step"], good["completion"], good["reward"]) == (4, "naïve\n91", 0.75)
+    assert good["reward_parts"] == {"format": 0.25, "right": 0.5}
+    assert good["token_ids"] == [7, 4, 8]
+    assert (failed["reward"], failed["reward_parts"]) == (None, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and nothing else"])
+def test_a_damaged_file_is_named(run: Path, content: bytes) -> None:
+    (run / "rollouts" / "step-000002.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"step-000002\.parquet cannot be read"):
+        read_rollouts(run, 2)
+
+
+def test_a_parquet_file_of_something_else_is_named(run: Path) -> None:
+    pq.write_table(pa.table({"step": [2]}), run / "rollouts" / "step-000002.parquet")
+    with pytest.raises(DataError, match=r"step-000002\.parquet"):
+        read_rollouts(run, 2)
+
+
+def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) -> None:
+    assert export_rollouts(run, [1, 4], tmp_path / "all.jsonl", tokens=True) == 4
+    text = (tmp_path / "all.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == [1, 1, 4, 4]
+    assert "naïve" in text
+    assert (rows[0]["mask"], rows[0]["valid"], rows[0]["accuracy_strict"]) == ([True, False, True], True, 0.0)
+    assert (rows[1]["reward"], rows[1]["reward_parts"]) == (None, {})
+    [plain, _] = json_lines(run, [1], tokens=False, ascii_only=True)
+    assert plain.isascii()
+    assert {"token_ids", "log_probs", "mask"} & set(json.loads(plain)) == set()
+
+
+def test_csv_has_a_column_for_each_part_of_the_reward(run: Path, tmp_path: Path) -> None:
+    export_rollouts(run, [2], tmp_path / "a.csv", tokens=False)
+    with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as stream:
+        good, failed = csv.DictReader(stream)
+    assert (good["completion"], good["reward"], good["reward/format"], good["reward/right"]) == (
+        "naïve\n91",
+        "0.75",
+        "0.25",
+        "0.5",
+    )
+    assert (failed["reward"], failed["reward/format"]) == ("", "")
+    assert "token_ids" not in good
+    export_rollouts(run, [2], tmp_path / "b.csv", tokens=True)
+    with (tmp_path / "b.csv").open(encoding="utf-8", newline="") as stream:
+        assert next(csv.DictReader(stream))["token_ids"] == "[7, 4, 8]"
+
+
+def test_parquet_of_several_steps_is_the_steps_one_after_the_other(run: Path, tmp_path: Path) -> None:
+    export_rollouts(run, [1, 2, 4], tmp_path / "all.parquet", tokens=True)
+    table = pq.read_table(tmp_path / "all.parquet")
+    assert table.schema == SCHEMA
+    assert table["step"].to_pylist() == [1, 1, 2, 2, 4, 4]
+    assert table["log_probs"].to_pylist()[0] == [-0.5, 0.0, -0.25]
+
+
+def test_an_export_that_fails_leaves_no_file(run: Path, tmp_path: Path) -> None:
+    (run / "rollouts" / "step-000004.parquet").write_bytes(b"")
+    for suffix in EXPORTS:
+        with pytest.raises(DataError):
+            export_rollouts(run, [1, 4], tmp_path / f"all{suffix}", tokens=True)
+    with pytest.raises(DataError, match="cannot write"):
+        export_rollouts(run, [1], tmp_path / "nowhere" / "all.jsonl", tokens=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_reading_rollouts_needs_no_torch() -> None:
+    program = "import sys, rlpost.runs.rollouts; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
