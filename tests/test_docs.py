@@ -111,3 +111,21 @@ def test_links_of_the_pages_lead_somewhere() -> None:
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert "://" in target or os.path.exists(page.parent / target), f"{page.name}: {target}"
+
+
+TOUR = (DOCS / "tour.md").read_text()
+
+
+@pytest.mark.parametrize("number", range(TOUR.count("```python")))
+def test_the_tour_shows_the_lines_of_the_file_that_it_names_last(number: int) -> None:
+    before, shown = TOUR.split("```python\n")[number : number + 2]
+    file = re.findall(r"`(rlpost/[\w/]+\.py)`", before.rpartition("\n\n```\n")[2] or before)[-1]
+    rest = iter((DOCS.parent / file).read_text().splitlines())
+    for line in shown.partition("```")[0].splitlines():
+        assert line in rest, f"{file} has no such line, or it is in another place: {line}"
+
+
+def test_every_file_that_the_tour_names_is_there() -> None:
+    named = {DOCS.parent / path for path in re.findall(r"`((?:rlpost|docs|conf)/[\w/.]+\.(?:py|md))`", TOUR)}
+    assert len(named) > 20
+    assert [path for path in named if not path.is_file()] == []

@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.runs.checkpoint import checkpoints, drop_checkpoints_after, load_checkpoint, point_best, save_checkpoint, verify
 from rlpost.errors import CheckpointError
+from rlpost.runs.checkpoint import (
+    checkpoints,
+    drop_checkpoints_after,
+    load_checkpoint,
+    point_best,
+    save_checkpoint,
+    verify,
+)
 from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone
 
 TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}

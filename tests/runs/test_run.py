@@ -22,10 +22,10 @@ from rich.console import Console
 from tensordict import TensorDict
 
 import rlpost
-from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.runs.writer import Run
+from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.runs.reader import RunState, read_run
+from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 from tests.screen.vt import Session
@@ -477,7 +477,9 @@ def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("rlpost.runs.writer.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        "rlpost.runs.writer.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    )
     run = make(tmp_path, total_steps=9)
     due = []
     for step in run.steps(done=0):
