@@ -56,15 +56,16 @@ def size() -> dict[str, int]:
     return {"files": len(files), "code lines": sum(code_lines(file.read_text()) for file in files)}
 
 
-def passed_through() -> dict[str, int]:
-    """What a training has loaded and entered at its first backward."""
+def passed_through() -> tuple[dict[str, int], list[str]]:
+    """What a training has loaded and entered at its first backward: the figures, and the modules by name."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--train", folder]
         environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         if ended.returncode:
             raise SystemExit(f"figures: the training failed:\n{ended.stdout}{ended.stderr}")
-        return json.loads((Path(folder) / "measured.json").read_text())
+        seen = json.loads((Path(folder) / "measured.json").read_text())
+        return seen["figures"], seen["modules"]
 
 
 class Entered:
@@ -120,12 +121,13 @@ def train(folder: Path) -> NoReturn:
         sys.setprofile(None)
         threading.setprofile(None)
         loaded = [m for name, m in sys.modules.items() if name.split(".")[0] == "rlpost" and m.__file__]
-        seen = {
+        figures = {
             "modules": len(loaded),
             "lines": sum(len(Path(m.__file__ or "").read_text().splitlines()) for m in loaded),
             "functions": len(entered.functions),
             "functions from learn on": sum(entered.functions.values()),
         }
+        seen = {"figures": figures, "modules": sorted(m.__name__ for m in loaded)}
         folder.with_suffix(".json").write_text(json.dumps(seen))
         os._exit(0)
 
@@ -142,7 +144,8 @@ def main() -> None:
     """Print the figures."""
     if sys.argv[1:2] == ["--train"]:
         train_twice(Path(sys.argv[2]))
-    for name, value in (size() | passed_through()).items():
+    figures, _ = passed_through()
+    for name, value in (size() | figures).items():
         print(f"{value:>7,}  {name}")
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rlpost.config.paths import BEST, LATEST, checkpoints
 from rlpost.errors import CheckpointError
-from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone, keeps_the_model_alone
 from rlpost.runs.reader import RunState, find_runs, is_running, read_run
+from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone, keeps_the_model_alone
 
 DAY = 86400
 

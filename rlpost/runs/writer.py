@@ -23,17 +23,17 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
+from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
+from rlpost.runs.reader import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
-from rlpost.runs.reader import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
+from rlpost.runs.stopping import Stoppable, Stopped
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
-from rlpost.runs.stopping import Stoppable, Stopped
 
 if TYPE_CHECKING:
     from rlpost.tracking.process import TrackerProcess
