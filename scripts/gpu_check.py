@@ -203,7 +203,7 @@ def back_off(bench: Bench) -> dict[str, Any]:
         usual = bench.done["fine-tuning"]["peak_gb"] * 1e9
         limit = CAP_GPU.format(share=min(1.0, 1.3 * usual / torch.cuda.get_device_properties(0).total_memory))
     elif platform.system() == "Linux":
-        limit = CAP_CPU.format(room=(500 if bench.quick else 4500) * 10**6)
+        limit = CAP_CPU.format(room=(500 if bench.quick else 3500) * 10**6)
     else:
         raise Left("a cap on a CPU's memory needs Linux")
     said, told = _sft(bench, "capped", "steps=1", "tokens_per_microbatch=10000000", program=CAPPED.format(limit=limit))
@@ -266,7 +266,8 @@ def _speeds(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _sft(bench: Bench, name: str, *more: str, program: str | None = None) -> tuple[dict[str, Any], str]:
     # a cap leaves room for small microbatches of the larger model, and rows that are long enough to break through it
-    words = bench.words(bench.model, minibatch_size=64, max_tokens=1024, eval__enabled="false")
+    samples = 64 if bench.on_gpu or bench.quick else 16 if name == "capped" else 4
+    words = bench.words(bench.model, minibatch_size=samples, max_tokens=1024, eval__enabled="false")
     if name == "capped" and not bench.on_gpu:
         words.append("model.autocast=none")
     return bench.rlpost("train", "sft", *words, *more, "--out", str(bench.folder / "runs" / name), program=program)
