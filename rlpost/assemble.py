@@ -1,4 +1,4 @@
-"""Settings become components here, and nowhere else."""
+"""Settings become components here; `assemble_sft.py` has those that fine-tuning alone needs."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_the_tour_shows_the_lines_of_the_file_that_it_names_last(number: int) ->
     file = re.findall(r"`(rlpost/[\w/]+\.py)`", before.rpartition("\n\n```\n")[2] or before)[-1]
     rest = iter((DOCS.parent / file).read_text().splitlines())
     for line in shown.partition("```")[0].splitlines():
-        assert line in rest, f"{file} has no such line, or it is in another place: {line}"
+        assert line.strip() == "..." or line in rest, f"{file} has no such line, or it is in another place: {line}"
 
 
 def test_every_file_that_the_tour_names_is_there() -> None:

@@ -100,7 +100,7 @@ NEVER = {
     "objectives": ["torch.optim", "torch.distributed", "transformers"],
     "envs": ["torch.optim", "rlpost.policies"],
     "policies": ["torch.optim", "rlpost.rewards", "rlpost.envs"],
-    "collectors": ["rlpost.objectives", "rlpost.model.load", "transformers"],
+    "collectors": ["rlpost.objectives", "rlpost.model.load", "rlpost.models", "transformers"],
     "runs/writer.py": ["rlpost.objectives"],
     "runs/checkpoint.py": ["rlpost.objectives", "transformers"],
     "tracking": ["rlpost.objectives", "transformers"],
@@ -189,7 +189,7 @@ def files_imported(file: Path) -> set[Path]:
 
 
 def test_no_circle_of_files() -> None:
-    """Nor through what is imported inside a function, or for types alone."""
+    """What is imported inside a function or for types alone counts too; the late doors do not."""
     waiting = {file: files_imported(file) - {file} for file in FILES}
     while free := [file for file, needed in waiting.items() if not needed]:
         for file in free:

@@ -124,6 +124,8 @@ class ReplayBuffer:
         draw_limit: int = 32,
         max_waiting: int = 4096,
     ) -> None:
+        if (group_size is not None and group_size < 1) or max_waiting < 1:
+            raise ValueError(f"group_size={group_size} and max_waiting={max_waiting} must be at least 1")
         self.transforms = list(transforms)
         self.group_key = group_key
         self.group_size = group_size
@@ -165,6 +167,8 @@ class ReplayBuffer:
         for place, group in enumerate(ids):
             places.setdefault(group, []).append(place)
         for number, own in places.items():
+            self._check_size(number, len(own))
+        for number, own in places.items():
             if group := self._completed(number, Selection.of(current, own)):
                 self._groups.append(group)
                 self.drawn.add(group)
@@ -176,12 +180,16 @@ class ReplayBuffer:
             return rows
         waited = self._waiting.pop(number, None)
         group = Selection.joined([waited, rows]) if waited else rows
-        if len(group) > self.group_size:
-            raise ValueError(f"group {number} has {len(group)} rows, more than the {self.group_size} a group can have")
         if len(group) == self.group_size:
             return group
         self._waiting[number] = group
         return None
+
+    def _check_size(self, number: int, new: int) -> None:
+        """Raise ValueError where `new` rows are more than group `number` can take."""
+        size = new + (len(self._waiting[number]) if number in self._waiting else 0)
+        if self.group_size is not None and size > self.group_size:
+            raise ValueError(f"group {number} has {size} rows, more than the {self.group_size} a group can have")
 
     def _evict(self) -> None:
         """Give up the groups that have waited longest for a row, until `max_waiting` are left."""

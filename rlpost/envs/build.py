@@ -6,20 +6,32 @@ from importlib import import_module
 
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError
-from rlpost.settings import EnvSettings, ToolsSettings
+from rlpost.settings import (
+    ArithmeticSettings,
+    CountdownSettings,
+    DatasetSettings,
+    EnvSettings,
+    GSM8KSettings,
+    IFBenchSettings,
+    IFEvalSettings,
+    MathSettings,
+    ReasoningGymSettings,
+    TextGameSettings,
+    ToolsSettings,
+)
 from rlpost.settings.registered import ENVS
 
 # settings class -> module and class under rlpost.envs, imported when it is asked for
-CLASSES = {
-    "ArithmeticSettings": "arithmetic:ArithmeticEnv",
-    "CountdownSettings": "countdown:CountdownEnv",
-    "DatasetSettings": "dataset:DatasetEnv",
-    "GSM8KSettings": "gsm8k:GSM8KEnv",
-    "IFBenchSettings": "ifeval:IFBenchEnv",
-    "IFEvalSettings": "ifeval:IFEvalEnv",
-    "MathSettings": "math_problems:MathEnv",
-    "ReasoningGymSettings": "reasoning:ReasoningGymEnv",
-    "TextGameSettings": "text_game:TextGameEnv",
+CLASSES: dict[type[EnvSettings], str] = {
+    ArithmeticSettings: "arithmetic:ArithmeticEnv",
+    CountdownSettings: "countdown:CountdownEnv",
+    DatasetSettings: "dataset:DatasetEnv",
+    GSM8KSettings: "gsm8k:GSM8KEnv",
+    IFBenchSettings: "ifeval:IFBenchEnv",
+    IFEvalSettings: "ifeval:IFEvalEnv",
+    MathSettings: "math_problems:MathEnv",
+    ReasoningGymSettings: "reasoning:ReasoningGymEnv",
+    TextGameSettings: "text_game:TextGameEnv",
 }
 
 
@@ -34,9 +46,9 @@ def build_env(
     """
     kind = type(settings)
     registered = {env.settings: env.build for env in ENVS.values()}
-    if kind not in registered and kind.__name__ not in CLASSES:
+    if kind not in registered and kind not in CLASSES:
         raise ConfigError(f"no environment belongs to {kind.__name__}: register it with rlpost.register_env")
-    build = registered[kind] if kind in registered else _class_of(kind.__name__).of
+    build = registered[kind] if kind in registered else _class_of(kind).of
     env = build(
         settings,
         system_prompt=settings.system_prompt,
@@ -66,7 +78,7 @@ def build_env(
     return env
 
 
-def _class_of(settings: str) -> type[DatasetChatEnv]:
+def _class_of(settings: type[EnvSettings]) -> type[DatasetChatEnv]:
     module, name = CLASSES[settings].split(":")
     return getattr(import_module(f"rlpost.envs.{module}"), name)
 

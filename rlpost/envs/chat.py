@@ -273,9 +273,9 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
-        """The environment that `settings` describe; `seed` is the run's, `common` what `build_env` reads of all.
+        """The environment that `settings` describe; `seed` is the run's, `common` what every environment takes.
 
-        What is None in `common` is left to the constructor, whose defaults are the environment's own.
+        One that is None in `common` is left to the constructor, whose defaults are the environment's own.
         """
         given = {name: value for name, value in common.items() if value is not None}
         own = cls.arguments_of(settings)

@@ -1,6 +1,6 @@
 """Advantages: what a completion earned beyond what was to be expected.
 
-`give_advantages` is the step of the loop, all else pure functions of tensors.
+`give_advantages` is the step of the loop; what it calls are pure functions of tensors.
 
 Everywhere: a sample counts if it is `valid` and its reward is finite. The others get 0 and are
 outside every mean and deviation, so a NaN never spreads. Standard deviations are unbiased (N - 1),
@@ -30,7 +30,7 @@ def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequenc
     With the KL in the reward, which reads the log-probs of `rows`, a completion's reward is
     r - kl_coef * sum of its tokens' KL (arXiv:1909.08593, eq. 2); for `reinforce_pp` each token has
     its own return and advantage, and the batch holds the mean over the completion's tokens. The
-    rewards of `batch` stay the task's. Returns the mean penalty of a completion as
+    rewards of `batch` stay as they are. Returns the mean penalty of a completion as
     `reward/kl_penalty`, where there is one.
     """
     estimator = settings.advantage.estimator.value

@@ -43,7 +43,7 @@ class Policy(ABC):
     its sequences, as `face` says.
     """
 
-    shares_weights = True  # samples from the very tensors that are trained, so that a push has nothing to send
+    shares_weights = True  # whether a push has nothing to send: it samples from the trainer's tensors, or from none
     tokenizer: Any  # a transformers tokenizer with a chat template
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 

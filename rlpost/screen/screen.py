@@ -23,12 +23,11 @@ from rlpost.screen.state import Figures, State
 from rlpost.text import printable
 
 if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
     from rlpost.screen.layout import Layout
     from rlpost.screen.record import Record
     from rlpost.screen.terminal import Picture
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
 
 SAMPLE_EVERY = 10  # steps
 

@@ -36,7 +36,7 @@ class DynamicSamplingSettings:
     """DAPO's dynamic sampling (arXiv:2503.14476): groups whose rewards are all equal are drawn anew.
 
     Each step then trains on prompts_per_step groups that differ; `groups/drawn` and `groups/dropped`
-    say what that took, and `reward/mean_drawn` is the mean before anything was dropped.
+    say what that took, and `reward/mean_drawn` is the task's mean before anything was dropped.
     """
 
     enabled: bool = False  # true: groups with equal rewards are dropped and more are drawn

@@ -61,6 +61,7 @@ def learn(session: GRPOSession) -> None:
         session.trained()
 
         if any(u.stepped for u in updates):
+            session.screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
         session.finish(batch)
 

@@ -80,15 +80,6 @@ def restore_best(run: Run, best: BestSoFar) -> None:
         )
 
 
-def best_line(run: Run, best: BestSoFar, before: Mapping[str, float] | None) -> str:
-    """Which step was best, its accuracy, and where its checkpoint is; empty where accuracy was not measured."""
-    if best.best_step is None or best.best_accuracy is None:
-        return ""
-    at_first = (before or {}).get(ACCURACY)
-    line = f"best: after step {best.best_step}, {best.best_accuracy:.1%}, in {run.folder}/checkpoints/{BEST}"
-    return line if at_first is None or at_first <= best.best_accuracy else f"{line}; the starting model had more"
-
-
 def evaluations_until(checkpoint: Path, step: int) -> list[dict[str, Any]]:
     """The lines of the evaluations up to `step` of the run that `checkpoint` is of: it was saved before its own."""
     rows, _ = read_metrics(checkpoint.resolve().parents[1] / "metrics.jsonl")

@@ -52,9 +52,8 @@ class SamplingSession(Session[S, P]):
         self.screen.phase("training")
 
     def trained(self) -> None:
-        """The step's updates are done; its weights are pushed next."""
+        """The step's updates are done."""
         self.clock.lap("time/train")
-        self.screen.phase("pushing weights")
 
     def finish(self, batch: Any = None) -> None:
         """See `Session.finish`."""

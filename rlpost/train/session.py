@@ -133,8 +133,8 @@ class Session(ABC, Generic[S, P]):
             self.run.keep_numbers(numbers.record())
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
             self.parts.start()
-        if checkpoint is not None:
-            self._restore(checkpoint)
+            if checkpoint is not None:
+                self._restore(checkpoint)
         self.run.plan(self.total_steps())
         self.announce(numbers)
         self.microbatches = Microbatches.shown_on(self.screen, self.tokens_per_microbatch, self.parts.device)
@@ -232,8 +232,8 @@ class Session(ABC, Generic[S, P]):
     def measure(self, when: str) -> dict[str, float]:
         """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
 
-    def measured(self) -> None:
-        """Do what the evaluation after a step calls for."""
+    def after_evaluation(self) -> None:
+        """Called after each evaluation that follows a step."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class Session(ABC, Generic[S, P]):
     def _evaluated(self) -> dict[str, float]:
         """The evaluation after the last step done."""
         self.progress.eval_after = self.measure(f"after step {self.progress.step}")
-        self.measured()
+        self.after_evaluation()
         return self.progress.eval_after | self.run.memory.metrics(self.parts.device)
 
     def _conclude(

@@ -88,7 +88,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         policy.rest()
         return result.metrics()
 
-    def measured(self) -> None:
+    def after_evaluation(self) -> None:
         """Make the step under way the last where the accuracy is what was asked for, and say so."""
         if not self.reached():
             return

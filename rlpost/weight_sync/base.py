@@ -64,10 +64,10 @@ class WeightUpdater(ABC):
 
 
 class SharedWeights(WeightUpdater):
-    """For a policy that samples from the trainer's own tensors, which are there already; others are copied into them.
+    """For a policy that samples from the trainer's own tensors: nothing to send.
 
-    `push` raises PolicyError for weights that are not those of the policy's model, by name or shape, and
-    changes nothing then. A policy without a model (`ScriptedPolicy`) takes any.
+    Other weights are copied into those tensors. `push` raises PolicyError for weights that do not fit
+    the policy's model, and changes nothing then. A policy without a model (`ScriptedPolicy`) takes any.
     """
 
     def _send(self, policy: Policy, source: WeightSource) -> None:
@@ -75,14 +75,39 @@ class SharedWeights(WeightUpdater):
         model = getattr(policy, "model", None)
         if model is None or model is source:
             return
+        shared = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        if all(weight.data_ptr() in shared for weight in weights.values()):  # the policy's own, under any names
+            return
         if is_adapted(model):
             raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
-        own = named_weights(model)
-        check_weights(weights, {name: (weights.get(name, mine).dtype, mine.shape) for name, mine in own.items()})
-        if strange := sorted(weights.keys() - own.keys()):
-            raise PolicyError(f"the policy's model has no weight {strange[0]}: push a model like it")
-        for name, weight in own.items():
-            weight.copy_(weights[name])
+        for own, given in _pairs(weights, model):
+            own.copy_(given)
+
+
+def _pairs(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of the model's tensors and what is to be copied into it. Raises PolicyError where `weights` do not fit."""
+    names: dict[int, list[str]] = {}  # of each tensor; a tied one has several
+    own = model.state_dict()
+    for name, tensor in own.items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+    buffers = {name for name, _ in model.named_buffers()}
+    if strange := sorted(weights.keys() - own.keys() - buffers):
+        raise PolicyError(f"the policy's model has no weight {strange[0]}: push a model like it")
+    pairs = []
+    for tied in names.values():
+        given = [weights[name] for name in tied if name in weights]
+        if not given:
+            raise PolicyError(f"a weight push lacks {tied[0]}, which the policy's model has; nothing was pushed")
+        first, mine = given[0], own[tied[0]]
+        if first.shape != mine.shape:
+            raise PolicyError(
+                f"{tied[0]} is {tuple(first.shape)} in this push and {tuple(mine.shape)} in the policy's model: push a "
+                "model like it; nothing was pushed"
+            )
+        if any(not torch.equal(first, other) for other in given[1:]):
+            raise PolicyError(f"{' and '.join(tied)} are one tensor in the policy's model, and two here: tie them")
+        pairs.append((mine, first))
+    return pairs
 
 
 def begin_versions(policy: Policy, tracker: PolicyVersion) -> None:

@@ -208,6 +208,6 @@ def test_a_tracker_that_follows_a_policy_reads_its_version_and_writes_none() -> 
     assert uuid.UUID(str(second)).version == 4
     assert [(old, new) for _, old, new in tracker.version_history] == [(first, second)]
     for write in (tracker.increment_version, lambda: tracker.load_state_dict({"version": first})):
-        with pytest.raises(RuntimeError, match="push weights with the collector's weight_updater"):
+        with pytest.raises(RuntimeError, match="the collector's weight_updater raises it"):
             write()
     assert policy.version == second

@@ -293,7 +293,8 @@ def test_a_python_inside_a_closed_home_folder_is_all_that_is_seen_of_it(tmp_path
     try:
         execution = sandbox.run(code, timeout_seconds=SECONDS)
     except SandboxError as error:
-        if "cannot open shared object file" not in str(error):
+        linked = subprocess.run(["ldd", home / "apps/python/bin" / version], capture_output=True, text=True).stdout
+        if "cannot open shared object file" not in str(error) or str(home / "apps/python/lib") in linked:
             raise
         pytest.skip("this Python finds its shared library by an absolute path, so that a copy of it does not run")
     assert execution.stdout.split()[:2] == [str(home / "apps/python"), "apps"]

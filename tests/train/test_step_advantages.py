@@ -276,9 +276,17 @@ def test_overlong_completions_are_penalised_and_left_out_of_the_loss(tmp_path: P
         group = [r["reward"] for r in rows if r["group"] == row["group"]]  # the reward of a masked one counts
         expected = (row["reward"] - mean(group)) / stdev(group) if len(set(group)) > 1 else 0.0
         assert row["advantage"] == pytest.approx(expected, abs=1e-5)
+    assert line["reward/mean_drawn"] == pytest.approx(mean(row["completion"] == "12" for row in rows))  # the task's own
     assert line["reward/overlong"] == pytest.approx(mean(dict(r["reward_parts"])["overlong"] for r in rows))
     trained = [len(r["token_ids"]) for r in rows if r["finish_reason"] != "length" and r["advantage"] != 0]
     assert line["tokens/trained"] == sum(trained)
+
+
+def test_lengths_alone_do_not_make_a_group_worth_training_on(tmp_path: Path, score: Any) -> None:
+    score(lambda c: 0.3)
+    words = ["policy=scripted", REPLIES, "steps=1", "prompts_per_step=6", "group_size=4", "overlong.penalty_tokens=4"]
+    with pytest.raises(PolicyError, match=r"brought 0 of 6 groups .* 12 of 12 groups were turned down"):
+        run(tmp_path, *words, "dynamic.enabled=true", "dynamic.draw_limit=2")
 
 
 def test_a_step_of_nothing_but_overlong_completions_trains_on_nothing_and_says_so(

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.errors import PolicyError
-from rlpost.model.load import load_model
+from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
@@ -142,7 +144,9 @@ def test_weights_that_are_not_the_policys_own_are_copied_into_them(
 def test_a_push_of_the_policys_own_weights_changes_nothing(sampling_from_the_trainer: TransformersWrapper) -> None:
     policy = sampling_from_the_trainer
     before = hashes(policy.model)
-    for number, source in enumerate((policy.model, policy.model.state_dict()), start=1):
+    model = policy.model
+    sources = (model, model.state_dict(), dict(model.named_parameters()), TensorDict.from_module(model))
+    for number, source in enumerate(sources, start=1):
         assert SharedWeights(policy).push(source) == number
     assert hashes(policy.model) == before
 
@@ -155,14 +159,26 @@ def test_another_models_weights_are_refused_before_the_version_moves(
     zeros = {name: torch.zeros_like(weight) for name, weight in own.items()}
     norm = "model.norm.weight"
     for wrong, said in [
-        ({name: weight for name, weight in zeros.items() if name != norm}, f"lacks 1 weights, {norm} among them"),
-        (zeros | {norm: torch.zeros(3)}, rf"{norm} is float32 \(3,\) in this push"),
+        ({name: weight for name, weight in zeros.items() if name != norm}, f"lacks {norm}"),
+        (zeros | {norm: torch.zeros(3)}, rf"{norm} is \(3,\) in this push"),
         (zeros | {"bias": torch.zeros(1)}, "has no weight bias"),
-        (torch.nn.Linear(1, 1), "lacks"),
+        (torch.nn.Linear(1, 1), "has no weight bias"),
     ]:
         with pytest.raises(PolicyError, match=said):
             updater.push(wrong)
     assert (policy.version, hashes(policy.model)) == (0, before)
+
+
+def test_a_head_that_is_tied_here_cannot_be_another_there(tmp_path: Path) -> None:
+    config = Qwen2Config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.tie_word_embeddings = True
+    model: Any = Qwen2ForCausalLM(config)
+    policy = TransformersWrapper(model, tiny_tokenizer(), sampling=SamplingSettings())
+    zeros = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    with pytest.raises(PolicyError, match="are one tensor in the policy's model, and two here: tie them"):
+        SharedWeights(policy).push(zeros | {"lm_head.weight": torch.ones(16, 8)})
+    assert SharedWeights(policy).push({n: w for n, w in zeros.items() if n != "lm_head.weight"}) == 1
+    assert not model.lm_head.weight.any()
 
 
 def test_an_adapter_takes_no_other_models_weights(adapted: torch.nn.Module) -> None:
@@ -170,6 +186,7 @@ def test_an_adapter_takes_no_other_models_weights(adapted: torch.nn.Module) -> N
     with pytest.raises(PolicyError, match="push the policy's own model"):
         SharedWeights(policy).push({name: torch.zeros_like(w) for name, w in named_weights(adapted).items()})
     assert SharedWeights(policy).push(adapted) == policy.version == 1
+    assert SharedWeights(policy).push(adapted.state_dict()) == policy.version == 2
 
 
 def test_the_updater_alone_writes_a_policys_version() -> None:

@@ -86,6 +86,6 @@ class PolicyVersion(Transform):
     def _check_alone(self, method: str) -> None:
         if self._followed is not None:
             raise RuntimeError(
-                f"{method} would set a version that its policy has not: push weights with the collector's "
-                "weight_updater, which raises it"
+                f"{method} would set a version that its policy has not: the collector's weight_updater raises it with "
+                "push, and puts a saved one back with restore_version"
             )
