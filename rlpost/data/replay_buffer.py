@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import ragged_rows
-from rlpost.data.selection import Selection
+from rlpost.data.selection import Selection, places_of_each
 from rlpost.errors import ConfigError, PolicyError
 
 log = logging.getLogger("rlpost")
@@ -162,10 +162,7 @@ class ReplayBuffer:
             current = transform(current)
             if current is None:
                 return
-        ids = current[self.group_key].tolist()
-        places: dict[int, list[int]] = {}
-        for place, group in enumerate(ids):
-            places.setdefault(group, []).append(place)
+        places = places_of_each(current[self.group_key].tolist())
         for number, own in places.items():
             self._check_size(number, len(own))
         for number, own in places.items():
@@ -187,8 +184,10 @@ class ReplayBuffer:
 
     def _check_size(self, number: int, new: int) -> None:
         """Raise ValueError where `new` rows are more than group `number` can take."""
+        if self.group_size is None:
+            return
         size = new + (len(self._waiting[number]) if number in self._waiting else 0)
-        if self.group_size is not None and size > self.group_size:
+        if size > self.group_size:
             raise ValueError(f"group {number} has {size} rows, more than the {self.group_size} a group can have")
 
     def _evict(self) -> None:

@@ -6,14 +6,17 @@ happens to it; what waits for more rows, or for its turn, therefore remembers wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.data.ragged import Key, ragged, ragged_rows
+
+L = TypeVar("L", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,14 @@ class Selection:
         """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
         copies = [_copied(batch, places) for batch, places in self.parts]
         return copies[0] if len(copies) == 1 else concat_rows(copies)
+
+
+def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
+    """The places where each label stands, labels in the order they first come."""
+    places: dict[L, list[int]] = {}
+    for place, label in enumerate(labels):
+        places.setdefault(label, []).append(place)
+    return places
 
 
 def _copied(batch: TensorDictBase, places: tuple[int, ...]) -> TensorDict:

@@ -11,7 +11,8 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.plain import from_plain, to_plain
-from rlpost.data.selection import Key, Selection
+from rlpost.data.ragged import Key
+from rlpost.data.selection import Selection, places_of_each
 
 GroupKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
@@ -182,10 +183,8 @@ class TopKRewardSelector:
 def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> list[int]:
     """The places of each group's `best` in a batch (B,) of whole groups, one row a completion, group by group."""
     worth = [_mean([reward]) for reward in _worth(batch, ("next", "reward"))]
-    places: dict[int, list[int]] = {}
-    for place, group in enumerate(batch["group_id"].tolist()):
-        places.setdefault(group, []).append(place)
-    return [own[i] for own in places.values() for i in best([worth[place] for place in own], count, minimum)]
+    groups = places_of_each(batch["group_id"].tolist()).values()
+    return [places[i] for places in groups for i in best([worth[place] for place in places], count, minimum)]
 
 
 def _worth(batch: TensorDictBase, rewards_key: Key) -> list[float | None]:

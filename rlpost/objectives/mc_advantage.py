@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.plain import from_plain, to_plain
-from rlpost.data.ragged import ragged, ragged_rows
-from rlpost.data.selection import Key, Selection
+from rlpost.data.ragged import Key, ragged, ragged_rows
+from rlpost.data.selection import Selection
 from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
 from rlpost.objectives.trajectories import (

@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.batch import concat_rows
-from rlpost.data.selection import Key, Selection
+from rlpost.data.ragged import Key
+from rlpost.data.selection import Selection
 
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
