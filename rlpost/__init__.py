@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlpost.settings.registered import register_env as register_env
+    from rlpost.catalog import register_env as register_env
     from rlpost.settings.registered import register_reward as register_reward
     from rlpost.settings.registered import register_tool as register_tool
 
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "register_env": "settings.registered",
+        "register_env": "catalog",
         "register_reward": "settings.registered",
         "register_tool": "settings.registered",
     },

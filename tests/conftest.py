@@ -55,10 +55,10 @@ def tiny_tokenizer() -> Any:
 @pytest.fixture
 def nothing_stays_registered() -> Iterator[None]:
     """What plugins register in a test is forgotten after it."""
-    from rlpost.config.registry import SCHEMAS
-    from rlpost.settings.registered import ENVS, REWARDS, TOOLS
+    from rlpost.catalog import CHOICES
+    from rlpost.settings.registered import REWARDS, TOOLS
 
-    registries: list[dict[str, Any]] = [ENVS, REWARDS, TOOLS, SCHEMAS["env"]]
+    registries: list[dict[str, Any]] = [CHOICES["env"], REWARDS, TOOLS]
     before = [dict(registry) for registry in registries]
     yield
     for registry, content in zip(registries, before, strict=True):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import COMMANDS, Command, schemas_of
+from rlpost.config.registry import COMMANDS, Command, classes_of
 
 Read = tuple[type, str]  # a settings class and one of its fields
 
@@ -17,7 +17,7 @@ Read = tuple[type, str]  # a settings class and one of its fields
 def fields_of(command: Command[Any]) -> dict[str, list[type]]:
     """Key -> the settings classes that hold it, of every option there is."""
     parts = {name: [cls] for name, cls in _parts(command.settings).items()}
-    groups = {group: _own(schemas_of(command, group).values()) for group in groups_of(command.settings)}
+    groups = {group: _own(classes_of(command, group).values()) for group in groups_of(command.settings)}
     fields: dict[str, list[type]] = {}
     for part, classes in {"": [command.settings], **parts, **groups}.items():
         for cls in classes:

@@ -26,6 +26,7 @@ GROUND = [
 ]  # below everything: of rlpost they import each other at most
 LAYERS = [
     ["settings", "sandbox", "user_file", *GROUND],
+    ["catalog"],
     ["rewards", "data", "config"],
     ["model", "distributed", "estimate"],
     ["envs", "policies", "objectives", "models"],
@@ -89,6 +90,7 @@ OPENED_LATE = (
 NEVER = {
     "settings": ["torch", "tensordict", "transformers", "numpy"],
     "errors": ["torch", "tensordict", "transformers", "numpy"],
+    "catalog": ["torch", "tensordict", "transformers", "numpy"],
     "sandbox": ["torch", "tensordict", "transformers", "numpy"],
     "text": ["torch", "tensordict", "transformers", "numpy"],
     "runs/reader.py": ["torch", "tensordict", "transformers", "numpy", "rich", "pyarrow"],
@@ -149,7 +151,7 @@ def test_no_room_is_named_that_is_not_there() -> None:
 def test_imports_point_down_and_sideways_only_inside_a_folder(file: Path) -> None:
     room = room_of(file)
     if room == "__init__":
-        assert rooms_imported(file) == {"lazy", "settings"}
+        assert rooms_imported(file) == {"lazy", "settings", "catalog"}
         return
     for other in rooms_imported(file):
         if other == room or other in GROUND:
@@ -228,13 +230,13 @@ def test_a_room_stays_clear_of_what_is_not_its_business(room: str) -> None:
 
 def test_settings_need_nothing_but_the_standard_library() -> None:
     for file in FILES:
-        if room_of(file) in ("settings", "errors", "text", "sandbox"):
+        if room_of(file) in ("settings", "catalog", "errors", "text", "sandbox"):
             foreign = {n.split(".")[0] for n in imports(file)} - set(sys.stdlib_module_names) - {"rlpost"}
             assert foreign == set(), f"{file} imports {foreign}"
 
 
 def test_the_command_line_imports_torch_nowhere_at_the_top() -> None:
-    light = ["cli", "config", "settings", "runs.reader", "runs.gc", "runs.resumable", "__version__", *GROUND]
+    light = ["cli", "config", "settings", "catalog", "runs.reader", "runs.gc", "runs.resumable", "__version__", *GROUND]
     for file in FILES:
         if room_of(file) == "cli":
             tops = {name for name in imports(file, top_level_only=True) if name.startswith("rlpost.")}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, TRAIN_SFT, Command, describe, options
+from rlpost.catalog import CHOICES
+from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command, describe, options
 from rlpost.errors import RlpostError
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def complete_group(ctx: typer.Context, incomplete: str) -> Answers:
     """A group, or `recipe`."""
     from rlpost.config.candidates import Candidate
 
-    return _answers(ctx, [Candidate(name) for name in (*SCHEMAS, "recipe")], incomplete)
+    return _answers(ctx, [Candidate(name) for name in (*CHOICES, "recipe")], incomplete)
 
 
 def complete_env(ctx: typer.Context, incomplete: str) -> Answers:

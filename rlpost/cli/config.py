@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from rlpost.catalog import CHOICES
 from rlpost.cli import config_diff, config_explain, config_init
 from rlpost.cli.completion import complete_group, complete_settings_of_verb
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import COMMANDS, SCHEMAS, commands_of, describe, description, options, recipes
+from rlpost.config.registry import COMMANDS, commands_of, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
@@ -49,7 +50,7 @@ def list_options(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """List the options of each group (chosen by group=option) and the recipes."""
-    groups = [*SCHEMAS, RECIPES]
+    groups = [*CHOICES, RECIPES]
     wanted = group.removesuffix("s") if group == "recipes" else group
     if wanted is not None and wanted not in groups:
         hint = did_you_mean(nearest(wanted, groups), f"the groups are {', '.join(groups)}")

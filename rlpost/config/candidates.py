@@ -17,13 +17,13 @@ from rlpost.config.paths import is_run_folder
 from rlpost.config.registry import (
     Command,
     class_of,
+    classes_of,
+    conf_file,
     describe,
     description,
     options,
     read_yaml,
     recipes,
-    schemas_of,
-    search_folders,
 )
 from rlpost.errors import RlpostError
 from rlpost.home import expanded
@@ -78,8 +78,8 @@ def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
     groups = groups_of(command.settings)
     docs = docs_of(command.settings)
     found: dict[str, str] = {}
-    schemas = [(cls, f"{group}.") for group in groups for cls in schemas_of(command, group).values()]
-    for settings, prefix in [(command.settings, ""), *schemas]:
+    classes = [(cls, f"{group}.") for group in groups for cls in classes_of(command, group).values()]
+    for settings, prefix in [(command.settings, ""), *classes]:
         for key in keys_of(settings, prefix):
             part, dot, field = key.name.partition(".")
             found.setdefault(part, docs.get(part, ""))
@@ -195,7 +195,7 @@ class _Line:
     def _present(self, key: Key) -> str:
         """The value that holds where nothing is said; empty where there is none."""
         part, _, field = key.name.partition(".")
-        in_conf = _option(part, self.choices[part]).get(field) if part in self.choices else None
+        in_conf = read_yaml(conf_file(f"{part}/{self.choices[part]}")).get(field) if part in self.choices else None
         value = self.said.get(key.name, key.default if in_conf is None else in_conf)
         return "" if value == MISSING else as_text(value)
 
@@ -227,13 +227,5 @@ def _recipe_file(name: str) -> Path:
 
 def _default_choices(command: Command[Any]) -> dict[str, str]:
     """Group -> option, as the command's own file of conf/ chooses."""
-    entries = read_yaml(_conf(command.name)).get("defaults", [])
+    entries = read_yaml(conf_file(command.name)).get("defaults", [])
     return {str(g): str(o) for entry in entries if isinstance(entry, dict) for g, o in entry.items()}
-
-
-def _conf(name: str) -> Path:
-    return next((f for folder in search_folders("conf") if (f := folder / f"{name}.yaml").is_file()), Path(name))
-
-
-def _option(group: str, option: str) -> dict[str, Any]:
-    return read_yaml(_conf(f"{group}/{option}"))

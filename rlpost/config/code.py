@@ -12,9 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlpost.catalog import CHOICES
 from rlpost.config.keys import Key, as_text, keys_of
 from rlpost.config.overrides import Override, parse_value, shown
-from rlpost.config.registry import COMMANDS, SCHEMAS
+from rlpost.config.registry import COMMANDS
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
 
@@ -64,12 +65,7 @@ def code_word(override: Override) -> str | None:
 def _running() -> dict[str, Key]:
     """The keys of rlpost's own of which some values make something run."""
     own = [key for command in COMMANDS for key in keys_of(command.settings)]
-    of_groups = [
-        key
-        for group, schemas in SCHEMAS.items()
-        for settings in schemas.values()
-        for key in keys_of(settings, f"{group}.")
-    ]
+    of_groups = [k for group, rows in CHOICES.items() for row in rows.values() for k in keys_of(row.cls, f"{group}.")]
     return {key.name: key for key in [*own, *of_groups] if key.runs is not None}
 
 

@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from rlpost.catalog import CHOICES
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
@@ -30,10 +31,18 @@ from rlpost.config.paths import (
 )
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import COMMANDS, SCHEMAS, Command, S, options, schemas_of, search_folders
+from rlpost.config.registry import (
+    COMMANDS,
+    Command,
+    S,
+    classes_of,
+    conf_file,
+    options,
+    schema_name,
+    search_folders,
+)
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
-from rlpost.settings.registered import ENVS
 
 
 @dataclass(frozen=True)
@@ -169,9 +178,9 @@ def _compose_files(
     with flag_override(config, ["struct", "readonly"], False):
         del config["hydra"]
     for group in groups:
-        known = schemas_of(command, group)
+        known = classes_of(command, group)
         if OmegaConf.get_type(config, group) not in known.values():
-            schemas = " or ".join(known)
+            schemas = " or ".join(map(schema_name, known))
             raise ConfigError(
                 f"conf/{group}/{choices[group]}.yaml names no schema: begin it with defaults: [{schemas}, _self_]"
             )
@@ -190,7 +199,7 @@ def files_of_conf(command: Command[Any], chosen: Mapping[str, str]) -> Iterator[
 
 
 def _store_schemas() -> None:
-    """Put the settings classes where YAML files can name them; storing one twice changes nothing.
+    """Put the settings classes where YAML files can name them, and the options that no file of conf/ describes.
 
     The root of each command is a node of its own: Hydra looks for the primary file in one folder
     only, and this one leads on to the user's or to the built-in conf/COMMAND.yaml.
@@ -198,12 +207,14 @@ def _store_schemas() -> None:
     store = ConfigStore.instance()
     for command in COMMANDS:
         store.store(name=f"{command.name}_root", node={"defaults": [command.name, "_self_"]})
-        store.store(name=f"{command.name}_schema", node=command.settings)
-    for group, schemas in SCHEMAS.items():
-        for name, settings in schemas.items():
-            store.store(group=group, name=name, node=settings)
-    for name, env in ENVS.items():
-        store.store(group="env", name=name, node=env.settings)
+        store.store(name=schema_name(command.name), node=command.settings)
+    for group, rows in CHOICES.items():
+        store.repo.pop(group, None)  # a file may have come since, which Hydra would merge with an option of its name
+        for name, row in rows.items():
+            schema = schema_name(name)
+            store.store(group=group, name=schema, node=row.cls)
+            if conf_file(f"{group}/{name}") is None:
+                store.store(group=group, name=name, node={"defaults": [schema, "_self_"]})
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:

@@ -77,7 +77,7 @@ def _of_that_name(word: str, keys: Sequence[str]) -> str | None:
     return " or ".join(named) if len(named) > 1 else None
 
 
-def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
+def unknown_option(override: Override, known: Sequence[str]) -> str:
     """The message for a group option without a file in conf/."""
     hint = did_you_mean(nearest(override.text, known), f"it is one of {', '.join(known)}")
     if override.key == "model" and (Path("runs") / override.text).is_dir() and override.text:
@@ -92,7 +92,7 @@ def unknown_option(override: Override, known: Mapping[str, Path]) -> str:
     return f"{override.key}={shown(override.text)} is unknown{hint}"
 
 
-def option_of_others(override: Override, command: Command[Any], known: Mapping[str, Path]) -> str:
+def option_of_others(override: Override, command: Command[Any], known: Sequence[str]) -> str:
     """The message for a group option that other commands have."""
     others = " and ".join(f"rlpost {other.verb}" for other in commands_of(override.key, override.text))
     return f"{override} is for {others}; rlpost {command.verb} takes one of {', '.join(known)}"

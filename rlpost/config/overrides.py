@@ -12,10 +12,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from rlpost.catalog import CHOICES
 from rlpost.config.keys import NULL, Key
 from rlpost.config.keys import as_text as as_text
 from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import COMMANDS, SCHEMAS, options, recipes
+from rlpost.config.registry import COMMANDS, options, recipes
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 
@@ -120,7 +121,7 @@ def _parse_word(word: str, before: Sequence[str], following: Iterable[str]) -> O
 def _as_setting(word: str) -> str:
     """What a bare word was probably meant as: `model=qwen` for `qwen`, `recipe=my.yaml` for a file of that name."""
     verbs = {part for command in COMMANDS for part in command.verb.split()}
-    meant = next((f"{group}={word}" for group in SCHEMAS if word in options(group) and word not in verbs), None)
+    meant = next((f"{group}={word}" for group in CHOICES if word in options(group) and word not in verbs), None)
     if word in recipes() or word.endswith((".yaml", ".yml")):
         meant = f"recipe={word}"
     elif word.endswith(DATA_FILES):

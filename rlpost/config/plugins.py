@@ -6,12 +6,12 @@ import typing
 from collections.abc import Sequence
 from enum import Enum
 
+from rlpost.catalog import CHOICES, Choice
 from rlpost.config.keys import NUMBERS, Key, keys_of
 from rlpost.config.overrides import Override, parse_value, parse_words
-from rlpost.config.registry import SCHEMAS, built_in_folder
 from rlpost.errors import ConfigError
 from rlpost.settings.code import CODE, RUNS
-from rlpost.settings.registered import ENVS, REWARD_FILES, REWARDS, TOOLS, RegisteredEnv
+from rlpost.settings.registered import REWARD_FILES, REWARDS, TOOLS
 from rlpost.user_file import check_file, import_file
 
 PLUGIN = Key("plugin", list[str], False, [], CODE[RUNS])
@@ -26,20 +26,19 @@ def load_plugins(paths: Sequence[str]) -> None:
     """
     for path in paths:
         check_file(path, f"plugin={path}")
-        envs, rewards, tools = dict(ENVS), dict(REWARDS), dict(TOOLS)
+        envs, rewards, tools = dict(CHOICES["env"]), dict(REWARDS), dict(TOOLS)
         try:
             file = import_file(path).__file__
             if file not in _loaded:
-                added = {name: env for name, env in ENVS.items() if name not in envs}
+                added = {name: env for name, env in CHOICES["env"].items() if name not in envs}
                 _check_added(path, added, others=len(REWARDS) + len(TOOLS) - len(rewards) - len(tools))
         except ConfigError:
-            _restore(ENVS, envs)
+            _restore(CHOICES["env"], envs)
             _restore(REWARDS, rewards)
             _restore(TOOLS, tools)
             raise
         _loaded.add(str(file))
         REWARD_FILES.update({name: str(file) for name in REWARDS if name not in rewards})
-    SCHEMAS["env"] |= {f"{name}_schema": env.settings for name, env in ENVS.items()}
 
 
 def without_plugins(words: Sequence[str]) -> list[str]:
@@ -60,23 +59,21 @@ def _names_plugins(word: str) -> bool:
     return word.startswith("plugin=")
 
 
-def _check_added(path: str, envs: dict[str, RegisteredEnv], *, others: int) -> None:
+def _check_added(path: str, envs: dict[str, Choice], *, others: int) -> None:
     if not envs and not others:
         raise ConfigError(
             f"plugin={path} registers nothing: end it with rlpost.register_env(...), rlpost.register_reward(...) or "
             "rlpost.register_tool(...)"
         )
-    for name, env in envs.items():
-        if (built_in_folder("conf") / "env" / f"{name}.yaml").is_file():
-            raise ConfigError(f"plugin={path} registers env={name}, a name that rlpost has already: choose another")
+    for settings in (env.cls for env in envs.values()):
         try:
-            keys = keys_of(env.settings, "env.")
+            keys = keys_of(settings, "env.")
         except (NameError, TypeError) as error:
-            raise ConfigError(f"plugin={path}: a type in {env.settings.__name__} cannot be read: {error}") from error
+            raise ConfigError(f"plugin={path}: a type in {settings.__name__} cannot be read: {error}") from error
         for key in keys:
             if not _can_be_set(key):
                 raise ConfigError(
-                    f"plugin={path}: {env.settings.__name__}.{key.name.removeprefix('env.')} has a type that cannot be "
+                    f"plugin={path}: {settings.__name__}.{key.name.removeprefix('env.')} has a type that cannot be "
                     "set: use int, float, bool, str, an Enum, or a list of one of them"
                 )
 

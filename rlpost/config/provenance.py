@@ -18,7 +18,7 @@ from rlpost.config.compose import Merged, files_of_conf, merge_all, model_path
 from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, as_text, parse_words
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import SCHEMAS, Command, S, search_folders
+from rlpost.config.registry import Command, S, conf_file, search_folders
 from rlpost.settings.checks import MISSING
 
 COMMAND_LINE = "the command line"
@@ -123,21 +123,13 @@ def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tupl
     for part in merged:
         if part.config_path is None or part.package is None or part.package.startswith("hydra"):
             continue
-        file = _file_of(part.config_path)
+        file = conf_file(part.config_path)
         if file is not None:
             layers += _said_by(file, part.package)
-    primary = _file_of(command.name)
+    primary = conf_file(command.name)
     assert primary is not None
     chosen = [(group, layer) for group, layer in _default_choices(primary) if group in choices]
     return [*chosen, *layers]
-
-
-def _file_of(config_path: str) -> Path | None:
-    """The file of conf/ that is read, the user's before rlpost's own; None for a schema, which is no file."""
-    group, _, name = config_path.rpartition("/")
-    if name in SCHEMAS.get(group, {}):
-        return None
-    return next((f for folder in search_folders("conf") if (f := folder / f"{config_path}.yaml").is_file()), None)
 
 
 def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:

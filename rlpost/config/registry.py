@@ -1,55 +1,16 @@
-"""What can be chosen: the commands, the groups with their options, the recipes, and where they lie."""
+"""The commands, the options that each can choose, the recipes, and where they lie."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import rlpost
+from rlpost.catalog import CHOICES
 from rlpost.config.keys import Key, keys_of, types_of
 from rlpost.errors import ConfigError
-from rlpost.settings import (
-    AdamW8bitSettings,
-    ArithmeticSettings,
-    AutoPolicySettings,
-    CISPOLossSettings,
-    CountdownSettings,
-    DAPOLossSettings,
-    DatasetSettings,
-    DrGRPOLossSettings,
-    DualClipLossSettings,
-    EvalSettings,
-    ExpertIterationSettings,
-    GRPOLossSettings,
-    GRPOSettings,
-    GSM8KSettings,
-    GSPOLossSettings,
-    GSPOTokenLossSettings,
-    IFBenchSettings,
-    IFEvalSettings,
-    MathSettings,
-    MinorSFTLossSettings,
-    MLflowSettings,
-    ModelSettings,
-    NoTrackingSettings,
-    OptimSettings,
-    ReasoningGymSettings,
-    ReinforceLossSettings,
-    ScriptedSettings,
-    SFTLossSettings,
-    SFTSettings,
-    TensorBoardSettings,
-    TextGameSettings,
-    TrackioSettings,
-    TransformersSettings,
-    TwoSidedLossSettings,
-    VLLMSettings,
-    WandbSettings,
-)
-from rlpost.settings.registered import ENVS
+from rlpost.settings import EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 
 S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
 
@@ -79,53 +40,6 @@ EVAL = Command(
 )
 COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL)
 
-# group -> the schemas its options can name. A file conf/GROUP/OPTION.yaml says which one is its own in
-# its `defaults:` list and adds values only, so a YAML file never names code to run.
-SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"model_schema": ModelSettings},
-    "env": {
-        "arithmetic_schema": ArithmeticSettings,
-        "countdown_schema": CountdownSettings,
-        "dataset_schema": DatasetSettings,
-        "gsm8k_schema": GSM8KSettings,
-        "math_schema": MathSettings,
-        "reasoning_gym_schema": ReasoningGymSettings,
-        "text_game_schema": TextGameSettings,
-        "ifbench_schema": IFBenchSettings,
-        "ifeval_schema": IFEvalSettings,
-    },
-    "policy": {
-        "auto_schema": AutoPolicySettings,
-        "vllm_schema": VLLMSettings,
-        "transformers_schema": TransformersSettings,
-        "scripted_schema": ScriptedSettings,
-    },
-    "loss": {
-        f"{settings.variant}_schema": settings
-        for settings in (
-            GRPOLossSettings,
-            DrGRPOLossSettings,
-            DAPOLossSettings,
-            GSPOLossSettings,
-            GSPOTokenLossSettings,
-            CISPOLossSettings,
-            TwoSidedLossSettings,
-            DualClipLossSettings,
-            ReinforceLossSettings,
-            SFTLossSettings,
-            MinorSFTLossSettings,
-        )
-    },
-    "optim": {"adamw_schema": OptimSettings, "adamw_8bit_schema": AdamW8bitSettings},
-    "tracking": {
-        "none_schema": NoTrackingSettings,
-        "tensorboard_schema": TensorBoardSettings,
-        "wandb_schema": WandbSettings,
-        "trackio_schema": TrackioSettings,
-        "mlflow_schema": MLflowSettings,
-    },
-}
-
 
 def built_in_folder(name: str) -> Path:
     """rlpost's own `conf` or `recipes`: inside the wheel, or at the root of an editable checkout."""
@@ -142,24 +56,26 @@ def search_folders(name: str) -> list[Path]:
     return [users, own] if users.is_dir() and users != own else [own]
 
 
-def options(group: str, command: Command[Any] | None = None) -> dict[str, Path]:
-    """Option -> file, for one group, the user's own and those of plugins included.
+def conf_file(name: str) -> Path | None:
+    """The file conf/NAME.yaml, the user's before rlpost's own; None where there is none."""
+    return next((f for folder in search_folders("conf") if (f := folder / f"{name}.yaml").is_file()), None)
+
+
+def options(group: str, command: Command[Any] | None = None) -> list[str]:
+    """The options of a group: rows of the catalogue, those of plugins included, and files of conf/, the user's too.
 
     With a `command` those only that it can choose (`loss=sft` is nothing to `train grpo`).
     """
     files = _yaml_files([folder / group for folder in search_folders("conf")])
-    if group == "env":
-        files = {name: _source(env.settings) for name, env in ENVS.items()} | files
-    files = dict(sorted(files.items()))
-    if command is None or len(schemas_of(command, group)) == len(SCHEMAS[group]):
-        return files
-    return {name: file for name, file in files.items() if command in commands_of(group, name)}
+    names = sorted({*CHOICES[group], *files} - {group})
+    return [name for name in names if command is None or command in commands_of(group, name)]
 
 
-def schemas_of(command: Command[Any], group: str) -> dict[str, type]:
-    """The schemas of a group that `command` can choose: those of the class that its settings declare."""
+def classes_of(command: Command[Any], group: str) -> dict[str, type]:
+    """Row -> settings class, of those that `command` can choose: those of the class that its settings declare."""
     declared = types_of(command.settings).get(group)
-    return {} if declared is None else {n: cls for n, cls in SCHEMAS[group].items() if issubclass(cls, declared)}
+    rows = {} if declared is None else CHOICES[group]
+    return {name: row.cls for name, row in rows.items() if issubclass(row.cls, cast(type, declared))}
 
 
 def commands_of(group: str, option: str) -> list[Command[Any]]:
@@ -170,18 +86,28 @@ def commands_of(group: str, option: str) -> list[Command[Any]]:
 
 
 def class_of(group: str, option: str) -> type | None:
-    """The settings class of an option, as its file names it; None where it names none."""
-    file = next((f for folder in search_folders("conf") if (f := folder / group / f"{option}.yaml").is_file()), None)
-    for entry in read_yaml(file).get("defaults", []) if file is not None else []:
-        if entry in SCHEMAS[group]:
-            return SCHEMAS[group][entry]
-        if isinstance(entry, str) and entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:
+    """The settings class of an option, as its file or else its row names it; None where neither does."""
+    rows = CHOICES[group]
+    file = conf_file(f"{group}/{option}")
+    if file is None:
+        return rows[option].cls if option in rows else None
+    for entry in map(str, read_yaml(file).get("defaults", [])):
+        if entry == schema_name(name := entry.removesuffix("_schema")) and name in rows:
+            return rows[name].cls
+        if entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:
             return cls
-    return SCHEMAS[group].get(f"{option}_schema") if option in options(group) else None
+    return None
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
-    """The content of a YAML file; empty where it cannot be read, which composing it will say."""
+def schema_name(row: str) -> str:
+    """What a file of conf/ calls a row's settings class in its `defaults:` list."""
+    return f"{row}_schema"
+
+
+def read_yaml(file: Path | None) -> dict[str, Any]:
+    """The content of a YAML file; empty where there is none, or it cannot be read, which composing it will say."""
+    if file is None:
+        return {}
     import yaml
 
     try:
@@ -197,13 +123,9 @@ def recipes() -> dict[str, Path]:
 
 
 def describe(group: str, option: str) -> str:
-    """What an option is: the first line of its file, or of the docstring of a plugin's settings."""
-    file = options(group)[option]
-    if file.suffix == ".yaml":
-        return description(file)
-    settings = ENVS[option].settings
-    doc = inspect.getdoc(settings) or ""
-    return "" if doc.startswith(f"{settings.__name__}(") else doc.partition("\n")[0]  # a dataclass writes its own
+    """What an option is: the first line of its file, or the words of its row."""
+    file = conf_file(f"{group}/{option}")
+    return CHOICES[group][option].words if file is None else description(file)
 
 
 def description(file: Path) -> str:
@@ -213,28 +135,23 @@ def description(file: Path) -> str:
 
 
 def all_keys(command: Command[Any]) -> dict[str, list[str]]:
-    """Dotted key -> the schemas (`env=gsm8k`) that have it, for every choice of a command's groups.
+    """Dotted key -> the rows (`env=gsm8k`) that have it, for every choice of a command's groups.
 
     A key that does not depend on a choice maps to an empty list.
     """
     owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
-    for group in SCHEMAS:
-        for schema, settings in schemas_of(command, group).items():
+    for group in CHOICES:
+        for name, settings in classes_of(command, group).items():
             for key in keys_of(settings, f"{group}."):
-                owners.setdefault(key.name, []).append(f"{group}={schema.removesuffix('_schema')}")
+                owners.setdefault(key.name, []).append(f"{group}={name}")
     return {name: where for name, where in owners.items() if name not in command.without}
 
 
 def _in_group(key: Key) -> bool:
-    return key.name.partition(".")[0] in SCHEMAS
+    return key.name.partition(".")[0] in CHOICES
 
 
 def _yaml_files(folders: list[Path]) -> dict[str, Path]:
     """Name -> file; a name in an earlier folder hides the same name in a later one."""
     found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.yaml")}
     return dict(sorted(found.items()))
-
-
-def _source(settings: type) -> Path:
-    """The file that a class stands in."""
-    return Path(getattr(sys.modules[settings.__module__], "__file__", None) or settings.__module__)

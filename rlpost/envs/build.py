@@ -1,38 +1,11 @@
-"""Settings to environments: the one place that maps each settings class to what it builds."""
+"""Settings to environments."""
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from rlpost.catalog import row_of
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError
-from rlpost.settings import (
-    ArithmeticSettings,
-    CountdownSettings,
-    DatasetSettings,
-    EnvSettings,
-    GSM8KSettings,
-    IFBenchSettings,
-    IFEvalSettings,
-    MathSettings,
-    ReasoningGymSettings,
-    TextGameSettings,
-    ToolsSettings,
-)
-from rlpost.settings.registered import ENVS
-
-# settings class -> module and class under rlpost.envs, imported when it is asked for
-CLASSES: dict[type[EnvSettings], str] = {
-    ArithmeticSettings: "arithmetic:ArithmeticEnv",
-    CountdownSettings: "countdown:CountdownEnv",
-    DatasetSettings: "dataset:DatasetEnv",
-    GSM8KSettings: "gsm8k:GSM8KEnv",
-    IFBenchSettings: "ifeval:IFBenchEnv",
-    IFEvalSettings: "ifeval:IFEvalEnv",
-    MathSettings: "math_problems:MathEnv",
-    ReasoningGymSettings: "reasoning:ReasoningGymEnv",
-    TextGameSettings: "text_game:TextGameEnv",
-}
+from rlpost.settings import EnvSettings, ToolsSettings
 
 
 def build_env(
@@ -45,11 +18,10 @@ def build_env(
     several turns where nothing answers the first.
     """
     kind = type(settings)
-    registered = {env.settings: env.build for env in ENVS.values()}
-    if kind not in registered and kind not in CLASSES:
+    row = row_of("env", kind)
+    if row is None:
         raise ConfigError(f"no environment belongs to {kind.__name__}: register it with rlpost.register_env")
-    build = registered[kind] if kind in registered else _class_of(kind).of
-    env = build(
+    env = row.build(
         settings,
         system_prompt=settings.system_prompt,
         split=settings.split,
@@ -76,11 +48,6 @@ def build_env(
             f"env.max_turns={settings.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
         )
     return env
-
-
-def _class_of(settings: type[EnvSettings]) -> type[DatasetChatEnv]:
-    module, name = CLASSES[settings].split(":")
-    return getattr(import_module(f"rlpost.envs.{module}"), name)
 
 
 def longest_sampled(settings: EnvSettings) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.paths import SWEEP_FILE, is_run_folder
-from rlpost.config.registry import COMMANDS, Command, search_folders
+from rlpost.config.registry import COMMANDS, Command, conf_file
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
@@ -104,7 +104,7 @@ class RunRecord:
         command = _command(self.commands)
         if command is None:
             return {}
-        file = next((f for folder in search_folders("conf") if (f := folder / f"{command.name}.yaml").is_file()), None)
+        file = conf_file(command.name)
         defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []) if file else []
         return {str(k): str(v) for entry in defaults if isinstance(entry, dict) for k, v in entry.items()}
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.catalog import CHOICES
 from rlpost.config.candidates import file_candidates, key_candidates, recipe_candidates, setting_candidates
 from rlpost.config.compose import merge_all
-from rlpost.config.registry import COMMANDS, EVAL, SCHEMAS, TRAIN_GRPO, Command, options
+from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, Command, options
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +56,11 @@ def test_the_value_that_holds_comes_from_conf_too() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_key_under_every_option_is_offered(command: Command) -> None:
-    for group in (g for g in SCHEMAS if g in command.settings.__dataclass_fields__):
+    for group in (g for g in CHOICES if g in command.settings.__dataclass_fields__):
         for option in options(group, command):
             word = f"{group}={option}"
             keys = {f"{key.name}=" for key in merge_all(command, [word]).keys}
-            groups = {f"{g}=" for g in SCHEMAS if g in command.settings.__dataclass_fields__ and g != group}
+            groups = {f"{g}=" for g in CHOICES if g in command.settings.__dataclass_fields__ and g != group}
             assert set(offered("", word, command=command)) == keys | groups | {"recipe="}
 
 

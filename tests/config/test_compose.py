@@ -11,15 +11,17 @@ import pytest
 import yaml
 
 import rlpost
+from rlpost.catalog import CHOICES
 from rlpost.config.compose import compose
 from rlpost.config.registry import (
     COMMANDS,
     EVAL,
-    SCHEMAS,
     TRAIN_GRPO,
     Command,
     built_in_folder,
+    class_of,
     commands_of,
+    describe,
     options,
     recipes,
 )
@@ -42,7 +44,7 @@ NEEDED = {
     "reasoning_gym": ["env.task=leg_counting"],
     "text_game": ["env.id=FrozenLake-v1"],
 }  # option -> words that it does not compose without
-EVERY_OPTION = [(group, option) for group in SCHEMAS for option in options(group)]
+EVERY_OPTION = [(group, option) for group in CHOICES for option in options(group)]
 
 
 def refusal(words: list[str], command: Command = TRAIN_GRPO) -> str:
@@ -95,19 +97,32 @@ def test_every_option_composes_and_describes_itself(group: str, option: str) -> 
     for command in commands_of(group, option):
         composed = compose(command, [f"{group}={option}", *NEEDED.get(option, [])])
         assert composed.choices[group] == option
-        assert type(getattr(composed.settings, group)) in SCHEMAS[group].values()
-    assert options(group)[option].read_text().startswith("# ")
+        assert type(getattr(composed.settings, group)) in [row.cls for row in CHOICES[group].values()]
+    assert describe(group, option)
 
 
-def test_every_schema_is_named_by_an_option() -> None:
-    named = {(g, s) for g, o in EVERY_OPTION for s in yaml.safe_load(options(g)[o].read_text())["defaults"]}
-    assert {(group, schema) for group, schemas in SCHEMAS.items() for schema in schemas} <= named
+def test_every_row_is_chosen_by_an_option() -> None:
+    chosen = {(group, class_of(group, option)) for group, option in EVERY_OPTION}
+    assert chosen == {(group, row.cls) for group, rows in CHOICES.items() for row in rows.values()}
 
 
-def test_conf_holds_nothing_that_is_not_tested_here() -> None:
-    files = {str(file.relative_to(built_in_folder("conf"))) for file in built_in_folder("conf").rglob("*.*")}
-    expected = {f"{command.name}.yaml" for command in COMMANDS} | {f"{g}/{o}.yaml" for g, o in EVERY_OPTION}
-    assert files == expected
+def test_conf_holds_nothing_but_values_of_options_and_commands() -> None:
+    folder = built_in_folder("conf")
+    files = {str(file.relative_to(folder)): yaml.safe_load(file.read_text()) for file in folder.rglob("*.*")}
+    assert set(files) <= {f"{c.name}.yaml" for c in COMMANDS} | {f"{g}/{o}.yaml" for g, o in EVERY_OPTION}
+    assert [name for name, content in files.items() if "/" in name and not set(content) - {"defaults"}] == []
+
+
+def test_a_users_file_may_build_on_an_option_and_hide_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose(TRAIN_GRPO, ["env=gsm8k"]).settings.env.limit is None  # Hydra knows the option as a row by now
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "env").mkdir(parents=True)
+    (tmp_path / "conf" / "env" / "few.yaml").write_text("# Few\ndefaults: [gsm8k, _self_]\nlimit: 3\n")
+    settings = compose(TRAIN_GRPO, ["env=few"]).settings.env
+    assert (type(settings), settings.limit, describe("env", "few")) == (GSM8KSettings, 3, "Few")
+    (tmp_path / "conf" / "env" / "gsm8k.yaml").write_text("# Mine\ndefaults: [gsm8k_schema, _self_]\nlimit: 7\n")
+    assert (compose(TRAIN_GRPO, ["env=gsm8k"]).settings.env.limit, describe("env", "gsm8k")) == (7, "Mine")
+    assert compose(TRAIN_GRPO, ["env=few"]).settings.env.limit == 3
 
 
 @pytest.mark.parametrize("name", list(recipes()))

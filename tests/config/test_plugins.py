@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import rlpost
+from rlpost.catalog import CHOICES
 from rlpost.config import plugins
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys, built_in_folder, describe, options
+from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.registered import ENVS, REWARDS
+from rlpost.settings.registered import REWARDS
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
 
@@ -42,7 +43,7 @@ def plugin(folder: Path, text: str, name: str = "mine.py") -> str:
 def test_a_registered_environment_is_chosen_and_set_like_any_other(tmp_path: Path) -> None:
     word = plugin(tmp_path, ENV)
     composed = compose(TRAIN_GRPO, ["env=mine", "env.depth=5", word])
-    assert type(composed.settings.env) is ENVS["mine"].settings
+    assert type(composed.settings.env) is CHOICES["env"]["mine"].cls
     assert getattr(composed.settings.env, "depth", None) == 5
     assert composed.settings.plugin == [str(tmp_path / "mine.py")]
     assert "depth: 5" in composed.yaml
@@ -52,9 +53,9 @@ def test_a_registered_environment_is_chosen_and_set_like_any_other(tmp_path: Pat
 
 
 def test_it_is_listed_and_described(tmp_path: Path) -> None:
+    own = options("env")
     compose(TRAIN_GRPO, [plugin(tmp_path, ENV)])
-    own = [file.stem for file in (built_in_folder("conf") / "env").glob("*.yaml")]
-    assert list(options("env")) == sorted([*own, "mine"])
+    assert options("env") == sorted([*own, "mine"])
     assert describe("env", "mine") == "A game of mine."
     assert all_keys(TRAIN_GRPO)["env.depth"] == ["env=mine"]
 
@@ -117,7 +118,7 @@ def test_several_plugins_and_registered_rewards(tmp_path: Path) -> None:
         ("x = 1\ny = x / 0\n", "line 2: importing it failed: ZeroDivisionError"),
         (
             SETTINGS + "rlpost.register_env('gsm8k', MineSettings, print)\n",
-            "registers env=gsm8k, a name that rlpost has",
+            r"register_env\('gsm8k'\): the name is taken",
         ),
         (ENV + "rlpost.register_env('mine', MineSettings, print)\n", r"register_env\('mine'\): the name is taken"),
         (ENV + "rlpost.register_env('other', MineSettings, print)\n", "MineSettings belongs to env=mine"),
@@ -143,12 +144,12 @@ def test_several_plugins_and_registered_rewards(tmp_path: Path) -> None:
 )
 def test_a_plugin_that_cannot_be_used_says_why(text: str, said: str, tmp_path: Path) -> None:
     word = plugin(tmp_path, text)
-    before = dict(ENVS), dict(REWARDS)
+    before = dict(CHOICES["env"]), dict(REWARDS)
     with pytest.raises(ConfigError, match=said) as caught:
         compose(TRAIN_GRPO, [word])
     assert "mine.py" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert before == (ENVS, REWARDS)
+    assert before == (CHOICES["env"], REWARDS)
 
 
 def test_a_plugin_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -177,4 +178,4 @@ def test_registering_needs_no_plugin() -> None:
 
 def test_plugins_are_taken_out_of_words(tmp_path: Path) -> None:
     assert plugins.without_plugins(["env.limit=3", plugin(tmp_path, ENV)]) == ["env.limit=3"]
-    assert "mine" in ENVS
+    assert "mine" in CHOICES["env"]

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.catalog import CHOICES
 from rlpost.config.overrides import as_text, parse_value
 from rlpost.config.provenance import COMMAND_LINE, Layer, provenance, value_of
 from rlpost.config.recipes import command_of
-from rlpost.config.registry import COMMANDS, SCHEMAS, TRAIN_GRPO, Command, options, recipes
+from rlpost.config.registry import COMMANDS, TRAIN_GRPO, Command, options, recipes
 from rlpost.settings.checks import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
-CHOICES = [
-    (command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in SCHEMAS for o in options(g, command)
+CHOSEN = [
+    (command, [f"{g}={o}", *NEEDED.get(o, [])]) for command in COMMANDS for g in CHOICES for o in options(g, command)
 ]
 LINES: list[tuple[Command, list[str]]] = [
-    *((command, words) for command, words in CHOICES if words[0].partition("=")[0] in command.settings.__annotations__),
+    *((command, words) for command, words in CHOSEN if words[0].partition("=")[0] in command.settings.__annotations__),
     *((command_of(name), [f"recipe={name}"]) for name in recipes()),
     (TRAIN_GRPO, ["recipe=gsm8k-qwen0.5b-gpu", "env=arithmetic", "steps=7", "optim.lr=2e-5", "model=me/mine"]),
 ]

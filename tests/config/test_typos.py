@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import CHOICES
 from rlpost.cli.main import run
 from rlpost.config.compose import merge_all
 from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
-from rlpost.config.registry import COMMANDS, SCHEMAS, Command, all_keys, options, recipes, schemas_of
+from rlpost.config.registry import COMMANDS, Command, all_keys, classes_of, options, recipes
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
@@ -42,9 +43,8 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
     groups = groups_of(command.settings)
     valid = {name for c in COMMANDS for name in (*all_keys(c), *groups_of(c.settings), "recipe")}
     asked: set[str] = set()
-    for group, schemas in [("", {"": None}), *((group, schemas_of(command, group)) for group in groups)]:
-        for schema in schemas:
-            option = schema.removesuffix("_schema")
+    for group, rows in [("", {"": None}), *((group, classes_of(command, group)) for group in groups)]:
+        for option in rows:
             words = [f"{group}={option}"] if group and option in options(group) else []
             merged = merge_all(command, words)
             names = [key.name for key in merged.keys]
@@ -57,7 +57,7 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
 
 
 def option_typos(sampled: random.Random) -> Iterator[tuple[str, str, str]]:
-    for group in SCHEMAS:
+    for group in CHOICES:
         known = options(group)
         for option in known:
             for typo in typos(option, sampled):

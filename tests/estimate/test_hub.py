@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.cli.main import run
 from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2
-from rlpost.config.registry import options, read_yaml
+from rlpost.config.registry import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import hub
 from rlpost.estimate.hub import readable, shape_of_model
@@ -126,7 +126,7 @@ def test_an_adapter_is_as_large_as_its_model(tmp_path: Path, tiny_folder: Path) 
 
 
 def test_every_hub_id_of_an_option_is_known() -> None:
-    named = {str(read_yaml(file).get("path", "")) for file in options("model").values()}
+    named = {str(read_yaml(conf_file(f"model/{name}")).get("path", "")) for name in options("model")}
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)

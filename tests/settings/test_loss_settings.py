@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import CHOICES
 from rlpost.config.compose import compose
-from rlpost.config.registry import SCHEMAS, TRAIN_GRPO, options
+from rlpost.config.registry import TRAIN_GRPO, options
 from rlpost.errors import ConfigError
 from rlpost.objectives.kl import KL_ESTIMATORS
 from rlpost.objectives.mismatch import CORRECTIONS, SAMPLER_CORRECTIONS
@@ -21,7 +22,7 @@ from rlpost.settings import KLEstimator, PolicyLossSettings, SamplerCorrection
 def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str) -> None:
     assert set(options("loss", TRAIN_GRPO)) == set(VARIANTS)
     settings = compose(TRAIN_GRPO, [f"loss={name}"]).settings.loss
-    assert type(settings) is SCHEMAS["loss"][f"{name}_schema"]
+    assert type(settings) is CHOICES["loss"][name].cls
     assert settings.variant == name
     shared = {field.name for field in fields(PolicyLossSettings)}
     own = {IN_THE_PAPER.get((name, f.name), f.name): getattr(settings, f.name) for f in fields(settings)}

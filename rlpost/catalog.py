@@ -1,0 +1,180 @@
+"""What can be chosen: one row for each option of a group, what it names is imported when it is asked for.
+
+A file `conf/GROUP/NAME.yaml` adds an option that holds values. It names the row whose settings they are for,
+`defaults: [ROW_schema, _self_]`, so a YAML file never names code to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+from rlpost.errors import ConfigError
+from rlpost.settings.env import EnvSettings
+from rlpost.settings.registered import check_name, shown
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option of a group: its settings class, a line of words, and what makes the component of the settings.
+
+    `settings` is `module:Class` under rlpost.settings and `builds` `module:name` under rlpost; those that a plugin
+    registers are the class and the callable themselves.
+    """
+
+    settings: str | type
+    words: str = ""
+    builds: str | Callable[..., Any] = ""
+
+    @cached_property
+    def cls(self) -> type:
+        """The settings class."""
+        return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
+
+    @property
+    def build(self) -> Callable[..., Any]:
+        """What makes the component of the settings; the room's own code says what else it is called with."""
+        return opened(self.builds) if isinstance(self.builds, str) else self.builds
+
+
+def opened(place: str) -> Any:
+    """What `module:name` under rlpost is."""
+    module, _, name = place.partition(":")
+    return attrgetter(name)(import_module(f"rlpost.{module}"))
+
+
+# group -> option -> its row; one that is called as its group is for files alone, and no option itself
+CHOICES: dict[str, dict[str, Choice]] = {
+    "model": {"model": Choice("model:ModelSettings")},
+    "env": {
+        "arithmetic": Choice("env:ArithmeticSettings", builds="envs.arithmetic:ArithmeticEnv.of"),
+        "countdown": Choice(
+            "more_envs:CountdownSettings",
+            "Countdown: make a target out of a few numbers, each used once; made on the spot",
+            "envs.countdown:CountdownEnv.of",
+        ),
+        "dataset": Choice(
+            "env:DatasetSettings",
+            "Rows and rewards of your own: env.path=FILE env.reward=FILE.py:FUNCTION",
+            "envs.dataset:DatasetEnv.of",
+        ),
+        "gsm8k": Choice(
+            "env:GSM8KSettings",
+            "Grade-school word problems, from the hub or from a folder or file (env.path)",
+            "envs.gsm8k:GSM8KEnv.of",
+        ),
+        "ifbench": Choice(
+            "instructions:IFBenchSettings",
+            "Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file",
+            "envs.ifeval:IFBenchEnv.of",
+        ),
+        "ifeval": Choice(
+            "instructions:IFEvalSettings",
+            "Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path)",
+            "envs.ifeval:IFEvalEnv.of",
+        ),
+        "math": Choice(
+            "more_envs:MathSettings",
+            "MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)",
+            "envs.math_problems:MathEnv.of",
+        ),
+        "reasoning_gym": Choice(
+            "more_envs:ReasoningGymSettings",
+            "Puzzles of any of reasoning-gym's generators, made on the spot: env.task=leg_counting",
+            "envs.reasoning:ReasoningGymEnv.of",
+        ),
+        "text_game": Choice(
+            "more_envs:TextGameSettings",
+            "Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1",
+            "envs.text_game:TextGameEnv.of",
+        ),
+    },
+    "policy": {
+        "auto": Choice("policy:AutoPolicySettings", "vLLM where it is installed, else transformers"),
+        "scripted": Choice("policy:ScriptedSettings", "Canned replies, given in turn: no model samples"),
+        "transformers": Choice("policy:TransformersSettings", "The trainer's own weights, sampled with transformers"),
+        "vllm": Choice("policy:VLLMSettings", "vLLM, on a CPU or a GPU"),
+    },
+    # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
+    "loss": {
+        "cispo": Choice(
+            "loss:CISPOLossSettings", "CISPO: every token keeps its gradient, weighted by a ratio that is bounded above"
+        ),
+        "dapo": Choice("loss:DAPOLossSettings", "DAPO: GRPO's loss with a higher upper clip, averaged over all tokens"),
+        "dr_grpo": Choice(
+            "loss:DrGRPOLossSettings",
+            "Dr. GRPO: GRPO's loss over a constant length, so that long answers weigh no less a token",
+        ),
+        "dual_clip": Choice(
+            "loss:DualClipLossSettings", "Dual-clip PPO: GRPO's loss, bounded where the advantage is negative"
+        ),
+        "grpo": Choice(
+            "loss:GRPOLossSettings",
+            "GRPO: a clipped ratio a token and an optional KL penalty, averaged over all tokens",
+        ),
+        "gspo": Choice("loss:GSPOLossSettings", "GSPO: one clipped ratio a completion instead of one a token"),
+        "gspo_token": Choice(
+            "loss:GSPOTokenLossSettings", "GSPO-token: GSPO's ratio with advantages that may differ from token to token"
+        ),
+        "minor_sft": Choice(
+            "sft:MinorSFTLossSettings",
+            "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
+        ),
+        "reinforce": Choice(
+            "loss:ReinforceLossSettings", "REINFORCE: the plain policy gradient, without a ratio or a clip"
+        ),
+        "sft": Choice("sft:SFTLossSettings", "Cross entropy of demonstrated replies, with an optional KL penalty"),
+        "two_sided": Choice(
+            "loss:TwoSidedLossSettings", "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too"
+        ),
+    },
+    "optim": {
+        "adamw": Choice("learning:OptimSettings", "AdamW with warm-up, schedule and gradient clipping"),
+        "adamw_8bit": Choice(
+            "learning:AdamW8bitSettings",
+            "AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory",
+        ),
+    },
+    "tracking": {
+        "mlflow": Choice("tracking:MLflowSettings", "MLflow, in the run's folder or on a server"),
+        "none": Choice("tracking:NoTrackingSettings", "No tracker: the run folder alone"),
+        "tensorboard": Choice("tracking:TensorBoardSettings", "TensorBoard event files in the run's folder"),
+        "trackio": Choice("tracking:TrackioSettings", "trackio, local: trackio show"),
+        "wandb": Choice("tracking:WandbSettings", "Weights & Biases, offline unless tracking.mode=online"),
+    },
+}
+
+
+def row_of(group: str, settings: type) -> Choice | None:
+    """The row of a settings class; None where none has it."""
+    return next((row for row in CHOICES[group].values() if row.cls is settings), None)
+
+
+def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:
+    """Make `env=NAME` choose an environment of your own, with the fields of `settings` as its keys.
+
+    `settings` is a dataclass derived from `rlpost.settings.EnvSettings`. `build`, a class or a
+    function, is called as `build(settings, **common)` and returns a `DatasetChatEnv`; `common` are
+    that class's own arguments. Raises ConfigError for a name or class that is taken or cannot be one.
+    """
+    envs = CHOICES["env"]
+    check_name("register_env", name, envs)
+    if not (isinstance(settings, type) and issubclass(settings, EnvSettings)):
+        raise ConfigError(
+            f"register_env({name!r}): {shown(settings)} is not derived from rlpost.settings.EnvSettings: derive it"
+        )
+    if "__dataclass_fields__" not in vars(settings):
+        raise ConfigError(f"register_env({name!r}): {settings.__name__} is no dataclass: put @dataclass above it")
+    if not callable(build):
+        raise ConfigError(f"register_env({name!r}): {shown(build)} builds nothing: give a class or a function")
+    owner = next((other for other, row in envs.items() if row.cls is settings), None)
+    if owner is not None:
+        raise ConfigError(f"register_env({name!r}): {settings.__name__} belongs to env={owner}: derive another class")
+    doc = inspect.getdoc(settings) or ""
+    words = "" if doc.startswith(f"{settings.__name__}(") else doc.partition("\n")[0]  # a dataclass writes its own
+    envs[name] = Choice(settings, words, build)
