@@ -1,4 +1,4 @@
-"""What can be chosen: one row for each option of a group, what it names is imported when it is asked for.
+"""What can be said: one row for each command and each option of a group; what it names is imported when asked for.
 
 A file `conf/GROUP/NAME.yaml` adds an option that holds values. It names the row whose settings they are for,
 `defaults: [ROW_schema, _self_]`, so a YAML file never names code to run.
@@ -7,16 +7,98 @@ A file `conf/GROUP/NAME.yaml` adds an option that holds values. It names the row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
+from rlpost.settings.commands import GRPOSettings
 from rlpost.settings.env import EnvSettings
+from rlpost.settings.evaluation import EvalSettings
+from rlpost.settings.expert_iteration import ExpertIterationSettings
 from rlpost.settings.registered import check_name, shown
+from rlpost.settings.sft import SFTSettings
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Command(Generic[S]):
+    """A verb that is configured, and its settings class. `name` is that of a loop, rlpost/train/NAME.py.
+
+    `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
+    `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
+    `optional` are lists that other verbs need, and this one can leave empty. `short`, `doc` and `examples` are the
+    words of its help.
+    """
+
+    verb: str
+    name: str
+    settings: type[S]
+    choices: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    short: str = ""
+    doc: str = ""
+    examples: tuple[str, ...] = ()
+
+
+USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
+TRAIN_GRPO = Command(
+    "train grpo",
+    "grpo",
+    GRPOSettings,
+    {**USUAL, "loss": "grpo"},
+    without=("env.completion_column",),
+    short="Train with GRPO.",
+    doc="Train with GRPO: sample groups of completions, reward them, learn from the differences.",
+    examples=(
+        "rlpost train grpo",
+        "rlpost train grpo model=qwen env=gsm8k optim.lr=1e-6 --name first-try",
+        "rlpost train grpo recipe=gsm8k-smollm2-cpu env.path=data/gsm8k --dry-run",
+        "rlpost train grpo -m optim.lr=1e-5,3e-5 seed=0,1",
+    ),
+)
+TRAIN_SFT = Command(
+    "train sft",
+    "sft",
+    SFTSettings,
+    {**USUAL, "loss": "sft"},
+    optional=("env.reward",),
+    short="Fine-tune on demonstrations.",
+    doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
+    examples=(
+        "rlpost train sft",
+        "rlpost train sft model=qwen env=gsm8k epochs=2 --name first-try",
+        "rlpost train sft env=dataset env.path=chats.jsonl steps=200",
+        "rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1",
+    ),
+)
+TRAIN_EXPERT_ITERATION = Command(
+    "train expert-iteration",
+    "expert_iteration",
+    ExpertIterationSettings,
+    {**USUAL, "loss": "sft"},
+    without=("env.completion_column",),
+    short="Fine-tune on the model's own best.",
+    doc="Expert iteration: sample completions, keep the best of each prompt, fine-tune on them, and again.",
+    examples=(
+        "rlpost train expert-iteration",
+        "rlpost train expert-iteration model=qwen env=gsm8k topk_size=2 --name first",
+        "rlpost train expert-iteration loss=minor_sft passes=2 --dry-run",
+        "rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu",
+    ),
+)
+EVAL = Command(  # its choices stand in conf/eval.yaml
+    "eval",
+    "eval",
+    EvalSettings,
+    without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing"),
+)
+COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL)
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,8 @@ def settings_words(work: Work) -> list[str]:
 def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
     from rlpost.assemble import resolve_numbers
+    from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.build import build_env
     from rlpost.model.load import locate_model
     from rlpost.settings import Autocast

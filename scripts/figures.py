@@ -102,8 +102,8 @@ def train(folder: Path) -> NoReturn:
     """Train until the first backward, write what was seen to `folder`.json, and leave."""
     import torch
 
+    from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.arithmetic import ArithmeticEnv
     from rlpost.settings.run import RunRequest
     from rlpost.train import grpo

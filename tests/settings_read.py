@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlpost.catalog import COMMANDS, Command
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import COMMANDS, Command, classes_of
+from rlpost.config.registry import classes_of
 
 Read = tuple[type, str]  # a settings class and one of its fields
 

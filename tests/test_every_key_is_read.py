@@ -13,17 +13,9 @@ import pytest
 import torch
 
 from rlpost import assemble
+from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.config.registry import (
-    COMMANDS,
-    EVAL,
-    TRAIN_EXPERT_ITERATION,
-    TRAIN_GRPO,
-    TRAIN_SFT,
-    Command,
-    all_keys,
-    options,
-)
+from rlpost.config.registry import all_keys, options
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.model.load import locate_model

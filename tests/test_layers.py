@@ -248,7 +248,7 @@ def test_torch_and_engines_stay_out_of_a_composed_command() -> None:
         "import sys\n"
         "import rlpost.cli.main\n"
         "from rlpost.config.compose import compose\n"
-        "from rlpost.config.registry import TRAIN_GRPO\n"
+        "from rlpost.catalog import TRAIN_GRPO\n"
         "compose(TRAIN_GRPO, ['model=tiny'])\n"
         "heavy = {'torch', 'tensordict', 'transformers', 'vllm', 'datasets', 'pyarrow', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

@@ -77,10 +77,11 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     Raises ConfigError, with the nearest name, where it is none of them, and for what it cannot be
     loaded under.
     """
+    from rlpost.catalog import EVAL
     from rlpost.config.compose import compose
     from rlpost.config.device import check_device
     from rlpost.config.paths import is_run_folder, resolve_model_path
-    from rlpost.config.registry import EVAL, options
+    from rlpost.config.registry import options
     from rlpost.data.template_choice import named_template
     from rlpost.nearest import did_you_mean, nearest
     from rlpost.runs.reader import RUNS, find_runs

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from rlpost.catalog import Command, S
 from rlpost.cli.terminal import stdout_on_stderr
-from rlpost.config.registry import Command, S
 from rlpost.extras import require_bitsandbytes, require_peft, require_vllm
 
 if TYPE_CHECKING:

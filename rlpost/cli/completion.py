@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from rlpost.catalog import CHOICES
-from rlpost.config.registry import COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command, describe, options
+from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.registry import describe, options
 from rlpost.errors import RlpostError
 
 if TYPE_CHECKING:

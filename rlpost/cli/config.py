@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.cli import config_diff, config_explain, config_init
 from rlpost.cli.completion import complete_group, complete_settings_of_verb
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import COMMANDS, commands_of, describe, description, options, recipes
+from rlpost.config.registry import commands_of, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_explain
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP
-from rlpost.config.registry import COMMANDS
 from rlpost.config.verbs import verb_and_rest
 from rlpost.text import printable
 

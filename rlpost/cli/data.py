@@ -48,8 +48,8 @@ def preview(
 
     Takes what rlpost train sft takes, and loads the tokenizer only.
     """
+    from rlpost.catalog import TRAIN_SFT
     from rlpost.config.compose import compose
-    from rlpost.config.registry import TRAIN_SFT
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     if as_json:

@@ -69,7 +69,7 @@ def evaluate(
 
     The figures and every completion are kept in evals/.
     """
-    from rlpost.config.registry import EVAL
+    from rlpost.catalog import EVAL
 
     words = overrides or []
     typed = ["rlpost", *context.obj]

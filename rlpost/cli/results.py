@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlpost.catalog import Command, S
 from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
-from rlpost.config.registry import Command, S
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs.reader import read_run
 from rlpost.settings.run import RunRequest

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpost.catalog import Command
 from rlpost.cli.run_folder import RESUME_WORDS
 from rlpost.config.paths import (
     SWEEP_FILE,
@@ -16,7 +17,6 @@ from rlpost.config.paths import (
     resolve_model_path,
     step_of,
 )
-from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.runs.reader import command_of

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlpost.catalog import EVAL
 from rlpost.cli.terminal import GREEN, RED, painted, print_json
-from rlpost.config.registry import EVAL
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import DatasetSettings
 from rlpost.text import counted, printable

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.catalog import Command
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.config.paths import SWEEP_FILE
-from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError, RlpostError
 from rlpost.text import printable
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpost.catalog import Command
 from rlpost.config.paths import SWEEP_FILE
-from rlpost.config.registry import Command
 from rlpost.errors import CheckpointError
 
 if TYPE_CHECKING:

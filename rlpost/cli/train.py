@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost.catalog import COMMANDS, Command
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_training
 from rlpost.cli.plan import plan_dict, plan_lines, stem_of
@@ -17,34 +18,12 @@ from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
-from rlpost.config.registry import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError
 from rlpost.settings.run import RunRequest
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
 
-GRPO_EXAMPLES = """\b
-Examples:
-  rlpost train grpo
-  rlpost train grpo model=qwen env=gsm8k optim.lr=1e-6 --name first-try
-  rlpost train grpo recipe=gsm8k-smollm2-cpu env.path=data/gsm8k --dry-run
-  rlpost train grpo -m optim.lr=1e-5,3e-5 seed=0,1
-"""
-SFT_EXAMPLES = """\b
-Examples:
-  rlpost train sft
-  rlpost train sft model=qwen env=gsm8k epochs=2 --name first-try
-  rlpost train sft env=dataset env.path=chats.jsonl steps=200
-  rlpost train sft loss=minor_sft -m loss.beta=0.05,0.1
-"""
-EXPERT_ITERATION_EXAMPLES = """\b
-Examples:
-  rlpost train expert-iteration
-  rlpost train expert-iteration model=qwen env=gsm8k topk_size=2 --name first
-  rlpost train expert-iteration loss=minor_sft passes=2 --dry-run
-  rlpost train expert-iteration recipe=arithmetic-smollm2-expert-iteration-cpu
-"""
 RESUME_HELP = (
     "Go on with a run and its settings: from its latest checkpoint (auto begins where there is none), or from PATH."
 )
@@ -66,10 +45,11 @@ AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 Plain = Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")]
 
 
-def add_verb(command: Command[Any], *, short: str, doc: str, examples: str) -> None:
+def add_verb(command: Command[Any]) -> None:
     """Make `rlpost train NAME` run the loop of `command`."""
+    examples = "\n".join(["\b", "Examples:", *(f"  {example}" for example in command.examples), ""])
 
-    @app.command(command.verb.removeprefix("train "), epilog=examples, short_help=short, help=doc)
+    @app.command(command.verb.removeprefix("train "), epilog=examples, short_help=command.short, help=command.doc)
     def train(
         context: typer.Context,
         overrides: Overrides = None,
@@ -138,21 +118,6 @@ def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:
         print(composed.yaml, end="")
 
 
-add_verb(
-    TRAIN_GRPO,
-    short="Train with GRPO.",
-    doc="Train with GRPO: sample groups of completions, reward them, learn from the differences.",
-    examples=GRPO_EXAMPLES,
-)
-add_verb(
-    TRAIN_SFT,
-    short="Fine-tune on demonstrations.",
-    doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
-    examples=SFT_EXAMPLES,
-)
-add_verb(
-    TRAIN_EXPERT_ITERATION,
-    short="Fine-tune on the model's own best.",
-    doc="Expert iteration: sample completions, keep the best of each prompt, fine-tune on them, and again.",
-    examples=EXPERT_ITERATION_EXAMPLES,
-)
+for each in COMMANDS:
+    if each.verb.startswith("train "):
+        add_verb(each)

@@ -9,8 +9,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from rlpost.catalog import COMMANDS
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import COMMANDS, all_keys
+from rlpost.config.registry import all_keys
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 

@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlpost.catalog import Command
 from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, types_of
 from rlpost.config.paths import is_run_folder
 from rlpost.config.registry import (
-    Command,
     class_of,
     classes_of,
     conf_file,
+    default_choices,
     describe,
     description,
     options,
@@ -138,7 +139,7 @@ class _Line:
         self.groups = groups_of(command.settings)
         recipe = read_yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
         self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
-        self.choices = {**_default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
+        self.choices = {**default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
         classes = {group: class_of(group, option) for group, option in self.choices.items()}
         self.classes = {group: cls for group, cls in classes.items() if cls is not None}
 
@@ -223,9 +224,3 @@ def _functions(path: str) -> list[Candidate]:
 
 def _recipe_file(name: str) -> Path:
     return recipes().get(name, expanded(name))
-
-
-def _default_choices(command: Command[Any]) -> dict[str, str]:
-    """Group -> option, as the command's own file of conf/ chooses."""
-    entries = read_yaml(conf_file(command.name)).get("defaults", [])
-    return {str(g): str(o) for entry in entries if isinstance(entry, dict) for g, o in entry.items()}

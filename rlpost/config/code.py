@@ -12,10 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.keys import Key, as_text, keys_of
 from rlpost.config.overrides import Override, parse_value, shown
-from rlpost.config.registry import COMMANDS
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
 

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS, Command, S
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
@@ -31,18 +31,9 @@ from rlpost.config.paths import (
 )
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import (
-    COMMANDS,
-    Command,
-    S,
-    classes_of,
-    conf_file,
-    options,
-    schema_name,
-    search_folders,
-)
+from rlpost.config.registry import classes_of, conf_file, options, schema_name, search_folders
 from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings, EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings import DatasetSettings
 
 
 @dataclass(frozen=True)
@@ -202,12 +193,15 @@ def _store_schemas() -> None:
     """Put the settings classes where YAML files can name them, and the options that no file of conf/ describes.
 
     The root of each command is a node of its own: Hydra looks for the primary file in one folder
-    only, and this one leads on to the user's or to the built-in conf/COMMAND.yaml.
+    only, and this one leads on to conf/COMMAND.yaml, the user's or the built-in, or says itself what holds.
     """
     store = ConfigStore.instance()
     for command in COMMANDS:
-        store.store(name=f"{command.name}_root", node={"defaults": [command.name, "_self_"]})
-        store.store(name=schema_name(command.name), node=command.settings)
+        schema = schema_name(command.name)
+        own = [schema, *({group: option} for group, option in command.choices.items())]
+        first = own if conf_file(command.name) is None else [command.name]
+        store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
+        store.store(name=schema, node=command.settings)
     for group, rows in CHOICES.items():
         store.repo.pop(group, None)  # a file may have come since, which Hydra would merge with an option of its name
         for name, row in rows.items():
@@ -272,7 +266,7 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
     return settings
 
 
-def _check_paths(settings: GRPOSettings | SFTSettings | ExpertIterationSettings | EvalSettings) -> None:
+def _check_paths(settings: Any) -> None:
     path = settings.model.path
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")

@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 
+from rlpost.catalog import Command
 from rlpost.config.code import is_code
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import is_run_folder
 from rlpost.config.recipes import command_of
-from rlpost.config.registry import Command, recipes
+from rlpost.config.registry import recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.home import expanded

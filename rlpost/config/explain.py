@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.catalog import COMMANDS, Command
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import COMMANDS, Command, all_keys, commands_of
+from rlpost.config.registry import all_keys, commands_of
 from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 
 # what other toolkits call it -> what it is called here

@@ -12,11 +12,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.keys import NULL, Key
 from rlpost.config.keys import as_text as as_text
 from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import COMMANDS, options, recipes
+from rlpost.config.registry import options, recipes
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 

@@ -14,11 +14,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from rlpost.catalog import Command, S
 from rlpost.config.compose import Merged, files_of_conf, merge_all, model_path
 from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, as_text, parse_words
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import Command, S, conf_file, search_folders
+from rlpost.config.registry import conf_file, default_choices, search_folders
 from rlpost.settings.checks import MISSING
 
 COMMAND_LINE = "the command line"
@@ -126,10 +127,7 @@ def _conf_layers(command: Command[Any], choices: Mapping[str, str]) -> list[tupl
         file = conf_file(part.config_path)
         if file is not None:
             layers += _said_by(file, part.package)
-    primary = conf_file(command.name)
-    assert primary is not None
-    chosen = [(group, layer) for group, layer in _default_choices(primary) if group in choices]
-    return [*chosen, *layers]
+    return [*_default_choices(command), *layers]
 
 
 def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
@@ -143,16 +141,14 @@ def _said_by(file: Path, package: str) -> list[tuple[str, Layer]]:
     ]
 
 
-def _default_choices(file: Path) -> list[tuple[str, Layer]]:
-    """The options that a command's own file chooses in its defaults list."""
-    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    assert isinstance(root, yaml.MappingNode)
-    entries = next((node.value for key, node in root.value if key.value == "defaults"), [])
+def _default_choices(command: Command[Any]) -> list[tuple[str, Layer]]:
+    """The options that hold where none is chosen."""
+    file = conf_file(command.name)
+    lines = {} if file is None else _lines_of(file)
+    own = f"{command.verb} in rlpost/catalog.py"
     return [
-        (group.value, Layer(option.value, f"{shown_path(file)}, line {group.start_mark.line + 1}"))
-        for entry in entries
-        if isinstance(entry, yaml.MappingNode)
-        for group, option in entry.value
+        (group, Layer(option, own if file is None else f"{shown_path(file)}, line {lines[f'defaults.{group}']}"))
+        for group, option in default_choices(command).items()
     ]
 
 
@@ -165,6 +161,9 @@ def _lines_of(file: Path) -> dict[str, int]:
             for key, value in node.value:
                 found[f"{prefix}{key.value}"] = key.start_mark.line + 1
                 walk(value, f"{prefix}{key.value}.")
+        elif isinstance(node, yaml.SequenceNode):
+            for element in node.value:
+                walk(element, prefix)
 
     walk(cast(yaml.Node, yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)), "")
     return found

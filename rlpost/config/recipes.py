@@ -10,8 +10,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlpost.catalog import COMMANDS, Command
 from rlpost.config.overrides import Override, as_text, shown
-from rlpost.config.registry import COMMANDS, Command, recipes
+from rlpost.config.registry import recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import rlpost
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.config.keys import Key, keys_of, types_of
 from rlpost.errors import ConfigError
-from rlpost.settings import EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
-
-S = TypeVar("S", GRPOSettings, SFTSettings, ExpertIterationSettings, EvalSettings)
-
-
-@dataclass(frozen=True)
-class Command(Generic[S]):
-    """A verb that is configured: its words, its YAML file in conf/ and its settings class.
-
-    `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
-    `optional` are lists that other verbs need, and this one can leave empty.
-    """
-
-    verb: str
-    name: str
-    settings: type[S]
-    without: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-
-
-TRAIN_GRPO = Command("train grpo", "grpo", GRPOSettings, without=("env.completion_column",))
-TRAIN_SFT = Command("train sft", "sft", SFTSettings, optional=("env.reward",))
-TRAIN_EXPERT_ITERATION = Command(
-    "train expert-iteration", "expert_iteration", ExpertIterationSettings, without=("env.completion_column",)
-)
-EVAL = Command(
-    "eval", "eval", EvalSettings, without=("env.eval_limit", "env.completion_column", "model.activation_checkpointing")
-)
-COMMANDS: tuple[Command[Any], ...] = (TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION, EVAL)
 
 
 def built_in_folder(name: str) -> Path:
@@ -59,6 +30,13 @@ def search_folders(name: str) -> list[Path]:
 def conf_file(name: str) -> Path | None:
     """The file conf/NAME.yaml, the user's before rlpost's own; None where there is none."""
     return next((f for folder in search_folders("conf") if (f := folder / f"{name}.yaml").is_file()), None)
+
+
+def default_choices(command: Command[Any]) -> dict[str, str]:
+    """Group -> its option where none is chosen, as conf/COMMAND.yaml says it, or else the command's row."""
+    file = conf_file(command.name)
+    entries = [command.choices] if file is None else read_yaml(file).get("defaults", [])
+    return {str(g): str(o) for entry in entries if isinstance(entry, Mapping) for g, o in entry.items()}
 
 
 def options(group: str, command: Command[Any] | None = None) -> list[str]:

@@ -10,13 +10,14 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from rlpost.catalog import Command
 from rlpost.config.code import is_code
 from rlpost.config.compose import Merged, compose, merge_all
 from rlpost.config.keys import Key, as_text, docs_of
 from rlpost.config.meaning import as_json, meaning_of
 from rlpost.config.overrides import shown
 from rlpost.config.provenance import value_of
-from rlpost.config.registry import Command, options
+from rlpost.config.registry import options
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.settings.checks import MISSING
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.config.registry import COMMANDS, TRAIN_GRPO, Command
+from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 

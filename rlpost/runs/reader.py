@@ -17,8 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rlpost.catalog import COMMANDS, Command
 from rlpost.config.paths import SWEEP_FILE, is_run_folder
-from rlpost.config.registry import COMMANDS, Command, conf_file
+from rlpost.config.registry import default_choices
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
@@ -96,17 +97,9 @@ class RunRecord:
     def choice(self, group: str) -> str | None:
         """The option that was chosen for `group`, or by default stands for it; None where unknown."""
         words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
-        return words[-1] if words else self._default_choices().get(group)
-
-    def _default_choices(self) -> dict[str, str]:
-        import yaml
-
         command = _command(self.commands)
-        if command is None:
-            return {}
-        file = conf_file(command.name)
-        defaults = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []) if file else []
-        return {str(k): str(v) for entry in defaults if isinstance(entry, dict) for k, v in entry.items()}
+        default = {} if command is None else default_choices(command)
+        return words[-1] if words else default.get(group)
 
 
 def read_run(folder: Path) -> RunRecord:

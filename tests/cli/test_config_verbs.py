@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import COMMANDS, TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import docs_of
 from rlpost.config.papers import PAPER_VALUES
 from rlpost.config.provenance import owner_of, value_of
-from rlpost.config.registry import COMMANDS, TRAIN_GRPO, all_keys, options, recipes
+from rlpost.config.registry import all_keys, options, recipes
 
 Told = Callable[..., str]
 
@@ -148,7 +149,7 @@ def test_explain_as_json(told: Told) -> None:
     assert (meaning["key"], meaning["value"], meaning["set_by"]) == ("optim.lr", 1e-6, "the command line")
     assert [layer["text"] for layer in meaning["layers"]] == ["1.5e-05", "1e-6"]
     group = json.loads(told("explain", "env", "--json"))
-    assert (group["chosen"], group["set_by"]) == ("arithmetic", "conf/grpo.yaml, line 5")
+    assert (group["chosen"], group["set_by"]) == ("arithmetic", "train grpo in rlpost/catalog.py")
     assert {
         "key": "steps",
         "value": 60,

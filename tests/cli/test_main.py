@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from rlpost import __version__
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO, options
+from rlpost.config.registry import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
 from rlpost.extras import is_installed
 from rlpost.settings import GRPOSettings

@@ -44,8 +44,8 @@ def test_a_new_environment_is_proved_at_once(capsys: pytest.CaptureFixture[str])
 
 def test_the_splits_of_a_new_environment_share_no_question() -> None:
     assert run(["env", "new", "largest_apart"]) == 0
+    from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.config.registry import TRAIN_GRPO
     from rlpost.envs.build import build_env
 
     words = ["env=largest_apart", "plugin=largest_apart.py", "env.highest=9", "env.numbers=2"]

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli import sweep_run
 from rlpost.cli.main import run
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob
 from rlpost.cli.sweep_screen import summary
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO
 from rlpost.config.sweep import expand
 
 SEEDS = ["train", "grpo", "model=tiny", "steps=3", "-m", "seed=0,1,2"]

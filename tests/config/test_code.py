@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlpost
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.resume import kept_settings
 from rlpost.cli.sweep import plan
 from rlpost.cli.sweep_jobs import SweepOptions
@@ -19,7 +20,7 @@ from rlpost.config.compose import compose
 from rlpost.config.difference import difference
 from rlpost.config.overrides import Override
 from rlpost.config.provenance import provenance
-from rlpost.config.registry import TRAIN_GRPO, built_in_folder
+from rlpost.config.registry import built_in_folder
 from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.tools import PythonSandbox

@@ -11,20 +11,9 @@ import pytest
 import yaml
 
 import rlpost
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
-from rlpost.config.registry import (
-    COMMANDS,
-    EVAL,
-    TRAIN_GRPO,
-    Command,
-    built_in_folder,
-    class_of,
-    commands_of,
-    describe,
-    options,
-    recipes,
-)
+from rlpost.config.registry import built_in_folder, class_of, commands_of, describe, options, recipes
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import (
     ArithmeticSettings,
@@ -297,7 +286,7 @@ def test_composing_and_its_errors_import_nothing_heavy() -> None:
     program = (
         "import sys\n"
         "from rlpost.config.compose import compose\n"
-        "from rlpost.config.registry import TRAIN_GRPO\n"
+        "from rlpost.catalog import TRAIN_GRPO\n"
         "from rlpost.errors import ConfigError\n"
         "compose(TRAIN_GRPO, ['recipe=gsm8k-qwen0.5b-gpu'])\n"
         "try: compose(TRAIN_GRPO, ['optm.lr=1'])\n"

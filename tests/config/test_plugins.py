@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import rlpost
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, EVAL, TRAIN_GRPO
 from rlpost.config import plugins
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO, all_keys, describe, options
+from rlpost.config.registry import all_keys, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARDS

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
 from rlpost.config.overrides import as_text, parse_value
 from rlpost.config.provenance import COMMAND_LINE, Layer, provenance, value_of
 from rlpost.config.recipes import command_of
-from rlpost.config.registry import COMMANDS, TRAIN_GRPO, Command, options, recipes
+from rlpost.config.registry import options, recipes
 from rlpost.settings.checks import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
@@ -49,7 +49,7 @@ def test_every_layer_stands_in_order(tmp_path: Path) -> None:
     assert told.keys["env.limit"][-1] == Layer("5", f"{recipe}, line 3", effective=False)
     assert told.winner("env.limit") == Layer("null", "EnvSettings in rlpost/settings/env.py")
     assert told.groups["env"] == [
-        Layer("arithmetic", "conf/grpo.yaml, line 5"),
+        Layer("arithmetic", "train grpo in rlpost/catalog.py"),
         Layer("gsm8k", f"{recipe}, line 2"),
         Layer("arithmetic", COMMAND_LINE),
     ]
@@ -65,6 +65,17 @@ def test_files_of_conf_and_the_commands_own_values_are_layers() -> None:
     assert [layer.text for layer in told.keys["sampling.temperature"]] == ["null"]
     assert told.keys["model.path"][-1].where == "conf/model/smollm2.yaml, line 5"
     assert told.keys["env.max_prompt_tokens"] == [Layer("2048", "GSM8KSettings in rlpost/settings/env.py")]
+
+
+def test_a_users_own_file_of_a_command_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    defaults = "".join(f"  - {g}: {o}\n" for g, o in (TRAIN_GRPO.choices | {"model": "tiny"}).items())
+    (tmp_path / "conf" / "grpo.yaml").write_text(f"defaults:\n  - grpo_schema\n{defaults}  - _self_\nsteps: 9\n")
+    told = provenance(TRAIN_GRPO)
+    assert told.groups["model"] == [Layer("tiny", "conf/grpo.yaml, line 3")]
+    assert told.winner("steps") == Layer("9", "conf/grpo.yaml, line 9")
+    assert value_of(told.merged, "model.path") == "builtin:tiny"
 
 
 def test_a_users_own_file_of_conf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

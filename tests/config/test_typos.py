@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import merge_all
 from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
-from rlpost.config.registry import COMMANDS, Command, all_keys, classes_of, options, recipes
+from rlpost.config.registry import all_keys, classes_of, options, recipes
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.config.hub_sizes import HUB_MODELS
-from rlpost.config.registry import TRAIN_GRPO, TRAIN_SFT
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
 from rlpost.estimate.needs import checkpoint_bytes, disk_of, floor, parts_of, peak, work_of

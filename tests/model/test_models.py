@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpost.assemble import assemble_grpo, evaluate_command
 from rlpost.assemble_sft import assemble_sft
+from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import load_policy
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.model.load import describe, load_model, load_tokenizer, locate_model, pick_device, tiny_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import CHOICES
+from rlpost.catalog import CHOICES, TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO, options
+from rlpost.config.registry import options
 from rlpost.errors import ConfigError
 from rlpost.objectives.kl import KL_ESTIMATORS
 from rlpost.objectives.mismatch import CORRECTIONS, SAMPLER_CORRECTIONS

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import TrackerChoice
 from rlpost.tracking.process import TrackerProcess

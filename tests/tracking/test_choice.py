@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.tracking.choice import TrackerChoice, chosen_tracker
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.config.paths import resolve_model_path
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
 from rlpost.settings.run import RunRequest

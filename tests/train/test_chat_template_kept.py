@@ -9,9 +9,9 @@ import pytest
 
 from rlpost.assemble import evaluate_command
 from rlpost.assemble_sft import assemble_sft
+from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import Chat
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.model.load import load_model, load_tokenizer, locate_model, tiny_tokenizer
 from rlpost.policies import TransformersWrapper
 from rlpost.runs.rollouts import read_rollouts

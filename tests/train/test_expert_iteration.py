@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.assemble import assemble_expert_iteration
+from rlpost.catalog import TRAIN_EXPERT_ITERATION
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_EXPERT_ITERATION
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import RewardError
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train

@@ -12,8 +12,8 @@ import torch
 from model_families import own_log_probs, tiny_model
 from transformers import AutoModelForCausalLM
 
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO, TRAIN_SFT
 from rlpost.errors import ConfigError
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.objectives.sft_objective import SFTObjective

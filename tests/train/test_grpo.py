@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.assemble import assemble_grpo
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost.assemble import assemble_grpo
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import is_installed
 from rlpost.model.load import load_model, locate_model

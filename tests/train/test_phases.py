@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from rlpost import assemble
+from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.chat import load_policy
 from rlpost.cli.main import run as rlpost
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.model import precision
 from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlpost import register_tool
+from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_GRPO
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError

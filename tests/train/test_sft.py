@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlpost.assemble_sft import assemble_sft
+from rlpost.catalog import TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper

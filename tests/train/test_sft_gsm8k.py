@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlpost.assemble import build_policy
+from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.config.registry import EVAL, TRAIN_SFT
 from rlpost.envs.build import build_env
 from rlpost.evaluation.play import play
 from rlpost.model.load import load_tokenizer, locate_model

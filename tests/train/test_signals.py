@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.data.conversation import Completion
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.policies.base import Request

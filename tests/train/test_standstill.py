@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.rewards.score import Score
 from rlpost.settings.run import RunRequest

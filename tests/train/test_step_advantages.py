@@ -15,8 +15,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import TRAIN_GRPO
 from rlpost.data.batch import concat_rows
 from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
