@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
+from rlpost.catalog import row_of
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
@@ -21,13 +22,12 @@ from rlpost.envs.checks import check_rewards, check_template
 from rlpost.errors import ConfigError
 from rlpost.evaluation.play import Evaluation, chosen_sampling, play, summarise
 from rlpost.extras import is_installed
-from rlpost.model.load import context_length, load_model, load_tokenizer, locate_model, pick_device
+from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
-from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
     AutoPolicySettings,
@@ -47,7 +47,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
-from rlpost.weight_sync.base import SharedWeights, WeightUpdater
+from rlpost.weight_sync.base import WeightUpdater
 
 if TYPE_CHECKING:
     from rlpost.objectives.sft_objective import SFTObjective
@@ -160,7 +160,7 @@ def _assemble_sampling(
             dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
             yield_only_last_steps=True,
             replay_buffer=buffer,
-            weight_updater=build_updater(policy),
+            weight_updater=build_updater(settings.policy, policy),
             begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
         )
         opened.pop_all()
@@ -222,35 +222,17 @@ def build_policy(
     longest = min(asked, context_length(folder) or asked)
     if adapter_rank is not None and not isinstance(settings, VLLMSettings):
         raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
-    if isinstance(settings, VLLMSettings):
-        from rlpost.policies.vllm import vLLMWrapper
-
-        return vLLMWrapper(
-            folder,
-            tokenizer,
-            settings=settings,
-            sampling=sampling,
-            max_model_len=longest,
-            seed=seed,
-            adapter_rank=adapter_rank,
-            adapter=adapter,
-        )
-    policy: Policy
-    if isinstance(settings, TransformersSettings):
-        policy = TransformersWrapper(
-            model if model is not None else load_model(folder, model_settings),
-            tokenizer,
-            sampling=sampling,
-            max_num_seqs=settings.max_num_seqs,
-            autocast=model_settings.autocast,
-            seed=seed,
-        )
-    elif isinstance(settings, ScriptedSettings):
-        from rlpost.policies.scripted import ScriptedPolicy
-
-        policy = ScriptedPolicy(settings.replies, tokenizer, sampling=sampling, seed=seed)
-    else:
-        raise ConfigError(f"policy {type(settings).__name__} has no builder in rlpost/assemble.py")
+    policy: Policy = row_of("policy", type(settings)).build(
+        settings,
+        folder,
+        tokenizer,
+        model=model,
+        model_settings=model_settings,
+        sampling=sampling,
+        seed=seed,
+        adapter_rank=adapter_rank,
+        adapter=adapter,
+    )
     policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
     return policy
 
@@ -283,13 +265,9 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
     return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers
 
 
-def build_updater(policy: Policy) -> WeightUpdater:
-    """How the trainer's weights reach `policy`."""
-    if policy.shares_weights:
-        return SharedWeights(policy)
-    from rlpost.weight_sync.vllm import updater_of
-
-    return updater_of(policy)
+def build_updater(settings: PolicySettings, policy: Policy) -> WeightUpdater:
+    """How the trainer's weights reach `policy`, which is of `settings`."""
+    return row_of("policy", type(chosen_policy(settings))).updater(policy)
 
 
 def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:

@@ -123,4 +123,4 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
 def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
     """What samples greedy replies during fine-tuning and scores them."""
     policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
-    return AccuracyParts(env, policy, build_updater(policy))
+    return AccuracyParts(env, policy, build_updater(settings.policy, policy))

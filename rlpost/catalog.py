@@ -112,11 +112,17 @@ class Choice:
     settings: str | type
     words: str = ""
     builds: str | Callable[..., Any] = ""
+    pushes: str = "weight_sync.base:SharedWeights"  # of a policy: the updater that brings it the trainer's weights
 
     @cached_property
     def cls(self) -> type:
         """The settings class."""
         return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
+
+    @property
+    def updater(self) -> Callable[..., Any]:
+        """What makes a policy's weight updater, as `updater(policy)`."""
+        return opened(self.pushes)
 
     @property
     def build(self) -> Callable[..., Any]:
@@ -178,9 +184,22 @@ CHOICES: dict[str, dict[str, Choice]] = {
     },
     "policy": {
         "auto": Choice("policy:AutoPolicySettings", "vLLM where it is installed, else transformers"),
-        "scripted": Choice("policy:ScriptedSettings", "Canned replies, given in turn: no model samples"),
-        "transformers": Choice("policy:TransformersSettings", "The trainer's own weights, sampled with transformers"),
-        "vllm": Choice("policy:VLLMSettings", "vLLM, on a CPU or a GPU"),
+        "scripted": Choice(
+            "policy:ScriptedSettings",
+            "Canned replies, given in turn: no model samples",
+            "policies.scripted:ScriptedPolicy.of",
+        ),
+        "transformers": Choice(
+            "policy:TransformersSettings",
+            "The trainer's own weights, sampled with transformers",
+            "policies.transformers:TransformersWrapper.of",
+        ),
+        "vllm": Choice(
+            "policy:VLLMSettings",
+            "vLLM, on a CPU or a GPU",
+            "policies.vllm:vLLMWrapper.of",
+            pushes="weight_sync.vllm:updater_of",
+        ),
     },
     # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
     "loss": {
@@ -223,18 +242,28 @@ CHOICES: dict[str, dict[str, Choice]] = {
         ),
     },
     "tracking": {
-        "mlflow": Choice("tracking:MLflowSettings", "MLflow, in the run's folder or on a server"),
+        "mlflow": Choice(
+            "tracking:MLflowSettings", "MLflow, in the run's folder or on a server", "tracking.choice:mlflow"
+        ),
         "none": Choice("tracking:NoTrackingSettings", "No tracker: the run folder alone"),
-        "tensorboard": Choice("tracking:TensorBoardSettings", "TensorBoard event files in the run's folder"),
-        "trackio": Choice("tracking:TrackioSettings", "trackio, local: trackio show"),
-        "wandb": Choice("tracking:WandbSettings", "Weights & Biases, offline unless tracking.mode=online"),
+        "tensorboard": Choice(
+            "tracking:TensorBoardSettings", "TensorBoard event files in the run's folder", "tracking.choice:tensorboard"
+        ),
+        "trackio": Choice("tracking:TrackioSettings", "trackio, local: trackio show", "tracking.choice:trackio"),
+        "wandb": Choice(
+            "tracking:WandbSettings", "Weights & Biases, offline unless tracking.mode=online", "tracking.choice:wandb"
+        ),
     },
 }
 
 
-def row_of(group: str, settings: type) -> Choice | None:
-    """The row of a settings class; None where none has it."""
-    return next((row for row in CHOICES[group].values() if row.cls is settings), None)
+def row_of(group: str, settings: type) -> Choice:
+    """The row of a settings class. Raises ConfigError where none has it."""
+    row = next((row for row in CHOICES[group].values() if row.cls is settings), None)
+    if row is None:
+        own = ": register it with rlpost.register_env" if group == "env" else ": give it a row in rlpost/catalog.py"
+        raise ConfigError(f"no {group} belongs to {settings.__name__}{own}")
+    return row
 
 
 def register_env(name: str, settings: type[EnvSettings], build: Callable[..., Any]) -> None:

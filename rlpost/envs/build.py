@@ -17,11 +17,7 @@ def build_env(
     until the environment is started. Raises ConfigError for settings no environment belongs to, and for
     several turns where nothing answers the first.
     """
-    kind = type(settings)
-    row = row_of("env", kind)
-    if row is None:
-        raise ConfigError(f"no environment belongs to {kind.__name__}: register it with rlpost.register_env")
-    env = row.build(
+    env = row_of("env", type(settings)).build(
         settings,
         system_prompt=settings.system_prompt,
         split=settings.split,
@@ -37,7 +33,7 @@ def build_env(
     )
     if not isinstance(env, DatasetChatEnv):
         raise ConfigError(
-            f"what is registered for {kind.__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
+            f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
         )
     if tools is not None and tools.use:
         from rlpost.envs.tool_choice import add_tools

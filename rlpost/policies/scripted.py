@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from rlpost.data.conversation import Completion
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
-from rlpost.settings import SamplingSettings
+from rlpost.settings import SamplingSettings, ScriptedSettings
 
 
 class ScriptedPolicy(Policy):
@@ -34,6 +35,20 @@ class ScriptedPolicy(Policy):
         super().__init__(sampling=chosen.sampling(sampling), seed=seed, face=chosen)
         self.replies = list(replies)
         self.tokenizer = chosen.with_template(tokenizer)
+
+    @classmethod
+    def of(
+        cls,
+        settings: ScriptedSettings,
+        folder: Path,
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings,
+        seed: int,
+        **_model: Any,
+    ) -> Self:
+        """The policy that `settings` describe."""
+        return cls(settings.replies, tokenizer, sampling=sampling, seed=seed)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""

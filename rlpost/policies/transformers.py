@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -17,13 +18,14 @@ from rlpost.data.conversation import Completion
 from rlpost.errors import ConfigError
 from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import attending
+from rlpost.model.load import load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
-from rlpost.settings import Autocast, SamplingSettings
+from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
 
@@ -65,6 +67,29 @@ class TransformersWrapper(Policy, CategoricalSequential):
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
         self.autocast = _resolved(autocast, model.device)
         self._stop_ids = torch.tensor(sorted(stop_ids(model, self.tokenizer)), device=model.device)
+
+    @classmethod
+    def of(
+        cls,
+        settings: TransformersSettings,
+        folder: Path,
+        tokenizer: Any,
+        *,
+        model: PreTrainedModel | None,
+        model_settings: ModelSettings,
+        sampling: SamplingSettings,
+        seed: int,
+        **_adapter: Any,
+    ) -> Self:
+        """The policy that `settings` describe: `model`, the trainer's, or else that of `folder`."""
+        return cls(
+            load_model(folder, model_settings) if model is None else model,
+            tokenizer,
+            sampling=sampling,
+            max_num_seqs=settings.max_num_seqs,
+            autocast=model_settings.autocast,
+            seed=seed,
+        )
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""

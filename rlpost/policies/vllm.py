@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -92,6 +92,13 @@ class vLLMWrapper(Policy):
         else:
             self._take_over(model)
         self.tokenizer = chosen.with_template(self._tokenizer_of(model) if tokenizer is None else tokenizer)
+
+    @classmethod
+    def of(
+        cls, settings: VLLMSettings, folder: Path, tokenizer: Any, *, model: Any, model_settings: Any, **more: Any
+    ) -> Self:
+        """The policy that `settings` describe, on the weights of `folder`."""
+        return cls(folder, tokenizer, settings=settings, **more)
 
     def _take_over(self, model: Any) -> None:
         """Sample with an engine that somebody else built. Raises TypeError for what is none."""

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from rlpost.catalog import row_of
 from rlpost.errors import ConfigError
 from rlpost.extras import require
 from rlpost.home import expanded
 from rlpost.settings.tracking import (
     MLflowSettings,
-    NoTrackingSettings,
     TensorBoardSettings,
     TrackerSettings,
     TrackingSettings,
@@ -39,42 +39,46 @@ def chosen_tracker(settings: TrackingSettings) -> TrackerChoice | None:
     Raises MissingExtraError where its package is not installed, ConfigError for an environment
     variable that makes no sense. Imports no tracker.
     """
-    match settings:
-        case NoTrackingSettings():
-            return None
-        case TensorBoardSettings():
-            _require("tensorboard", "tensorboard")
-            return _choice("tensorboard", "TensorBoardTracker", settings)
-        case WandbSettings():
-            mode = settings.mode.value if settings.mode else _wandb_mode()
-            if mode == WandbMode.disabled.value:
-                return None
-            _require("wandb", "wandb")
-            return _choice(
-                "wandb",
-                "WandbTracker",
-                settings,
-                project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
-                entity=settings.entity or os.environ.get("WANDB_ENTITY"),
-                mode=mode,
-                folder=_absolute(settings.folder or os.environ.get("WANDB_DIR")),
-            )
-        case TrackioSettings():
-            _require("trackio", "trackio")
-            return _choice(
-                "trackio",
-                "TrackioTracker",
-                settings,
-                project=settings.project,
-                folder=_absolute(settings.folder or os.environ.get("TRACKIO_DIR")),
-            )
-        case MLflowSettings():
-            uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
-            _require("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri is None else ()))
-            experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-            return _choice("mlflow", "MLflowTracker", settings, uri=uri, experiment=experiment)
-        case _:
-            raise ConfigError(f"tracking {type(settings).__name__} has no tracker in rlpost/tracking/choice.py")
+    row = row_of("tracking", type(settings))
+    return row.build(settings) if row.builds else None
+
+
+def tensorboard(settings: TensorBoardSettings) -> TrackerChoice:
+    """Event files."""
+    _require("tensorboard", "tensorboard")
+    return _choice("tensorboard", "TensorBoardTracker", settings)
+
+
+def wandb(settings: WandbSettings) -> TrackerChoice | None:
+    """Weights & Biases; None where it is disabled."""
+    mode = settings.mode.value if settings.mode else _wandb_mode()
+    if mode == WandbMode.disabled.value:
+        return None
+    _require("wandb", "wandb")
+    return _choice(
+        "wandb",
+        "WandbTracker",
+        settings,
+        project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+        entity=settings.entity or os.environ.get("WANDB_ENTITY"),
+        mode=mode,
+        folder=_absolute(settings.folder or os.environ.get("WANDB_DIR")),
+    )
+
+
+def trackio(settings: TrackioSettings) -> TrackerChoice:
+    """trackio."""
+    _require("trackio", "trackio")
+    folder = _absolute(settings.folder or os.environ.get("TRACKIO_DIR"))
+    return _choice("trackio", "TrackioTracker", settings, project=settings.project, folder=folder)
+
+
+def mlflow(settings: MLflowSettings) -> TrackerChoice:
+    """MLflow."""
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    _require("mlflow", "mlflow", *(("sqlalchemy", "alembic") if uri is None else ()))
+    experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+    return _choice("mlflow", "MLflowTracker", settings, uri=uri, experiment=experiment)
 
 
 def _choice(name: str, tracker: str, settings: TrackerSettings, **options: Any) -> TrackerChoice:
