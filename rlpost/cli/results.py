@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlpost.catalog import Command, S
-from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
-from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs.reader import read_run
-from rlpost.settings.run import RunRequest
-
-
-def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
-    """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
-    with Status("loading torch"):
-        return importlib.import_module(f"rlpost.train.{command.name}").train
-
-
-def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:
-    """Train with everything on stderr and the result on stdout; returns the exit code.
-
-    An error other than one of the configuration is told in the result too, before it is raised.
-    """
-    started, error, exit_code = time.monotonic(), None, 0
-    with stdout_on_stderr():
-        train = load_training(command)
-        try:
-            exit_code = train(settings, request)
-        except ConfigError:
-            raise
-        except RlpostError as raised:
-            error, exit_code = raised, raised.exit_code
-    seconds = time.monotonic() - started
-    print_json(run_result(request.folder, exit_code, seconds, str(error) if error is not None else None))
-    if error is not None:
-        raise error
-    return exit_code
 
 
 def run_result(folder: Path, exit_code: int, seconds: float, error: str | None = None) -> dict[str, Any]:

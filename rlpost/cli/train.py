@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.catalog import COMMANDS, Command
+from rlpost.catalog import COMMANDS, Command, S
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_training
 from rlpost.cli.plan import plan_dict, plan_lines, stem_of
-from rlpost.cli.results import load_training, train_and_print_json
+from rlpost.cli.results import run_result
 from rlpost.cli.resume import check_kept, kept_settings
 from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import print_json
+from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings.run import RunRequest
 
 if TYPE_CHECKING:
@@ -108,6 +111,33 @@ def resolve(
         composed = compose_and_check(command, words, kept or [], as_json=as_json)
     check_kept(composed, run or named, kept)
     return composed, named
+
+
+def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
+    """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
+    with Status("loading torch"):
+        return importlib.import_module(f"rlpost.train.{command.name}").train
+
+
+def train_and_print_json(command: Command[S], settings: S, request: RunRequest) -> int:
+    """Train with everything on stderr and the result on stdout; returns the exit code.
+
+    An error other than one of the configuration is told in the result too, before it is raised.
+    """
+    started, error, exit_code = time.monotonic(), None, 0
+    with stdout_on_stderr():
+        train = load_training(command)
+        try:
+            exit_code = train(settings, request)
+        except ConfigError:
+            raise
+        except RlpostError as raised:
+            error, exit_code = raised, raised.exit_code
+    seconds = time.monotonic() - started
+    print_json(run_result(request.folder, exit_code, seconds, str(error) if error is not None else None))
+    if error is not None:
+        raise error
+    return exit_code
 
 
 def print_configuration(composed: Composed[Any], *, as_json: bool) -> None:

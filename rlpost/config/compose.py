@@ -147,11 +147,11 @@ def _check_option(override: Override, command: Command[Any]) -> None:
     known = options(override.key, command)
     if override.text in known:
         return
-    from rlpost.config import explain
+    from rlpost.config.unknown import option_of_others, unknown_option
 
     if override.text in options(override.key):
-        raise _at(override, explain.option_of_others(override, command, known))
-    raise _at(override, explain.unknown_option(override, known))
+        raise _at(override, option_of_others(override, command, known))
+    raise _at(override, unknown_option(override, known))
 
 
 def _compose_files(
@@ -235,7 +235,7 @@ def _set(
     """Write one override into `config`; returns its typed value."""
     key = keys.get(override.key)
     if key is None:
-        from rlpost.config.explain import unknown_key
+        from rlpost.config.unknown import unknown_key
 
         raise _at(override, unknown_key(override, command, list(keys), choices))
     try:

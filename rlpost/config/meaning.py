@@ -11,12 +11,12 @@ from typing import Any
 
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.config.compose import Merged, merge_all
-from rlpost.config.explain import unknown_key
 from rlpost.config.keys import Key, docs_of
 from rlpost.config.overrides import Override, as_text, parse_words
 from rlpost.config.papers import PAPER_VALUES
 from rlpost.config.provenance import Layer, Provenance, owner_of, provenance, value_of
 from rlpost.config.registry import all_keys, describe, options
+from rlpost.config.unknown import unknown_key
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
 

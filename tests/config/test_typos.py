@@ -12,11 +12,11 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import merge_all
-from rlpost.config.explain import unknown_key, unknown_option
 from rlpost.config.keys import groups_of
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
 from rlpost.config.registry import all_keys, classes_of, options, recipes
+from rlpost.config.unknown import unknown_key, unknown_option
 from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
