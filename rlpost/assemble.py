@@ -113,7 +113,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     )
     buffer = ReplayBuffer(group_size=settings.group_size, draw_limit=settings.dynamic.draw_limit)
     with_reference = settings.loss.kl_coef > 0
-    parts = _assemble_sampling(settings, checkpoint, buffer, with_reference=with_reference)
+    parts = assemble_sampling(settings, checkpoint, buffer, with_reference=with_reference)
     return GRPOParts(**vars(parts), objective=objective)
 
 
@@ -125,17 +125,18 @@ def assemble_expert_iteration(
 
     objective = SFTObjective(settings.loss)
     buffer = ReplayBuffer(group_size=settings.group_size)
-    parts = _assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
+    parts = assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
     return ExpertIterationParts(**vars(parts), objective=objective)
 
 
-def _assemble_sampling(
+def assemble_sampling(
     settings: GRPOSettings | ExpertIterationSettings,
     checkpoint: Path | None,
     buffer: ReplayBuffer,
     *,
     with_reference: bool,
 ) -> SamplingParts:
+    """What every loop needs that samples: see `SamplingParts`. The policy is not started yet."""
     env = build_env(
         settings.env,
         num_prompts=settings.prompts_per_step,

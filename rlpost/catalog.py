@@ -31,8 +31,8 @@ class Command(Generic[S]):
 
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;
-    `optional` are lists that other verbs need, and this one can leave empty. `short`, `doc` and `examples` are the
-    words of its help.
+    `optional` are lists that other verbs need, and this one can leave empty. `plan` makes the lines of `--dry-run`;
+    `short`, `doc` and `examples` are the words of its help.
     """
 
     verb: str
@@ -41,6 +41,7 @@ class Command(Generic[S]):
     choices: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    plan: str = "cli.plan:sampling_lines"
     short: str = ""
     doc: str = ""
     examples: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ TRAIN_SFT = Command(
     SFTSettings,
     {**USUAL, "loss": "sft"},
     optional=("env.reward",),
+    plan="cli.plan:sft_lines",
     short="Fine-tune on demonstrations.",
     doc="Fine-tune on demonstrated replies: an environment's own, or rows of yours (env=dataset env.path=FILE).",
     examples=(
@@ -83,6 +85,7 @@ TRAIN_EXPERT_ITERATION = Command(
     ExpertIterationSettings,
     {**USUAL, "loss": "sft"},
     without=("env.completion_column",),
+    plan="cli.plan:expert_iteration_lines",
     short="Fine-tune on the model's own best.",
     doc="Expert iteration: sample completions, keep the best of each prompt, fine-tune on them, and again.",
     examples=(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlpost.catalog import opened
 from rlpost.cli.plan_needs import needs_dict, needs_lines
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
@@ -14,7 +14,6 @@ from rlpost.settings import (
     DType,
     EnvSettings,
     ExpertIterationSettings,
-    GRPOSettings,
     SFTSettings,
     VLLMSettings,
 )
@@ -43,14 +42,15 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
         f"numbers {_numbers(composed, going_on=resume is not None)}",
-        *WORK[type(composed.settings)](composed),
+        *opened(composed.command.plan)(composed),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *needs_lines(composed.settings, folder),
     ]
     return [printable(line) for line in lines]
 
 
-def _grpo_lines(composed: Composed[GRPOSettings]) -> list[str]:
+def sampling_lines(composed: Composed[Any]) -> list[str]:
+    """What a loop does that samples groups of completions."""
     settings = composed.settings
     completions = settings.prompts_per_step * settings.group_size
     return [
@@ -63,7 +63,8 @@ def _grpo_lines(composed: Composed[GRPOSettings]) -> list[str]:
     ]
 
 
-def _sft_lines(composed: Composed[SFTSettings]) -> list[str]:
+def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
+    """What fine-tuning does."""
     settings = composed.settings
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
@@ -74,7 +75,8 @@ def _sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     ]
 
 
-def _expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[str]:
+def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[str]:
+    """What expert iteration does."""
     settings = composed.settings
     completions = settings.prompts_per_step * settings.group_size
     bar = (
@@ -90,13 +92,6 @@ def _expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list
         f"select  the best {settings.topk_size} of each prompt, {bar}",
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
-
-
-WORK: dict[type, Callable[[Composed[Any]], list[str]]] = {
-    GRPOSettings: _grpo_lines,
-    SFTSettings: _sft_lines,
-    ExpertIterationSettings: _expert_iteration_lines,
-}
 
 
 def _numbers(composed: Composed[Any], *, going_on: bool) -> str:

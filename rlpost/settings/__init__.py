@@ -1,71 +1,37 @@
-"""Typed dataclasses of everything a command can say; free of torch, so composing takes a blink."""
+"""Typed dataclasses of everything a command can say; free of torch, so composing takes a blink.
 
-from rlpost.settings.advantage import AdvantageSettings as AdvantageSettings
-from rlpost.settings.advantage import DynamicSamplingSettings as DynamicSamplingSettings
-from rlpost.settings.advantage import Estimator as Estimator
-from rlpost.settings.advantage import OverlongSettings as OverlongSettings
-from rlpost.settings.commands import CheckpointSettings as CheckpointSettings
-from rlpost.settings.commands import GRPOSettings as GRPOSettings
-from rlpost.settings.env import ArithmeticSettings as ArithmeticSettings
-from rlpost.settings.env import DatasetSettings as DatasetSettings
-from rlpost.settings.env import EnvSettings as EnvSettings
-from rlpost.settings.env import GSM8KSettings as GSM8KSettings
-from rlpost.settings.env import Operation as Operation
-from rlpost.settings.evaluation import AttemptsSettings as AttemptsSettings
-from rlpost.settings.evaluation import EvalDuringTrainingSettings as EvalDuringTrainingSettings
-from rlpost.settings.evaluation import EvalSamplingSettings as EvalSamplingSettings
-from rlpost.settings.evaluation import EvalSettings as EvalSettings
-from rlpost.settings.expert_iteration import ExpertIterationSettings as ExpertIterationSettings
-from rlpost.settings.instructions import IFBenchSettings as IFBenchSettings
-from rlpost.settings.instructions import IFEvalSettings as IFEvalSettings
-from rlpost.settings.learning import AdamW8bitSettings as AdamW8bitSettings
-from rlpost.settings.learning import OptimSettings as OptimSettings
-from rlpost.settings.learning import Schedule as Schedule
-from rlpost.settings.lora import LoRASettings as LoRASettings
-from rlpost.settings.lora import Push as Push
-from rlpost.settings.loss import Aggregation as Aggregation
-from rlpost.settings.loss import CISPOLossSettings as CISPOLossSettings
-from rlpost.settings.loss import DAPOLossSettings as DAPOLossSettings
-from rlpost.settings.loss import DrGRPOLossSettings as DrGRPOLossSettings
-from rlpost.settings.loss import DualClipLossSettings as DualClipLossSettings
-from rlpost.settings.loss import GRPOLossSettings as GRPOLossSettings
-from rlpost.settings.loss import GSPOLossSettings as GSPOLossSettings
-from rlpost.settings.loss import GSPOTokenLossSettings as GSPOTokenLossSettings
-from rlpost.settings.loss import KLEstimator as KLEstimator
-from rlpost.settings.loss import KLPlace as KLPlace
-from rlpost.settings.loss import PolicyLossSettings as PolicyLossSettings
-from rlpost.settings.loss import ReinforceLossSettings as ReinforceLossSettings
-from rlpost.settings.loss import SamplerCorrection as SamplerCorrection
-from rlpost.settings.loss import TwoSidedLossSettings as TwoSidedLossSettings
-from rlpost.settings.model import Autocast as Autocast
-from rlpost.settings.model import DType as DType
-from rlpost.settings.model import ModelSettings as ModelSettings
-from rlpost.settings.more_envs import AnswerPlace as AnswerPlace
-from rlpost.settings.more_envs import CountdownOperation as CountdownOperation
-from rlpost.settings.more_envs import CountdownSettings as CountdownSettings
-from rlpost.settings.more_envs import MathSettings as MathSettings
-from rlpost.settings.more_envs import ReasoningGymSettings as ReasoningGymSettings
-from rlpost.settings.more_envs import TextGameSettings as TextGameSettings
-from rlpost.settings.policy import AutoPolicySettings as AutoPolicySettings
-from rlpost.settings.policy import Engine as Engine
-from rlpost.settings.policy import PolicySettings as PolicySettings
-from rlpost.settings.policy import SamplingSettings as SamplingSettings
-from rlpost.settings.policy import ScriptedSettings as ScriptedSettings
-from rlpost.settings.policy import TransformersSettings as TransformersSettings
-from rlpost.settings.policy import VLLMSettings as VLLMSettings
-from rlpost.settings.sft import DemonstrationLossSettings as DemonstrationLossSettings
-from rlpost.settings.sft import MinorSFTLossSettings as MinorSFTLossSettings
-from rlpost.settings.sft import SFTAggregation as SFTAggregation
-from rlpost.settings.sft import SFTEvalSettings as SFTEvalSettings
-from rlpost.settings.sft import SFTLossSettings as SFTLossSettings
-from rlpost.settings.sft import SFTSettings as SFTSettings
-from rlpost.settings.tools import PythonSandbox as PythonSandbox
-from rlpost.settings.tools import ToolRole as ToolRole
-from rlpost.settings.tools import ToolsSettings as ToolsSettings
-from rlpost.settings.tracking import MLflowSettings as MLflowSettings
-from rlpost.settings.tracking import NoTrackingSettings as NoTrackingSettings
-from rlpost.settings.tracking import TensorBoardSettings as TensorBoardSettings
-from rlpost.settings.tracking import TrackingSettings as TrackingSettings
-from rlpost.settings.tracking import TrackioSettings as TrackioSettings
-from rlpost.settings.tracking import WandbMode as WandbMode
-from rlpost.settings.tracking import WandbSettings as WandbSettings
+Every class of the modules here is a name of the package too.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlpost.settings.advantage import *
+    from rlpost.settings.commands import *
+    from rlpost.settings.env import *
+    from rlpost.settings.evaluation import *
+    from rlpost.settings.expert_iteration import *
+    from rlpost.settings.instructions import *
+    from rlpost.settings.learning import *
+    from rlpost.settings.lora import *
+    from rlpost.settings.loss import *
+    from rlpost.settings.model import *
+    from rlpost.settings.more_envs import *
+    from rlpost.settings.policy import *
+    from rlpost.settings.sft import *
+    from rlpost.settings.tools import *
+    from rlpost.settings.tracking import *
+
+MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
+
+
+def __getattr__(name: str) -> Any:
+    for module in MODULES:
+        found = getattr(import_module(module), name, None)
+        if getattr(found, "__module__", None) == module:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
