@@ -231,8 +231,7 @@ def build_policy(
         model_settings=model_settings,
         sampling=sampling,
         seed=seed,
-        adapter_rank=adapter_rank,
-        adapter=adapter,
+        **({} if adapter_rank is None else {"adapter_rank": adapter_rank, "adapter": adapter}),
     )
     policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
     return policy

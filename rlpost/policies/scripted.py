@@ -38,17 +38,10 @@ class ScriptedPolicy(Policy):
 
     @classmethod
     def of(
-        cls,
-        settings: ScriptedSettings,
-        folder: Path,
-        tokenizer: Any,
-        *,
-        sampling: SamplingSettings,
-        seed: int,
-        **_model: Any,
+        cls, settings: ScriptedSettings, folder: Path, tokenizer: Any, *, model: Any, model_settings: Any, **more: Any
     ) -> Self:
-        """The policy that `settings` describe."""
-        return cls(settings.replies, tokenizer, sampling=sampling, seed=seed)
+        """The policy that `settings` describe; no model is read."""
+        return cls(settings.replies, tokenizer, **more)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""

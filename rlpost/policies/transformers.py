@@ -25,7 +25,7 @@ from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
-from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
+from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
 
@@ -75,21 +75,14 @@ class TransformersWrapper(Policy, CategoricalSequential):
         folder: Path,
         tokenizer: Any,
         *,
-        model: PreTrainedModel | None,
-        model_settings: ModelSettings,
-        sampling: SamplingSettings,
-        seed: int,
-        **_adapter: Any,
+        model: Any,
+        model_settings: Any,
+        **more: Any,
     ) -> Self:
         """The policy that `settings` describe: `model`, the trainer's, or else that of `folder`."""
-        return cls(
-            load_model(folder, model_settings) if model is None else model,
-            tokenizer,
-            sampling=sampling,
-            max_num_seqs=settings.max_num_seqs,
-            autocast=model_settings.autocast,
-            seed=seed,
-        )
+        model = load_model(folder, model_settings) if model is None else model
+        most = settings.max_num_seqs
+        return cls(model, tokenizer, max_num_seqs=most, autocast=model_settings.autocast, **more)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
