@@ -35,7 +35,7 @@ def conf_file(name: str) -> Path | None:
 def default_choices(command: Command[Any]) -> dict[str, str]:
     """Group -> its option where none is chosen, as conf/COMMAND.yaml says it, or else the command's row."""
     file = conf_file(command.name)
-    entries = [command.choices] if file is None else read_yaml(file).get("defaults", [])
+    entries = [command.choices] if file is None else read_yaml(file).get("defaults") or []
     return {str(g): str(o) for entry in entries if isinstance(entry, Mapping) for g, o in entry.items()}
 
 
@@ -45,7 +45,7 @@ def options(group: str, command: Command[Any] | None = None) -> list[str]:
     With a `command` those only that it can choose (`loss=sft` is nothing to `train grpo`).
     """
     files = _yaml_files([folder / group for folder in search_folders("conf")])
-    names = sorted({*CHOICES[group], *files} - {group})
+    names = sorted({*CHOICES[group]} - {group} | {*files})
     return [name for name in names if command is None or command in commands_of(group, name)]
 
 
@@ -69,7 +69,7 @@ def class_of(group: str, option: str) -> type | None:
     file = conf_file(f"{group}/{option}")
     if file is None:
         return rows[option].cls if option in rows else None
-    for entry in map(str, read_yaml(file).get("defaults", [])):
+    for entry in map(str, read_yaml(file).get("defaults") or []):
         if entry == schema_name(name := entry.removesuffix("_schema")) and name in rows:
             return rows[name].cls
         if entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:

@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from rlpost.settings.sft import *
     from rlpost.settings.tools import *
     from rlpost.settings.tracking import *
+else:
+    MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
 
-MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
-
-
-def __getattr__(name: str) -> Any:
-    for module in MODULES:
-        found = getattr(import_module(module), name, None)
-        if getattr(found, "__module__", None) == module:
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for module in MODULES:
+            found = getattr(import_module(module), name, None)
+            if getattr(found, "__module__", None) == module:
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
