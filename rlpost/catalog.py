@@ -264,8 +264,9 @@ def row_of(group: str, settings: type) -> Choice:
     """The row of a settings class. Raises ConfigError where none has it."""
     row = next((row for row in CHOICES[group].values() if row.cls is settings), None)
     if row is None:
-        own = ": register it with rlpost.register_env" if group == "env" else ": give it a row in rlpost/catalog.py"
-        raise ConfigError(f"no {group} belongs to {settings.__name__}{own}")
+        if group == "env":
+            raise ConfigError(f"no environment belongs to {settings.__name__}: register it with rlpost.register_env")
+        raise ConfigError(f"no {group} belongs to {settings.__name__}: give it a row in rlpost/catalog.py")
     return row
 
 

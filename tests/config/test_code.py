@@ -20,7 +20,6 @@ from rlpost.config.compose import compose
 from rlpost.config.difference import difference
 from rlpost.config.overrides import Override
 from rlpost.config.provenance import provenance
-from rlpost.config.registry import built_in_folder
 from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.tools import PythonSandbox
@@ -94,6 +93,9 @@ RECIPES: dict[str, tuple[str, str]] = {
     ),
 }
 
+OF_GRPO = "".join(
+    ["defaults:\n- grpo_schema\n", *(f"- {g}: {o}\n" for g, o in TRAIN_GRPO.choices.items()), "- _self_\n"]
+)  # a file that changes nothing
 # what is tried -> (file of conf/, its text, words, what is said)
 CONF: dict[str, tuple[str, str, list[str], str]] = {
     "a plugin": ("grpo.yaml", "plugin: [./evil.py]\n", [], "plugin stands in conf/, and a file"),
@@ -179,7 +181,7 @@ def test_a_file_of_conf_makes_nothing_run(way: str) -> None:
     name, text, words, said = CONF[way]
     file = Path("conf", name)
     file.parent.mkdir(parents=True)
-    file.write_text((built_in_folder("conf") / name).read_text() + text if name == "grpo.yaml" else text)
+    file.write_text(OF_GRPO + text if name == "grpo.yaml" else text)
     assert said in refused(words)
 
 
