@@ -10,11 +10,10 @@ import pytest
 from rlpost.config.compose import compose
 from rlpost.config.registry import SCHEMAS, TRAIN_GRPO, options
 from rlpost.errors import ConfigError
-from rlpost.objectives.kl import KL_ESTIMATORS
-from rlpost.objectives.mismatch import CORRECTIONS, SAMPLER_CORRECTIONS
+from rlpost.objectives.mismatch import CORRECTIONS
 from rlpost.objectives.policy_objective import IN_THE_PAPER, PolicyObjective
 from rlpost.objectives.variants import VARIANTS
-from rlpost.settings import KLEstimator, PolicyLossSettings, SamplerCorrection
+from rlpost.settings import PolicyLossSettings
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -30,11 +29,6 @@ def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str
     assert objective.coefficients == VARIANTS[name].coefficients
     own_aggregation = VARIANTS[name].aggregation
     assert objective.aggregation == ("token_mean" if name == "grpo" else own_aggregation)  # as conf/loss/grpo.yaml says
-
-
-def test_the_words_are_those_of_the_functions() -> None:
-    assert tuple(KLEstimator.__members__) == KL_ESTIMATORS
-    assert tuple(SamplerCorrection.__members__) == SAMPLER_CORRECTIONS
 
 
 def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:
