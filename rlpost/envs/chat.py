@@ -375,4 +375,4 @@ class DatasetChatEnv(ChatEnv):
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(element) for element in value]
-    return value.value if isinstance(value, Enum) else value
+    return value.name if isinstance(value, Enum) else value

@@ -19,6 +19,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.settings.checks import Settings, limited
 
 AT_ONCE = 16  # conversations whose tools run at the same time
 ROLES = ("user", "tool")
@@ -100,22 +101,16 @@ class ToolTransform(Transform):
 
 
 @dataclass(frozen=True)
-class ToolLimits:
+class ToolLimits(Settings):
     """How much of its tools a model may use.
 
     `max_calls` in a conversation and `max_calls_per_turn` in a reply are run, further ones answered
     with the limit; None: as many as it writes. Of an answer `max_output_chars` characters are shown.
     """
 
-    max_calls: int | None = None
-    max_calls_per_turn: int | None = 8
-    max_output_chars: int = 4000
-
-    def __post_init__(self) -> None:
-        for name in ("max_calls", "max_calls_per_turn", "max_output_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} is out of range: it must be at least 1")
+    max_calls: int | None = limited(None, at_least=1)
+    max_calls_per_turn: int | None = limited(8, at_least=1)
+    max_output_chars: int = limited(4000, at_least=1)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
-from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
@@ -21,21 +21,16 @@ from rlpost.settings.tracking import TrackingSettings
 
 
 @dataclass
-class CheckpointSettings:
+class CheckpointSettings(Settings, group="checkpoint"):
     """When training is saved; the last step always is."""
 
-    every: int = 30  # steps; 0: none for their number
-    every_minutes: float = 5.0  # of training, the most that a crash can lose; 0: none for the time
-    keep_last: int = 2  # checkpoints; older ones are removed, and all but the newest keep the model alone
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.every", self.every, 0)
-        at_least("checkpoint.every_minutes", self.every_minutes, 0.0)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
+    every: int = limited(30, at_least=0)  # steps; 0: none for their number
+    every_minutes: float = limited(5.0, at_least=0.0)  # the most training a crash can lose; 0: none for the time
+    keep_last: int = limited(2, at_least=1)  # checkpoints, no older ones; all but the newest keep the model alone
 
 
 @dataclass
-class GRPOSettings:
+class GRPOSettings(Settings):
     """`rlpost train grpo`."""
 
     must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
@@ -58,30 +53,25 @@ class GRPOSettings:
         default_factory=list, metadata=CODE
     )  # Python files that register environments and rewards
 
-    steps: int = 60  # each: sample, reward, update, push the weights
-    seed: int = 0  # of prompts, sampling and all else that is drawn
-    prompts_per_step: int = 8  # each is answered group_size times
+    steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
+    seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
+    prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
     group_size: int = 8  # completions a prompt, G in the paper
-    minibatch_size: int | None = None  # completions an optimizer step; None: all of a step's
-    passes: int = 1  # times each step's completions are trained on
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
-    max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
-    max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
+    minibatch_size: int | None = limited(None, at_least=1)  # completions an optimizer step; None: all of a step's
+    passes: int = limited(1, at_least=1)  # times each step's completions are trained on
+    tokens_per_microbatch: int | None = limited(
+        None, at_least=1
+    )  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
+    max_policy_lag: int = limited(0, at_least=0)  # weight pushes a trained completion may be older than the policy
+    max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
     def __post_init__(self) -> None:
-        at_least("steps", self.steps, 1)
-        at_least("seed", self.seed, 0)
-        between("max_failed_share", self.max_failed_share, 0.0, 1.0)
-        at_least("prompts_per_step", self.prompts_per_step, 1)
-        at_least("passes", self.passes, 1)
-        at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)
-        at_least("max_policy_lag", self.max_policy_lag, 0)
+        super().__post_init__()
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
             )
-        at_least("minibatch_size", self.minibatch_size, 1)
         completions = self.prompts_per_step * self.group_size
         if self.minibatch_size is not None and (
             self.minibatch_size % self.group_size or completions % self.minibatch_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.commands import CheckpointSettings
 from rlpost.settings.env import EnvSettings
@@ -21,7 +21,7 @@ from rlpost.settings.tracking import TrackingSettings
 
 
 @dataclass
-class ExpertIterationSettings:
+class ExpertIterationSettings(Settings):
     """`rlpost train expert-iteration`."""
 
     must_stay: ClassVar = ("seed", "prompts_per_step", "group_size", "topk_size")  # what a run that goes on keeps
@@ -41,23 +41,22 @@ class ExpertIterationSettings:
         default_factory=list, metadata=CODE
     )  # Python files that register environments and rewards
 
-    steps: int = 30  # each: sample, reward, select, train on the selection, push the weights
-    seed: int = 0  # of prompts, sampling and all else that is drawn
-    prompts_per_step: int = 8  # each is answered group_size times
+    steps: int = limited(30, at_least=1)  # each: sample, reward, select, train on the selection, push the weights
+    seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
+    prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
     group_size: int = 8  # completions a prompt
-    topk_size: int = 4  # completions a prompt that are trained on, at most
+    topk_size: int = limited(4, at_least=1)  # completions a prompt that are trained on, at most
     min_reward: float | None = None  # of a completion that is selected; None: above the median of its prompt's
-    minibatch_size: int | None = None  # selected completions an optimizer step, at most; None: all of a step's
-    passes: int = 1  # times each step's selection is trained on
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
+    minibatch_size: int | None = limited(None, at_least=1)  # selected completions an optimizer step, at most; None: all
+    passes: int = limited(1, at_least=1)  # times each step's selection is trained on
+    tokens_per_microbatch: int | None = limited(
+        None, at_least=1
+    )  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
-    max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
+    max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
 
     def __post_init__(self) -> None:
-        between("max_failed_share", self.max_failed_share, 0.0, 1.0)
-        for key in ("steps", "prompts_per_step", "topk_size", "minibatch_size", "passes", "tokens_per_microbatch"):
-            at_least(key, getattr(self, key), 1)
-        at_least("seed", self.seed, 0)
+        super().__post_init__()
         if self.group_size < 2:
             raise ConfigError(f"group_size={self.group_size} leaves nothing to select from: it must be at least 2")
         if self.topk_size > self.group_size:

@@ -12,7 +12,7 @@ from typing import Any
 from rlpost.data.conversation import Conversation
 from rlpost.envs.tools import ToolCall, ToolResult, Tools, ToolTransform
 from rlpost.errors import ConfigError
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.nearest import member
 from rlpost.sandbox import Execution, Limits, Sandbox, SandboxMode, Session
 
 _BLOCK = re.compile(
@@ -71,7 +71,9 @@ class PythonInterpreter(ToolTransform):
             self.sandbox = sandbox
         else:
             limits = Limits() if memory_mb is None else Limits(memory_mb=memory_mb)
-            self.sandbox = Sandbox(_mode(sandbox), limits=limits, python=python, packages=packages)
+            self.sandbox = Sandbox(
+                member(SandboxMode, "sandbox", sandbox), limits=limits, python=python, packages=packages
+            )
         self._interpreters: dict[tuple[int, int], _Interpreter] = {}  # by the key of their conversation
         self._lock = threading.Lock()  # of that table
 
@@ -201,16 +203,6 @@ class _Interpreter:
 
     def close(self) -> None:
         self.session.close()
-
-
-def _mode(name: str | SandboxMode) -> SandboxMode:
-    if isinstance(name, SandboxMode):
-        return name
-    names = [mode.value for mode in SandboxMode]
-    if name not in names:
-        hint = did_you_mean(nearest(name, names), f"there are {', '.join(names)}")
-        raise ConfigError(f"sandbox={name} is unknown{hint}")
-    return SandboxMode(name)
 
 
 def _kind(value: object) -> str:
