@@ -27,18 +27,7 @@ MAX_CHARS = 100_000  # taken out of a page
 MAX_SCROLL_PIXELS = 100_000
 
 _NEEDED = {"navigate": ("url",), "click": ("selector",), "type": ("selector", "text"), "scroll": (), "extract": ()}
-_TYPES = {
-    "action": str,
-    "url": str,
-    "selector": str,
-    "text": str,
-    "submit": bool,
-    "direction": str,
-    "amount": int,
-    "extract_type": str,
-    "attribute": str,
-}
-_CHOICES = {"action": tuple(_NEEDED), "direction": ("down", "up"), "extract_type": ("text", "html", "attribute")}
+_TYPES = {"string": str, "boolean": bool, "integer": int}
 
 # Texts are cut in the page: a document of gigabytes stays where it is.
 _EXTRACT = """(elements, [kind, attribute, most]) => {
@@ -312,13 +301,14 @@ def _said(error: Exception) -> str:
 
 def _fault(arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a call, for the model to read."""
+    known = _FUNCTION["parameters"]["properties"]
     for name, value in arguments.items():
-        if name not in _TYPES:
-            return f"there is no argument {name[:80]!r}; there are {', '.join(_TYPES)}"
-        if type(value) is not _TYPES[name]:
-            return f"{name} must be {_FUNCTION['parameters']['properties'][name]['type']}, and is {value!r:.80}"
-        if name in _CHOICES and value not in _CHOICES[name]:
-            return f"{name} must be one of {', '.join(_CHOICES[name])}, and is {value!r:.80}"
+        if name not in known:
+            return f"there is no argument {name[:80]!r}; there are {', '.join(known)}"
+        if type(value) is not _TYPES[known[name]["type"]]:
+            return f"{name} must be {known[name]['type']}, and is {value!r:.80}"
+        if value not in (choices := known[name].get("enum", [value])):
+            return f"{name} must be one of {', '.join(choices)}, and is {value!r:.80}"
     if "action" not in arguments:
         return f"action is missing: give one of {', '.join(_NEEDED)}"
     for name in _NEEDED[arguments["action"]]:
@@ -346,10 +336,10 @@ _FUNCTION: dict[str, Any] = {
             "selector": _property("string", "click, type, extract: a CSS selector, or text=... for a visible text."),
             "text": _property("string", "type: what the field shall hold."),
             "submit": _property("boolean", "type: whether to press Enter afterwards."),
-            "direction": _property("string", "scroll: where to; down without it.", enum=list(_CHOICES["direction"])),
+            "direction": _property("string", "scroll: where to; down without it.", enum=["down", "up"]),
             "amount": _property("integer", "scroll: pixels; one screen without it."),
             "extract_type": _property(
-                "string", "extract: of all elements that match; text without it.", enum=list(_CHOICES["extract_type"])
+                "string", "extract: of all elements that match; text without it.", enum=["text", "html", "attribute"]
             ),
             "attribute": _property("string", "extract: the name of the attribute, such as href."),
         },
