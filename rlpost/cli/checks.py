@@ -31,7 +31,7 @@ def compose_and_check(
     from rlpost.config.device import check_device
     from rlpost.data.template_choice import named_template
     from rlpost.rewards.functions import load_rewards
-    from rlpost.settings import AdamW8bitSettings, EvalSettings, SFTSettings, VLLMSettings
+    from rlpost.settings import AdamW8bitSettings, EvalSettings
     from rlpost.tracking.choice import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
@@ -46,8 +46,7 @@ def compose_and_check(
     check_device(settings.model.device)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
-    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
-    if samples and isinstance(settings.policy, VLLMSettings):
+    if settings.uses_policy and settings.policy.needs_vllm:
         require_vllm()
     if not isinstance(settings, EvalSettings):
         chosen_tracker(settings.tracking)

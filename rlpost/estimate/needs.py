@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.shape import Shape
-from rlpost.extras import is_installed
 from rlpost.settings import (
     AdamW8bitSettings,
     Autocast,
-    AutoPolicySettings,
     DType,
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
     MinorSFTLossSettings,
     SFTSettings,
-    TransformersSettings,
     VLLMSettings,
 )
+from rlpost.settings.policy import ModelPolicySettings
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
@@ -76,13 +75,9 @@ class Part:
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """What `settings` ask for; `gpu_bytes` None: trained on the CPU."""
-    model, policy, on_gpu = settings.model, settings.policy, gpu_bytes is not None
-    if isinstance(policy, AutoPolicySettings):
-        chosen = VLLMSettings if is_installed("vllm") else TransformersSettings
-        policy = chosen(max_num_seqs=policy.max_num_seqs)
-    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
-    kinds: list[tuple[type, str]] = [(VLLMSettings, "vllm"), (TransformersSettings, "transformers")]
-    sampler = next((name for kind, name in kinds if samples and isinstance(policy, kind)), None)
+    model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
+    samples = settings.uses_policy and isinstance(policy, ModelPolicySettings)
+    sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
     longest, completions, group = _lengths(settings)
@@ -106,7 +101,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         kv_cache_bytes=(
             _kv_cache_bytes(policy, settings.env, shape, sampler_bytes) if isinstance(policy, VLLMSettings) else 0
         ),
-        gpu_share=policy.gpu_memory_utilization if isinstance(policy, VLLMSettings) else 0.0,
+        gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
         together=min(completions, getattr(policy, "max_num_seqs", completions)),
         longest=longest,
         microbatch=min(max(asked, longest), completions * longest),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
@@ -64,6 +65,8 @@ class EvalSamplingSettings(Settings, group="sampling"):
 @dataclass
 class EvalSettings(Settings):
     """`rlpost eval`."""
+
+    uses_policy: ClassVar[bool] = True
 
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored

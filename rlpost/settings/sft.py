@@ -8,14 +8,9 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
-from rlpost.settings.code import CODE
-from rlpost.settings.commands import CheckpointSettings
+from rlpost.settings.commands import TrainingSettings
 from rlpost.settings.env import EnvSettings
-from rlpost.settings.learning import OptimSettings
-from rlpost.settings.lora import LoRASettings, check_push
-from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, ScriptedSettings, TransformersSettings
-from rlpost.settings.tracking import TrackingSettings
+from rlpost.settings.policy import PolicySettings
 
 
 class SFTAggregation(Enum):
@@ -76,35 +71,28 @@ class SFTEvalSettings(Settings, group="eval"):
 
 
 @dataclass
-class SFTSettings(Settings):
+class SFTSettings(TrainingSettings):
     """`rlpost train sft`."""
 
     must_stay: ClassVar = ("seed", "minibatch_size")  # what a run that goes on cannot change
 
-    model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
     policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
     loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
-    lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
-    optim: OptimSettings = MISSING  # what turns gradients into an update
-    tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
     eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
-    plugin: list[str] = field(
-        default_factory=list, metadata=CODE
-    )  # Python files that register environments and rewards
-
     steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has
     epochs: int | None = limited(None, at_least=1)  # times every sample is trained on; None: 1, unless steps says
-    seed: int = limited(0, at_least=0)  # of the order of the samples
+    seed: int = 0  # of the order of the samples
     minibatch_size: int = limited(32, at_least=1)  # samples an optimizer step
-    tokens_per_microbatch: int | None = limited(
-        None, at_least=1
-    )  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     packing: bool = True  # several samples a row of the forward, none of which sees another; false: one each
     max_tokens: int = limited(1024, at_least=2)  # of a sample; one whose reply would be cut is a bad row
     max_bad_share: float = limited(0.1, 0.0, 1.0)  # of the rows; more that cannot be trained on are an error
     deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
+
+    @property
+    def uses_policy(self) -> bool:
+        """Whether completions are sampled at all: for the accuracy alone."""
+        return self.eval.accuracy
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,14 +100,4 @@ class SFTSettings(Settings):
             raise ConfigError(
                 f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
             )
-        check_push(self.lora, self.policy)
-        samples_with = (TransformersSettings, ScriptedSettings)
-        if self.deterministic and self.eval.accuracy and not isinstance(self.policy, samples_with):
-            raise ConfigError(
-                "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
-            )
-        if isinstance(self.env, EnvSettings) and self.env.split == "test" and self.eval.enabled:
-            raise ConfigError(
-                "env.split=test would train on the rows that are held out to measure it: leave it out, or add "
-                "eval.enabled=false"
-            )
+        self._check_split(self.eval.enabled)
