@@ -16,6 +16,7 @@ PACKAGE = ROOT / "rlpost"
 GROUND = [
     "errors",
     "extras",
+    "files",
     "heartbeat",
     "home",
     "lazy",

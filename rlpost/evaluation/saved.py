@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rlpost.config.paths import (
 )
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
+from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
@@ -105,19 +105,12 @@ def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[C
     table = pa.Table.from_pylist(sample_rows(played), schema=SCHEMA)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / SAMPLES, lambda making: pq.write_table(table, making))
-        _replace(folder / RESULT, lambda making: making.write_text(json.dumps(record, indent=1) + "\n"))
+        with replaced(folder / SAMPLES) as making:
+            pq.write_table(table, making)
+        with replaced(folder / RESULT) as making:
+            making.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    making = path.with_name(f".{path.name}.incomplete")
-    try:
-        write(making)
-        os.replace(making, path)
-    finally:
-        making.unlink(missing_ok=True)
 
 
 def find_evaluation(name: str) -> Path:

@@ -10,8 +10,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import cache_folder
+from rlpost.files import replaced
 from rlpost.model.packing import Microbatch
 
 Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
@@ -65,9 +64,8 @@ def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
     verdict = tried_on_a_small_copy(model, readers)
     with contextlib.suppress(OSError):  # what cannot be kept is found out again
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as writing:
-            json.dump(dataclasses.asdict(verdict), writing)
-        os.replace(writing.name, file)
+        with replaced(file) as making:
+            making.write_text(json.dumps(dataclasses.asdict(verdict)))
     return verdict
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from rlpost.config.paths import cache_folder
+from rlpost.files import replaced
 from rlpost.settings import DType
 
 MEASURED = (DType.float32, DType.bfloat16)
@@ -130,6 +130,5 @@ def _read(file: Path) -> Speeds:
 def _write(file: Path, asked: dict[str, Any], speeds: Speeds) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in speeds.items()}}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".new", delete=False, encoding="utf-8") as making:
-        json.dump(content, making, indent=1)
-    os.replace(making.name, file)
+    with replaced(file) as making:
+        making.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -25,6 +25,7 @@ from tensordict import TensorDictBase
 from rlpost import __version__
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
@@ -240,9 +241,8 @@ class Run(Stoppable):
 
     def _hold(self, step: int, values: dict[str, float | None]) -> None:
         self._held = step, values
-        making = self.folder / f"{HELD}.new"
-        making.write_text(json.dumps({"step": step, **values}) + "\n")
-        os.replace(making, self.folder / HELD)
+        with replaced(self.folder / HELD) as making:
+            making.write_text(json.dumps({"step": step, **values}) + "\n")
 
     def _append(self, step: int, values: Mapping[str, float | None]) -> None:
         with (self.folder / "metrics.jsonl").open("a") as stream:
@@ -374,9 +374,8 @@ def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
     if not file.is_file():
         return False
     lines = file.read_text().splitlines()
-    replacement = file.with_suffix(".new")
-    replacement.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
-    os.replace(replacement, file)
+    with replaced(file) as making:
+        making.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
     return bool(lines)
 
 

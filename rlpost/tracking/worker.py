@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from rlpost.files import replaced
 from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
 
 DONE = "done"
@@ -115,9 +116,8 @@ def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
     marks.pop(tracker, None)
     if mark is not None:
         marks[tracker] = asdict(mark)
-    making = file.with_suffix(".new")
-    making.write_text(json.dumps(marks, indent=1) + "\n")
-    os.replace(making, file)
+    with replaced(file) as making:
+        making.write_text(json.dumps(marks, indent=1) + "\n")
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any] | None]:
