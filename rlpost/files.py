@@ -1,10 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and how much they take."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -21,3 +21,13 @@ def replaced(file: Path) -> Iterator[Path]:
         os.replace(making, file)
     finally:
         making.unlink(missing_ok=True)
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below `folder`; links count as links, and what is removed meanwhile not at all."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total

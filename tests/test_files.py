@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.files import replaced
+from rlpost.files import bytes_of, replaced
 
 
 def test_a_file_appears_when_the_block_has_ended_with_the_permissions_of_any_other(tmp_path: Path) -> None:
@@ -47,3 +47,11 @@ def test_two_that_write_at_once_do_not_meet(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("step-*.incomplete"))  # what is being written matches no step's name
     assert file.read_text() == "one"
     assert os.listdir(tmp_path) == [file.name]
+
+
+def test_the_bytes_of_a_folder_count_links_as_links(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "ten").write_text("x" * 10)
+    (tmp_path / "link").symlink_to("inside/ten")
+    assert bytes_of(tmp_path) == 10 + len("inside/ten")
+    assert bytes_of(tmp_path / "missing") == 0

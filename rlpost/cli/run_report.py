@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import shlex
 import sys
 import time
@@ -17,8 +16,9 @@ from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
+from rlpost.files import bytes_of
 from rlpost.runs.reader import RunRecord, RunState, command_of, number
-from rlpost.text import counted, printable
+from rlpost.text import counted, printable, readable
 
 FIGURES = ("steps", "reward", "loss", "accuracy", "age")
 CUTTABLE = ("env", "model", "run")
@@ -109,28 +109,6 @@ def age(since: float) -> str:
     seconds = max(0.0, time.time() - since)
     unit, size = next(((u, s) for u, s in UNITS if seconds >= s), UNITS[-1])
     return f"{int(seconds // size)}{unit}"
-
-
-def bytes_of(folder: Path) -> int:
-    """Bytes of all files below `folder`; links count as links."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(where) / name).lstat().st_size
-            except FileNotFoundError:  # a run under way has just removed it
-                continue
-    return total
-
-
-def size(count: int) -> str:
-    """Bytes for people: 1.6 GB."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} GB"
 
 
 def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
@@ -274,8 +252,8 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
     rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
     parts = [("checkpoints", names), ("rollouts", counted(len(rollouts), "step") if rollouts else "none")]
     used = {name: bytes_of(folder / name) for name in ("checkpoints", "rollouts")}
-    of_which = ", ".join(f"{name} {size(count)}" for name, count in used.items() if count)
-    parts.append(("size", size(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
+    of_which = ", ".join(f"{name} {readable(count)}" for name, count in used.items() if count)
+    parts.append(("size", readable(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
     if rollouts:
         parts.append(("look closer", f"rlpost rollouts show {folder}"))
     return parts

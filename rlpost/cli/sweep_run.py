@@ -17,11 +17,10 @@ from typing import Any
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.sweep_screen import SweepScreen
 from rlpost.config.paths import RESULT, SAMPLES, is_run_folder
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError
 
 LOOK_EVERY = 0.3  # seconds
 LOG_END = 4096  # bytes of a job's log that are searched for its error
-STOPPED_BY = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 class Stop:

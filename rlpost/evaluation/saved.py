@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from rlpost.config.paths import (
     EVALS,
     RESULT,
+    RUNS,
     SAMPLES,
     SWEEP_FILE,
     evaluation_names,
@@ -26,6 +27,7 @@ from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.text import first_line
 
 SCHEMA = pa.schema(
     [
@@ -125,7 +127,7 @@ def find_evaluation(name: str) -> Path:
     for folder in (path, EVALS / name) if is_path else (EVALS / name, path):
         if is_evaluation_folder(folder):
             return folder / SAMPLES
-    runs = (path,) if is_path else (path, Path("runs") / name)
+    runs = (path,) if is_path else (path, RUNS / name)
     if run := next((folder for folder in runs if is_run_folder(folder)), None):
         raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={_as_model(run)}")
     if (path / SWEEP_FILE).is_file():
@@ -159,7 +161,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
         missing = [name for name in COMPARED if name not in pq.read_schema(samples).names]
         rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{samples} cannot be read ({str(error).splitlines()[0]}): evaluate again") from error
+        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is no table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)

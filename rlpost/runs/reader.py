@@ -17,13 +17,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlpost.config.paths import SWEEP_FILE, is_run_folder
+from rlpost.config.paths import RUNS, SWEEP_FILE, is_run_folder
 from rlpost.config.registry import COMMANDS, Command, search_folders
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
-RUNS = Path("runs")
 LOG_END = 65536  # bytes of log.txt that are searched for its last word
 
 # what a run says of itself in log.txt

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from rlpost.errors import DataError
 from rlpost.files import replaced
+from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -208,5 +209,4 @@ def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterato
                 for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
                     yield batch.select(list(columns)).cast(schema)
         except (OSError, pa.ArrowException, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise DataError(f"{file} cannot be read: {reason}; leave the step out with --step") from error
+            raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error

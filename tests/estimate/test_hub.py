@@ -14,7 +14,7 @@ from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2
 from rlpost.config.registry import options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import hub
-from rlpost.estimate.hub import readable, shape_of_model
+from rlpost.estimate.hub import shape_of_model
 from rlpost.model import load as models
 from rlpost.settings import MathSettings
 
@@ -131,11 +131,3 @@ def test_every_hub_id_of_an_option_is_known() -> None:
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
     assert (models.SMOLLM2_HUB_ID, models.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, hub.SMOLLM2_PACKAGE)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(12, "12 bytes"), (2_726_000, "2.73 MB"), (15.243e9, "15.2 GB"), (1.221e11, "122 GB"), (5e12, "5000 GB")],
-)
-def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
-    assert readable(size) == text

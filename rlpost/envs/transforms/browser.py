@@ -17,6 +17,7 @@ from rlpost.envs.transforms.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, 
 from rlpost.errors import ConfigError
 from rlpost.extras import require
 from rlpost.loop_thread import LoopThread
+from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator
@@ -307,7 +308,7 @@ async def _led_to(tab: Tab) -> ToolResult:
 
 def _said(error: Exception) -> str:
     """What playwright says, without its log."""
-    return str(error).strip().partition("\n")[0][:300]
+    return first_line(error)[:300]
 
 
 def _fault(arguments: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlpost.envs.transforms.browser_hosts import AllowedHosts
 from rlpost.envs.transforms.browser_proxy import FilterProxy
 from rlpost.errors import MissingExtraError, ToolError
+from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Frame, Page, Playwright, Request, Route
@@ -206,7 +207,7 @@ class Pages:
                     return self._browser
                 except _errors() as error:
                     if attempt == LAUNCHES:
-                        why = _first_line(str(error))
+                        why = first_line(error)
                         raise ToolError(f"Chromium was not started in {attempt} attempts: {why}") from error
                     await asyncio.sleep(BACK_OFF_SECONDS * 2**attempt)
             raise AssertionError("the last attempt returns or raises")
@@ -302,7 +303,3 @@ def _errors() -> tuple[type[Exception], ...]:
     from playwright.async_api import Error
 
     return (Error,)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
