@@ -29,7 +29,7 @@ from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
-from rlpost.runs.reader import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
+from rlpost.runs.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlpost.config.paths import BEST
 from rlpost.runs.checkpoint import point_best
-from rlpost.runs.reader import has_evaluation, read_metrics
+from rlpost.runs.record import has_evaluation, read_metrics
 from rlpost.runs.writer import Run
 from rlpost.text import counted
 

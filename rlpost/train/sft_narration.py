@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rlpost.assemble_sft import SFTParts
 from rlpost.data.demonstrations import Sample
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
+from rlpost.runs.record import interval
 from rlpost.runs.writer import Run
 from rlpost.settings import SFTSettings
 from rlpost.text import counted
@@ -84,9 +85,10 @@ def conclude(run: Run, progress: Progress) -> None:
         screen.line("held out, before and after training", "bold")
         screen.line(f"  loss per token    {before['eval/loss']:.3f}  ->  {after['eval/loss']:.3f}", "bold")
         for name in ("lenient", "strict"):
-            if f"eval/accuracy_{name}" in before and f"eval/accuracy_{name}" in after:
+            shares = [interval(metrics, f"eval/accuracy_{name}") for metrics in (before, after)]
+            if all(shares):
                 label = f"accuracy, {name}"
-                screen.line(f"  {label:<18}{_share(before, name)}  ->  {_share(after, name)}", "bold")
+                screen.line(f"  {label:<17} {shares[0]}  ->  {shares[1]}", "bold")
     if line := best_line(run, progress):
         screen.line(line)
     chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
@@ -94,8 +96,3 @@ def conclude(run: Run, progress: Progress) -> None:
     screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
     screen.line("measure it:   " + " ".join(["rlpost eval", model, *chosen]))
     screen.line("go on:        " + " ".join(["rlpost train grpo", model, *chosen]))
-
-
-def _share(metrics: Mapping[str, float], name: str) -> str:
-    value, low, high = (metrics[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
-    return f"{value:.1%} [{low:.1%}, {high:.1%}]"
