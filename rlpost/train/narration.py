@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, 
 from rlpost.text import counted
 from rlpost.train.progress import ACCURACY, Progress
 
-log = logging.getLogger("rlpost")
-
 
 def announce(
     settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts, numbers: Numbers, run: Run
@@ -45,43 +43,37 @@ def announce(
         *settings.tools.told(settings.env),
         *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
         f"lr      {settings.optim.lr:g}, seed {settings.seed}",
-        writes_line(run),
     ]
-    for line in lines:
-        run.screen.line(line)
-    warn_of_numbers(numbers, run)
+    notes = [thinking_note(settings.env, parts.tokenizer)]
     if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
-        run.screen.note(
+        notes.append(
             f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called held-out "
             "are not: take them out of one of the two"
         )
-    say_thinking_is_cut(settings.env, parts.tokenizer, run)
-    engine = type(parts.policy).__name__
-    run.screen.open(
-        title=run.folder.name,
-        about=f"{settings.model.path} · {data} · {engine}",
-        total_steps=settings.steps,
-        log=run.folder / "log.txt",
-    )
+    open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {type(parts.policy).__name__}")
 
 
-def say_thinking_is_cut(env: EnvSettings, tokenizer: Any, run: Run) -> None:
-    """Say so where a completion has no room for the thinking that the model begins with."""
-    if told := thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens"):
-        run.screen.note(told)
+def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequence[str | None], about: str) -> None:
+    """Say `lines`, where the run leaves its record, and `notes`; then begin to show the steps."""
+    follows = f", and {run.tracker.name} follows" if run.tracker else ""
+    for line in [*lines, f"writes  {run.folder}{follows}"]:
+        run.screen.line(line)
+    if numbers.warning is not None:
+        run.warn(numbers.warning)
+    for note in filter(None, notes):
+        run.screen.note(note)
+    run.screen.open(title=run.folder.name, about=about, total_steps=run.total_steps, log=run.folder / "log.txt")
+
+
+def thinking_note(env: EnvSettings, tokenizer: Any) -> str | None:
+    """What to say where a completion has no room for the thinking that the model begins with."""
+    return thinking_cut_short(tokenizer, env.max_completion_tokens, "env.max_completion_tokens")
 
 
 def model_line(settings: ModelSettings, folder: Path, model: PreTrainedModel) -> str:
     """The model that is trained."""
     size = _short(sum(p.numel() for p in model.parameters()))
     return f"model   {settings.path}: {describe(folder)}, {size} parameters, {model.device}"
-
-
-def warn_of_numbers(numbers: Numbers, run: Run) -> None:
-    """Say, once, that the run computes in a format which is slow here."""
-    if numbers.warning is not None:
-        log.warning("%s", numbers.warning)
-        run.screen.note(numbers.warning)
 
 
 def reading_lines(model: PreTrainedModel, completions_a_prompt: int = 1) -> list[str]:
@@ -94,11 +86,6 @@ def name_of_data(env: EnvSettings) -> str:
     """The environment, and where its rows come from where it has rows: `GSM8K from data/gsm8k`."""
     source = getattr(env, "path", None)
     return type(env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
-
-
-def writes_line(run: Run) -> str:
-    """Where the run leaves its record."""
-    return f"writes  {run.folder}" + (f", and {run.tracker.name} follows" if run.tracker else "")
 
 
 def _prompts(settings: GRPOSettings | ExpertIterationSettings, parts: SamplingParts) -> str:
@@ -138,9 +125,6 @@ def best_line(run: Run, progress: Progress) -> str:
 def conclude(run: Run, progress: Progress, after: EvalResult | None) -> None:
     """The result in a few lines, and the one command to look closer."""
     screen, before = run.screen, progress.eval_before
-    if run.stopping:
-        say_stopped(run, progress.step)
-        return
     if before is not None and after is not None:
         screen.line("")
         measured = (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict))

@@ -18,9 +18,7 @@ from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSetti
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import announce, conclude
-from rlpost.train.progress import LearningSoFar
 from rlpost.train.session import Session
-from rlpost.train.state import collection_state, restore_collection
 
 Settings = GRPOSettings | ExpertIterationSettings
 S = TypeVar("S", GRPOSettings, ExpertIterationSettings)
@@ -45,7 +43,12 @@ class SamplingSession(Session[S, P]):
         Raises RewardError where more of their rewards failed than `max_failed_share` allows.
         """
         self.metrics |= batch_metrics(batch, self.settings.group_size, self.parts.policy.version)
-        check_failed(self.settings, self.step, self.metrics)
+        failed, count = self.metrics["reward/failed"], batch.batch_size[0]
+        if failed > self.settings.max_failed_share * count:
+            raise RewardError(
+                f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
+                f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
+            )
         self.metrics |= self.parts.buffer.take_counts()
         self.clock.lap()
         self.parts.policy.rest()
@@ -73,20 +76,45 @@ class SamplingSession(Session[S, P]):
         return result.metrics()
 
     def state(self) -> dict[str, Any]:
-        """See `Session.state`."""
-        return collection_state(self.parts)
+        """Data cursor, conversations under way, buffer and version."""
+        return {
+            "collector": self.parts.collector.state_dict(),
+            "buffer": self.parts.buffer.state_dict(),
+            "policy_version": self.parts.policy.version,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`."""
-        restore_collection(self.parts, state)
+        self.parts.collector.load_state_dict(state["collector"])
+        self.parts.buffer.load_state_dict(state["buffer"])
+        assert self.parts.collector.weight_updater is not None
+        self.parts.collector.weight_updater.restore_version(state["policy_version"])
 
     def keep_batch(self, folder: Path, batch: Any) -> None:
         """See `Session.keep_batch`."""
         write_rollouts(folder / "rollouts.parquet", self.step, batch)
 
     def why_nothing(self) -> str:
-        """See `Session.why_nothing`."""
-        return why_sampled(self.settings, self.run, self.progress, self.metrics)
+        """See `Session.why_nothing`: of a step's completions."""
+        settings, metrics, reward = self.settings, self.metrics, self.progress.same_reward
+        look = f"read some with rlpost rollouts show {self.run.folder}"
+        if metrics["completion/truncated"] == 1:
+            limit = settings.env.max_completion_tokens
+            return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+        if reward is not None and metrics.get("accuracy/lenient") == 1:
+            return "every completion is right; the task is too easy for this model"
+        if reward == 0:
+            return (
+                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+            )
+        if reward is not None:
+            return f"every reward is {reward:g}, which tells no completion from another; {look}"
+        if isinstance(settings, ExpertIterationSettings):
+            bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
+            return f"no completion was {bar}; {look}"
+        if metrics["groups/zero_std"] == 1:
+            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+        return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
 
     def remaining(self) -> str:
         """See `Session.remaining`."""
@@ -105,17 +133,6 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
 
     parts.collector.on_phase = phase
     parts.collector.on_sampled = sampled
-
-
-def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
-    """Raise RewardError where more rewards of a step failed than `max_failed_share` allows."""
-    count = settings.prompts_per_step * settings.group_size
-    failed = metrics["reward/failed"]
-    if failed > settings.max_failed_share * count:
-        raise RewardError(
-            f"step {step}: {failed:.0f} of {count} rewards failed, more than the share "
-            f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
-        )
 
 
 def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> EvalResult:
@@ -141,25 +158,3 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         samples=samples,
         progress=progress,
     )
-
-
-def why_sampled(
-    settings: GRPOSettings | ExpertIterationSettings, run: Run, learning: LearningSoFar, metrics: Mapping[str, float]
-) -> str:
-    """The likely reason why nothing is learned from a step's completions, and what to do."""
-    reward, look = learning.same_reward, f"read some with rlpost rollouts show {run.folder}"
-    if metrics["completion/truncated"] == 1:
-        limit = settings.env.max_completion_tokens
-        return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
-    if reward is not None and metrics.get("accuracy/lenient") == 1:
-        return "every completion is right; the task is too easy for this model"
-    if reward == 0:
-        return f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
-    if reward is not None:
-        return f"every reward is {reward:g}, which tells no completion from another; {look}"
-    if isinstance(settings, ExpertIterationSettings):
-        bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
-        return f"no completion was {bar}; {look}"
-    if metrics["groups/zero_std"] == 1:
-        return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
-    return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"

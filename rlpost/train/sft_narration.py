@@ -17,11 +17,9 @@ from rlpost.train.narration import (
     best_line,
     model_line,
     name_of_data,
+    open_screen,
     reading_lines,
-    say_stopped,
-    say_thinking_is_cut,
-    warn_of_numbers,
-    writes_line,
+    thinking_note,
 )
 from rlpost.train.progress import Progress
 
@@ -45,28 +43,18 @@ def announce(settings: SFTSettings, parts: SFTParts, numbers: Numbers, run: Run)
         *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
         f"loss    {settings.loss.variant}, lr {settings.optim.lr:g}, seed {settings.seed}",
         *([f"policy  {type(parts.accuracy.policy).__name__}, greedy"] if parts.accuracy else []),
-        writes_line(run),
     ]
-    for line in lines:
-        run.screen.line(line)
-    warn_of_numbers(numbers, run)
-    for line in parts.bad_rows.lines():
-        run.screen.note(f"bad rows: {line}")
-    for line in parts.bad_held_out.lines():
-        run.screen.note(f"bad rows held out: {line}")
-    if parts.accuracy:
-        say_thinking_is_cut(settings.env, parts.tokenizer, run)
+    notes = [
+        *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
+        *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
+        thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
+    ]
     if shared := _shared(samples, parts.held_out):
-        run.screen.note(
+        notes.append(
             f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called held-out "
             "is not: take them out of one of the two"
         )
-    run.screen.open(
-        title=run.folder.name,
-        about=f"{settings.model.path} · {data} · {settings.loss.variant}",
-        total_steps=run.total_steps,
-        log=run.folder / "log.txt",
-    )
+    open_screen(run, numbers, lines, notes, f"{settings.model.path} · {data} · {settings.loss.variant}")
 
 
 def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
@@ -77,9 +65,6 @@ def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
 def conclude(run: Run, progress: Progress) -> None:
     """The result in a few lines, and what one does next."""
     screen, before, after = run.screen, progress.eval_before, progress.eval_after
-    if run.stopping:
-        say_stopped(run, progress.step)
-        return
     if before is not None and after is not None:
         screen.line("")
         screen.line("held out, before and after training", "bold")

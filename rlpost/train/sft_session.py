@@ -61,7 +61,6 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             parts.model,
             self.microbatches,
             rows,
-            kind=self.settings.model.autocast,
             progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
         )
         tokens = sum(row.num_trained for row in rows)

@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.assemble import SamplingParts
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.model.load import save_model
-from rlpost.model.lora import is_adapted, save_adapter
-from rlpost.model.optim import OTHER_SHAPES, SHARED_STATE, learning_rate_of, set_learning_rate
-from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, save_checkpoint
-from rlpost.runs.writer import Run
-from rlpost.settings import CheckpointSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.model.optim import OTHER_SHAPES, SHARED_STATE, set_learning_rate
+from rlpost.runs.checkpoint import load_checkpoint
+from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
 log = logging.getLogger("rlpost")
-
-
-def save_run(
-    run: Run,
-    step: int,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
-    settings: CheckpointSettings,
-    state: Mapping[str, Any],
-    best: int | None = None,
-) -> None:
-    """Write the checkpoint of `step`: weights, optimizer, RNG, and the loop's own `state` as JSON.
-
-    `best` is the step of the best checkpoint so far.
-    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
-    """
-    run.screen.phase("saving checkpoint")
-
-    path = save_checkpoint(
-        run.folder / "checkpoints",
-        step,
-        write_model=partial(save_model, model, tokenizer),
-        write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
-        tensors=optimizer_tensors(model, optimizer),
-        state={**state, "optimizer": type(optimizer).__name__, "lr": learning_rate_of(optimizer), NUMBERS: run.numbers},
-        keep_last=settings.keep_last,
-        best=best,
-    )
-    log.info("saved %s", path)
-    run.saved()
 
 
 def load_run(
@@ -75,11 +39,6 @@ def load_run(
     if "lr" in state:  # a step without a gradient tells that of the last update
         set_learning_rate(optimizer, state["lr"])
     return state
-
-
-def must_stay(settings: TrainingSettings) -> dict[str, Any]:
-    """The settings that a run keeps while it goes on, for its checkpoint's state."""
-    return {key: getattr(settings, key) for key in settings.must_stay}
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -111,20 +70,3 @@ def restore_optimizer(
             device = parameter.device
         optimizer.state[parameter][moment] = value.item() if value.dtype is torch.int64 else value.to(device)
     torch.set_rng_state(tensors["rng"])
-
-
-def collection_state(parts: SamplingParts) -> dict[str, Any]:
-    """Data cursor, conversations under way, buffer and version."""
-    return {
-        "collector": parts.collector.state_dict(),
-        "buffer": parts.buffer.state_dict(),
-        "policy_version": parts.policy.version,
-    }
-
-
-def restore_collection(parts: SamplingParts, state: Mapping[str, Any]) -> None:
-    """Put back what `collection_state` took."""
-    parts.collector.load_state_dict(state["collector"])
-    parts.buffer.load_state_dict(state["buffer"])
-    assert parts.collector.weight_updater is not None
-    parts.collector.weight_updater.restore_version(state["policy_version"])
