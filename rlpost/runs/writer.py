@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import logging
 import math
@@ -25,6 +24,7 @@ from tensordict import TensorDictBase
 from rlpost import __version__
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.extras import installed_version
 from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
@@ -163,13 +163,14 @@ class Run(Stoppable):
     def plan(self, total_steps: int) -> None:
         """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
         self.total_steps = total_steps
-        if self._is_ours:
-            with self._writing("free some space, then --resume auto"):
-                self._write_environment()
+        self._update_environment()
 
     def keep_numbers(self, numbers: dict[str, str]) -> None:
         """Record the formats that this run computes in: its checkpoints carry them, and it goes on with them."""
         self.numbers = numbers
+        self._update_environment()
+
+    def _update_environment(self) -> None:
         if self._is_ours:
             with self._writing("free some space, then --resume auto"):
                 self._write_environment()
@@ -347,16 +348,10 @@ class Run(Stoppable):
 
 def environment(seed: int) -> dict[str, Any]:
     """Versions, machine and seed, as recorded with every run."""
-    versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "rlpost": __version__,
         "python": sys.version.split()[0],
-        "packages": versions,
+        "packages": {package: installed_version(package) for package in RECORDED_PACKAGES},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -375,13 +370,7 @@ def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
         return False
     lines = file.read_text().splitlines()
     with replaced(file) as making:
-        making.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
+        # a line that a crash cut short counts as after every step
+        steps = [row["step"] if (row := metrics_row(line)) else sys.maxsize for line in lines]
+        making.write_text("".join(line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)))
     return bool(lines)
-
-
-def _step_of(line: str) -> int:
-    """The step of a metrics line; a line that a crash cut short counts as after every step."""
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):
-        return sys.maxsize

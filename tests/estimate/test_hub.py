@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -99,12 +98,9 @@ def test_a_download_that_stopped_half_way_is_fetched(
 def test_the_packaged_model_is_fetched_only_without_its_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def version(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(hub.importlib.metadata, "version", version)
+    monkeypatch.setattr(hub, "installed_version", lambda package: None)
     assert f"fetches {PACKAGED_SMOLLM2} from the hub, about 272 MB" in plan(capsys, "grpo")
-    monkeypatch.setattr(hub.importlib.metadata, "version", lambda package: "0.1.2")
+    monkeypatch.setattr(hub, "installed_version", lambda package: "0.1.2")
     assert not any(line.startswith("fetches") for line in plan(capsys, "grpo"))
 
 
