@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,13 +12,16 @@ from tensordict import TensorDict
 from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
 from rlpost.errors import RewardError
 from rlpost.evaluation.play import EvalResult, evaluate
+from rlpost.evaluation.statistics import Share
+from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
+from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics
-from rlpost.train.narration import announce, conclude
+from rlpost.train.narration import model_line, name_of_data, open_screen, reading_lines, say_best, thinking_note
 from rlpost.train.session import Session
 
 Settings = GRPOSettings | ExpertIterationSettings
@@ -66,7 +70,28 @@ class SamplingSession(Session[S, P]):
 
     def announce(self, numbers: Numbers) -> None:
         """See `Session.announce`."""
-        announce(self.settings, self.parts, numbers, self.run)
+        settings, parts, env = self.settings, self.parts, self.settings.env
+        completions = settings.prompts_per_step * settings.group_size
+        data = name_of_data(env)
+        lines = [
+            model_line(settings.model, parts.model_folder, parts.model),
+            numbers.line,
+            *reading_lines(parts.model, settings.group_size),
+            f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
+            f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
+            f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
+            *settings.tools.told(env),
+            *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
+            f"lr      {settings.optim.lr:g}, seed {settings.seed}",
+        ]
+        notes = [thinking_note(env, parts.tokenizer)]
+        if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
+            notes.append(
+                f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called "
+                "held-out are not: take them out of one of the two"
+            )
+        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {type(parts.policy).__name__}")
         show_sampling(self.parts, self.screen.phase)
 
     def measure(self, when: str) -> dict[str, float]:
@@ -122,7 +147,27 @@ class SamplingSession(Session[S, P]):
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
-        conclude(self.run, self.progress, self.after)
+        run, screen, before, after = self.run, self.screen, self.progress.eval_before, self.after
+        if before is not None and after is not None:
+            screen.line("")
+            measured = (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict))
+            shares = {name: share for name, share in measured if share and f"eval/accuracy_{name}" in before}
+            if shares:
+                screen.line("held-out accuracy before and after training, 95% intervals", "bold")
+            else:
+                screen.line("held-out reward before and after training", "bold")
+                screen.line(f"  {before['eval/reward']:.3f}   ->   {after.reward_mean:.3f}", "bold")
+            for name, share in shares.items():
+                value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
+                was = Share(value, low, high, share.prompts)
+                screen.line(f"  {name:<8} {was}   ->  {share}{after.extent(share)}", "bold")
+        say_best(run, self.progress)
+        chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
+        screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
+
+    def _prompts(self) -> str:
+        held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""
+        return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
 
 
 def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
