@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.errors import ConfigError
 from rlpost.estimate.hub import shape_of_model
 from rlpost.estimate.machine import Room
 from rlpost.estimate.report import needs_of
@@ -32,17 +33,16 @@ from rlpost.estimate.shape import shape_of_folder
 from rlpost.model.load import locate_tokenizer, pick_device, save_model
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.model.memory import give_back_freed_memory, keep_freed_memory
-from rlpost.model.optim import learning_rate_of
+from rlpost.model.optim import learning_rate_of, optimizer_tensors, restore_optimizer, set_learning_rate
 from rlpost.model.precision import Numbers
 from rlpost.output import output_into
-from rlpost.runs.checkpoint import NUMBERS, mark_best, save_checkpoint
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, save_checkpoint
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.narration import say_stopped
 from rlpost.train.progress import Progress, evaluations_until, restore_best, say_at_end, watch
-from rlpost.train.state import load_run, optimizer_tensors
 from rlpost.train.update import Learner, Microbatches, Objective, diverged
 
 log = logging.getLogger("rlpost")
@@ -309,8 +309,20 @@ class Session(ABC, Generic[S, P]):
             self.screen.line(evaluation_line(before, "before training"))
 
     def _restore(self, checkpoint: Path) -> None:
-        """The parts and the progress as they were at `checkpoint`, whose weights the model holds already."""
-        state = load_run(checkpoint, self.settings, self.parts.model, self.parts.optimizer)
+        """The parts, the RNG and the progress as they were at `checkpoint`, whose weights the model holds already.
+
+        Raises ConfigError for settings that would read the saved data position as another one.
+        """
+        tensors, state = load_checkpoint(checkpoint)
+        optimizer, own = self.parts.optimizer, type(self.parts.optimizer).__name__
+        for key, saved in state["must_stay"].items():
+            if (now := getattr(self.settings, key)) != saved:
+                raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
+        if state["optimizer"] != own:
+            raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
+        restore_optimizer(self.parts.model, optimizer, tensors)
+        if "lr" in state:  # a step without a gradient tells that of the last update
+            set_learning_rate(optimizer, state["lr"])
         self.restore(state)
         self.progress = Progress(**state["progress"])
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
