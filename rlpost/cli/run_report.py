@@ -17,8 +17,8 @@ from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
 from rlpost.files import bytes_of
+from rlpost.record import Interval, interval, number
 from rlpost.runs.reader import RunRecord, RunState, command_of
-from rlpost.runs.record import Interval, interval, number
 from rlpost.text import counted, printable, readable
 
 FIGURES = ("steps", "reward", "loss", "accuracy", "age")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rlpost.cli.columns import fitted_table, one_line, width_of
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import STOPPED_BY, ConfigError
-from rlpost.runs.record import Interval, MetricsFile, interval
+from rlpost.record import Interval, MetricsFile, interval
 from rlpost.text import printable
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rlpost.config.registry import COMMANDS, Command, search_folders
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.runs.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
 
 LOG_END = 65536  # bytes of log.txt that are searched for its last word
 

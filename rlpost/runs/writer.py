@@ -28,8 +28,8 @@ from rlpost.extras import installed_version
 from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
-from rlpost.runs.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped

@@ -18,7 +18,7 @@ from rlpost.evaluation.play import evaluate
 from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.precision import Numbers
-from rlpost.runs.record import interval
+from rlpost.record import interval
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.text import counted
 from rlpost.train.narration import model_line, name_of_data, open_screen, reading_lines, say_best, thinking_note

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import ConfigError
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, MetricsFile
 from rlpost.runs.reader import (
     RunState,
     find_run,
@@ -17,7 +18,6 @@ from rlpost.runs.reader import (
     is_running,
     read_run,
 )
-from rlpost.runs.record import BEGAN, FAILED, FINISHED, STOPPED, MetricsFile
 from tests.run_folders import evaluation, make_run, step_row, verdict
 
 ROWS = [{"step": 0, **evaluation(0.1, 0.0, 0.2)}, step_row(1, 0.25), step_row(2, 0.75, **evaluation(0.6, 0.5, 0.7))]
