@@ -1,11 +1,18 @@
-"""Files that are there whole or not at all, and how much they take."""
+"""Files that are there whole or not at all, what is kept in them, and how much they take."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+log = logging.getLogger("rlpost")
 
 
 @contextmanager
@@ -21,6 +28,28 @@ def replaced(file: Path) -> Iterator[Path]:
         os.replace(making, file)
     finally:
         making.unlink(missing_ok=True)
+
+
+def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[Any], T], making: str) -> T:
+    """What `read` makes of the JSON in `file`, or of what `make` returns, which is then kept there.
+
+    A file that cannot be read or written is no error: the log says so, and what is done again; `making` says what, as
+    "the speed of products is measured".
+    """
+    try:
+        return read(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass  # not made yet
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be read (%s): %s again", file, error, making)
+    content = make()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(file) as beside:
+            beside.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): %s each time", file, error, making)
+    return read(content)
 
 
 def bytes_of(folder: Path) -> int:

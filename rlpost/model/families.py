@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rlpost.config.paths import cache_folder
 from rlpost.extras import installed_version
-from rlpost.files import replaced
+from rlpost.files import remembered
 from rlpost.model.packing import Microbatch
 
 Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
@@ -57,16 +57,13 @@ class Verdict:
 def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
     """What is right for `model`: its architecture's verdict from the cache, else found out and kept there."""
     file = cache_folder() / "families" / f"{_fingerprint(model)}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or not whole
-        return Verdict(**json.loads(file.read_text()))
-    from rlpost.model.family_probe import tried_on_a_small_copy
 
-    verdict = tried_on_a_small_copy(model, readers)
-    with contextlib.suppress(OSError):  # what cannot be kept is found out again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(file) as making:
-            making.write_text(json.dumps(dataclasses.asdict(verdict)))
-    return verdict
+    def found_out() -> dict[str, Any]:
+        from rlpost.model.family_probe import tried_on_a_small_copy
+
+        return dataclasses.asdict(tried_on_a_small_copy(model, readers))
+
+    return remembered(file, found_out, lambda kept: Verdict(**kept), "what is right for the model is found out")
 
 
 def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -> str | None:
