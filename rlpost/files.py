@@ -1,14 +1,15 @@
-"""Files that are there whole or not at all, what is kept in them, and how much they take."""
+"""Files: written whole or not at all, kept to be read again, locked, and how much they take."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -50,6 +51,15 @@ def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[A
     except OSError as error:
         log.warning("%s cannot be written (%s): %s each time", file, error, making)
     return read(content)
+
+
+def locked(file: IO[str], *, shared: bool = False) -> bool:
+    """Take the lock of an open file, which it keeps until it is closed; False where another process holds it."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def bytes_of(folder: Path) -> int:

@@ -6,7 +6,6 @@ A run that a process holds is left alone, and so is everything outside the folde
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from rlpost.config.paths import BEST, LATEST, checkpoints
 from rlpost.errors import CheckpointError
-from rlpost.files import bytes_of
+from rlpost.files import bytes_of, locked
 from rlpost.runs.reader import RunState, find_runs, is_running, read_run
 from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone, keeps_the_model_alone
 
@@ -100,8 +99,9 @@ def _pointed_at(folder: Path) -> Iterator[str]:
 def _locked(run: Path) -> Iterator[bool]:
     """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
     try:
-        with (run / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-    except (BlockingIOError, FileNotFoundError):
+        lock = (run / ".lock").open("a")
+    except FileNotFoundError:
         yield False
+        return
+    with lock:
+        yield locked(lock)

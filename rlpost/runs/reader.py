@@ -6,7 +6,6 @@ missing, or a line that is not whole yet, leaves its part of the record empty.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shlex
@@ -19,6 +18,7 @@ from typing import Any
 from rlpost.config.paths import RUNS, SWEEP_FILE, is_run_folder
 from rlpost.config.registry import COMMANDS, Command, search_folders
 from rlpost.errors import ConfigError
+from rlpost.files import locked
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
@@ -143,12 +143,9 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of this run."""
     try:
         with (folder / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not locked(lock, shared=True)
     except OSError:  # no lock file, or not ours to read: nobody can be seen to hold it
         return False
-    return False
 
 
 def find_runs(folder: Path) -> list[Path]:

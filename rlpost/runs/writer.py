@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from rlpost import __version__
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import installed_version
-from rlpost.files import replaced
+from rlpost.files import locked, replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
@@ -319,16 +318,10 @@ class Run(Stoppable):
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
-        for last_try in (False, True):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if last_try:
-                    raise ConfigError(
-                        f"{self.folder} is in use by another rlpost process: give another --name"
-                    ) from error
-                time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+        if not locked(self._lock):
+            time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+            if not locked(self._lock):
+                raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name")
 
     def _say_begun(self) -> None:
         log.info("%s: %s", BEGAN, shlex.join(self.request.command))
