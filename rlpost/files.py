@@ -63,7 +63,7 @@ def locked(file: IO[str], *, shared: bool = False) -> bool:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of all files below `folder`; links count as links, and what is removed meanwhile not at all."""
+    """Bytes of all files below `folder`; links to files count as links, and what is removed meanwhile not at all."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
