@@ -69,7 +69,7 @@ class SweepScreen:
         """A job that has ended, now or (`known`) in an earlier attempt."""
         outcome = job.outcome
         code = outcome.exit_code
-        words = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
+        words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
         state = "done before" if known else words.get(code, f"failed ({code})")
         self._clear()
         self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))

@@ -185,7 +185,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
                 shares = [interval(metrics, f"eval/accuracy_{name}") for metrics in (before, after)]
                 if all(shares):
                     label = f"accuracy, {name}"
-                    screen.line(f"  {label:<17} {shares[0]}  ->  {shares[1]}", "bold")
+                    screen.line(f"  {label:<18}{'  ->  '.join(str(share).strip() for share in shares)}", "bold")
         say_best(run, progress)
         chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
         model = f"model={run.folder}/"
