@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlpost.cli.columns import paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.starter_file import tell_starter, write_starter
 from rlpost.cli.terminal import fitted, print_json, table
 from rlpost.cli.usage import JSON_HELP, App
+from rlpost.columns import paragraph
 from rlpost.config.keys import as_text, docs_of
 from rlpost.config.registry import EVAL, TRAIN_GRPO, describe, options
 from rlpost.errors import ConfigError

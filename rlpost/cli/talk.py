@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlpost.cli.columns import WordWrap
 from rlpost.cli.terminal import DIM, Status, painted, print_error, print_numbers, stdout_on_stderr, table
+from rlpost.columns import WordWrap
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable

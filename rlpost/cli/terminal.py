@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rlpost.columns import output_width, shortened
 from rlpost.heartbeat import Heartbeat, progress_line
 from rlpost.output import descriptors_onto, where_it_leads
 from rlpost.text import printable
@@ -133,10 +134,8 @@ def stdout_on_stderr() -> Iterator[None]:
 
 def fitted(line: str) -> str:
     """`line`, cut to the width of the screen where a person reads it; whole in a pipe or file."""
-    if not sys.stdout.isatty():
-        return line
-    width = shutil.get_terminal_size().columns
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+    width = output_width(0)
+    return shortened(line, width) if width else line
 
 
 def print_json(value: Any) -> None:

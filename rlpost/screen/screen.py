@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from rlpost.columns import one_line
 from rlpost.heartbeat import Heartbeat
 from rlpost.output import leave_dead_terminals, where_it_leads
-from rlpost.screen.lines import STOPPING, clock, evaluation_line, one_line, sample_lines, step_line
+from rlpost.screen.lines import STOPPING, WIDTH, clock, evaluation_line, sample_lines, step_line
 from rlpost.screen.sample import Sample
 from rlpost.screen.state import Figures, State
 from rlpost.text import printable
@@ -124,7 +125,8 @@ class Screen:
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
         """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
         with self._lock:
-            self.state.title, self.state.about, self.state.total = one_line(title), one_line(about), total_steps
+            self.state.title, self.state.about = one_line(title, WIDTH), one_line(about, WIDTH)
+            self.state.total = total_steps
         if self._descriptor is not None:
             from rlpost.screen.terminal import Picture
 

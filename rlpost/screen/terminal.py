@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rlpost.columns import cut
 from rlpost.output import descriptors_onto
-from rlpost.screen.lines import cut
 
 EVERY = 0.5  # seconds between frames: painting competes with the training for the processor
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
