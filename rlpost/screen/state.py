@@ -142,13 +142,6 @@ class State:
         """The pace of the last few steps."""
         return fmean(self._recent) if self._recent else None
 
-    def spent(self) -> dict[str, float]:
-        """Seconds by kind of phase so far, the one under way included."""
-        seconds = dict(self.seconds)
-        if self.phase is not None:
-            seconds[self.phase.kind] = seconds.get(self.phase.kind, 0.0) + self.now() - self.phase.since
-        return seconds
-
     def _end_phase(self, now: float) -> None:
         if self.phase is not None:
             kind = self.phase.kind
