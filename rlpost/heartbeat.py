@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from rlpost.columns import cut
+from rlpost.folding import cut
 from rlpost.output import in_front, size_of, where_it_leads
 
 EVERY = 9.0  # seconds without a word, after which there is one
@@ -81,7 +81,7 @@ class Heartbeat:
         self.said()
 
 
-class Waiting:
+class WaitingLine:
     """Says on `descriptor` what `line` gives while that is waited for; a context manager.
 
     Where somebody looks (`live`) it is one line that the next one replaces, elsewhere a line now and then. It goes

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlpost"
 
 GROUND = [
-    "columns",
     "errors",
     "extras",
+    "folding",
     "home",
     "lazy",
     "loop_thread",

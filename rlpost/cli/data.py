@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_sft
-from rlpost.cli.terminal import Status, print_json, stdout_on_stderr, takes_colour
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr, takes_colour
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.text import counted
@@ -53,7 +53,7 @@ def preview(
     from rlpost.config.registry import TRAIN_SFT
 
     settings = compose(TRAIN_SFT, overrides or []).settings
-    with Status("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
+    with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         demonstrations, encoder = opened(settings, max(row, rows))
     from rlpost.cli.data_view import preview_as_dict, preview_lines
 

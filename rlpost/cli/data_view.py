@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rlpost.cli.columns import output_width, paragraph
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, RESET, painted
-from rlpost.columns import output_width, paragraph
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:

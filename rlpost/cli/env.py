@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlpost.cli.columns import output_width, paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.starter_file import tell_starter, write_starter
 from rlpost.cli.terminal import print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.columns import output_width, paragraph, width_of
 from rlpost.config.keys import as_text, docs_of
 from rlpost.config.registry import EVAL, TRAIN_GRPO, describe, options
 from rlpost.errors import ConfigError
+from rlpost.folding import width_of
 from rlpost.settings import EnvSettings
 from rlpost.settings.checks import MISSING
 from rlpost.text import printable

@@ -20,7 +20,7 @@ from rlpost.cli.plan import model_name
 from rlpost.cli.run_folder import asked_folder, first_free
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
 from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder
 from rlpost.errors import CheckpointError, ConfigError
@@ -171,7 +171,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     settings = composed.settings
     began = time.monotonic()
     with reserved(folder), saying_abandoned():
-        with Status(f"loading {settings.model.path}") as status:
+        with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
             from rlpost.config.paths import resolve_model_path
             from rlpost.evaluation.saved import write_evaluation

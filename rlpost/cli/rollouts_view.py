@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from rlpost.cli.columns import fitted_table, output_width, paragraph
 from rlpost.cli.terminal import BOLD, DIM, painted
-from rlpost.columns import fitted_table, one_line, output_width, paragraph, width_of
 from rlpost.errors import ConfigError
+from rlpost.folding import one_line, width_of
 from rlpost.text import printable
 
 Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA

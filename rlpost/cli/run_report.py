@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlpost.cli.columns import curve, fitted_table, output_width, paragraph
 from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
-from rlpost.columns import curve, fitted_table, output_width, paragraph
 from rlpost.config.paths import is_checkpoint_folder
 from rlpost.runs.reader import RunRecord, RunState, command_of, number
 from rlpost.text import counted, printable

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlpost.columns import output_width
+from rlpost.cli.columns import output_width
 from rlpost.runs.reader import MetricsFile, RunRecord, RunState, has_evaluation, is_running, number, read_run
 from rlpost.text import printable
 

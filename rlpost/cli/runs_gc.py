@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rlpost.cli.columns import fitted_table, output_width
 from rlpost.cli.terminal import print_json
-from rlpost.columns import fitted_table, output_width
 from rlpost.runs.reader import RUNS
 from rlpost.text import counted, printable
 

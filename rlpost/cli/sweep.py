@@ -87,7 +87,7 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
     if options.as_json:
         print_json(planned.as_dict())
         return
-    from rlpost.columns import fitted_table, output_width
+    from rlpost.cli.columns import fitted_table, output_width
 
     rows = [
         (str(number), "done" if job.outcome.exit_code == 0 else "", job.job.name, printable(job.job.title))

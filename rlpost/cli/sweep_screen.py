@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.columns import fitted_table, one_line, width_of
+from rlpost.cli.columns import fitted_table
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import ConfigError
+from rlpost.folding import one_line, width_of
 from rlpost.runs.reader import metrics_row
 from rlpost.text import printable
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.columns import fitted_table, output_width, shortened
-from rlpost.heartbeat import Waiting, progress_line
+from rlpost.cli.columns import fitted_table, output_width
+from rlpost.folding import shortened
+from rlpost.heartbeat import WaitingLine, progress_line
 from rlpost.output import descriptors_onto
 from rlpost.text import printable
 
@@ -26,7 +27,7 @@ def print_error(message: str) -> None:
     print(f"{painted('error:', RED, sys.stderr)} {printable(message)}", file=sys.stderr)
 
 
-class Status(Waiting):
+class StatusLine(WaitingLine):
     """What is under way, on stderr: one line on a terminal, one now and then elsewhere; a context manager."""
 
     def __init__(self, doing: str) -> None:

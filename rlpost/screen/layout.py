@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from rlpost.columns import fold, one_line
+from rlpost.folding import fold, one_line
 from rlpost.heartbeat import figures_of_pace
 from rlpost.screen.curves import area, line, range_around, range_from_zero
 from rlpost.screen.lines import clock

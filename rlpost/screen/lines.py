@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rlpost.columns import fold
+from rlpost.folding import fold
 from rlpost.screen.sample import Sample
 from rlpost.text import counted
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from rlpost.columns import one_line
-from rlpost.heartbeat import Heartbeat, Waiting
+from rlpost.folding import one_line
+from rlpost.heartbeat import Heartbeat, WaitingLine
 from rlpost.output import leave_dead_terminals, size_of, where_it_leads
 from rlpost.screen.lines import STOPPING, WIDTH, clock, evaluation_line, sample_lines, step_line
 from rlpost.screen.sample import Sample
@@ -104,7 +104,7 @@ class Screen:
             self._said_to = opened.enter_context(where_it_leads(2))
             opened.callback(setattr, self, "_said_to", 2)
             if (descriptor := _descriptor_of(self.console)) is not None:
-                opened.enter_context(Waiting(descriptor, line, live=live))
+                opened.enter_context(WaitingLine(descriptor, line, live=live))
             yield
 
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:

@@ -1,0 +1,67 @@
+"""Text fitted to columns."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rlpost.cli import columns
+from rlpost.cli.columns import WordWrap, curve, fitted_table, paragraph
+
+
+def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
+    assert paragraph("one two three\n  four", 8) == ["one two", "three", "  four"]
+    assert paragraph("abcdefghij", 4) == ["abcd", "efgh", "ij"]
+    assert paragraph("", 4) == [""]
+    assert paragraph("漢字漢", 5) == ["漢字", "漢"]
+
+
+def test_a_long_paragraph_is_cut_with_a_count() -> None:
+    text = "aa\nbbb\ncccc\nddddd"
+    assert paragraph(text, 10, 2) == ["aa", "bbb", "… 10 more characters"]
+    assert paragraph(text, 10, 2, keep_end=True) == ["… 7 more characters", "cccc", "ddddd"]
+    assert paragraph(text, 10, 3) == ["aa", "bbb", "cccc", "ddddd"]  # the count would take the fourth line as well
+
+
+def test_a_table_aligns_narrows_its_gaps_and_then_cuts() -> None:
+    rows = [("name", "n"), ("abcdefgh", "10")]
+    assert fitted_table(rows, None, right=[1]) == ["name       n", "abcdefgh  10"]
+    assert fitted_table(rows, 11, right=[1]) == ["name      n", "abcdefgh 10"]
+    assert fitted_table(rows, 9, right=[1], cuttable=[0]) == ["name    n", "abcde… 10"]
+
+
+def test_a_curve_runs_from_the_least_to_the_greatest() -> None:
+    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert curve([0, 0, 7, 7, 14, 14], 3) == "▁▅█"  # the middle one, 3.5 of 7, rounds to even
+    assert curve([3.0, 3.0], 8) == "▁▁"
+    assert curve([], 8) == ""
+    assert curve([1.0, float("nan"), 2.0], 8) == "▁█"
+
+
+@pytest.fixture
+def ten_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "output_width", lambda piped: 10)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["one ", "two th", "ree four"], "one two \nthree four"),
+        (["abcdefghij", " kl"], "abcdefghij\nkl"),
+        (["a\n", "\nb"], "a\n\nb"),
+        (["abcdefghijklm"], "abcdefghij\nklm"),
+        (["漢字漢字漢字"], "漢字漢字漢\n字"),
+        (["\x1b", "[2J"], "\\x1b[2J"),
+    ],
+)
+def test_streamed_text_breaks_between_words(ten_columns: None, pieces: list[str], shown: str) -> None:
+    wrap = WordWrap()
+    assert "".join(wrap.add(piece) for piece in pieces) + wrap.rest() == shown
+
+
+def test_streamed_text_is_not_broken_where_nobody_looks() -> None:
+    assert not os.isatty(1) or columns.output_width(0) > 0
+    wrap = WordWrap()
+    text = "many words " * 40
+    assert wrap.add(text) + wrap.rest() == text
