@@ -17,14 +17,4 @@ if TYPE_CHECKING:
     from rlpost.sandbox.sandbox import SandboxMode as SandboxMode
     from rlpost.sandbox.sandbox import Session as Session
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Execution": "execution",
-        "KilledBy": "execution",
-        "Limits": "limits",
-        "Sandbox": "sandbox",
-        "SandboxMode": "sandbox",
-        "Session": "sandbox",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -20,20 +20,4 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms.tensors import as_padded_tensor as as_padded_tensor
     from rlpost.envs.transforms.tokenizer import Tokenizer as Tokenizer
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "BrowserTransform": "browser",
-        "DataLoadingPrimer": "dataloading",
-        "KLRewardTransform": "log_prob",
-        "MCPToolTransform": "mcp",
-        "PolicyVersion": "policy_version",
-        "PythonInterpreter": "python",
-        "RetrieveLogProb": "log_prob",
-        "TemplateTransform": "template",
-        "Tokenizer": "tokenizer",
-        "Transform": "base",
-        "as_nested_tensor": "tensors",
-        "as_padded_tensor": "tensors",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)
