@@ -50,6 +50,19 @@ class LLMCollector(Collector):
     number of its trajectory among those this collector has begun.
 
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
+
+    >>> from rlpost.collectors import LLMCollector
+    >>> from rlpost.envs import GSM8KEnv
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> from rlpost.policies import ScriptedPolicy
+    >>> from rlpost.settings import SamplingSettings
+    >>> env = GSM8KEnv([{"question": "How much is 3 + 4?", "answer": "#### 7"}], repeats=2, group_repeats=True)
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> policy = ScriptedPolicy(["<answer>7</answer>", "8"], tokenizer, sampling=SamplingSettings())
+    >>> collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, yield_completed_trajectories=True)
+    >>> batch = next(iter(collector))
+    >>> batch["next", "reward"].squeeze(-1).tolist(), batch["group_id"].tolist()
+    ([1.0, 0.0], [0, 0])
     """
 
     def __init__(

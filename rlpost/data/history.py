@@ -33,6 +33,14 @@ class History(TensorClass["nocast"]):
     those of an assistant's message, `tool_responses` results that follow a message as further ones
     of role "tool"; `more` holds a message's other entries, such as `tool_call_id`. All are None where
     a message has none.
+
+    >>> from rlpost.data import History
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> [text] = chats.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
+    >>> History.from_text([text]).to_chats()
+    [[{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]]
     """
 
     role: Any

@@ -113,6 +113,15 @@ class ReplayBuffer:
     - `draw_limit` bounds how often in a row `take` asks the source for more before it gives up.
     - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
       since its last row is given up, logged and counted in `num_evicted`.
+
+    >>> import torch
+    >>> from rlpost.data import ReplayBuffer
+    >>> from tensordict import TensorDict
+    >>> rows = {"group_id": torch.tensor([0, 0, 1]), "valid": torch.ones(3, dtype=torch.bool)}
+    >>> buffer = ReplayBuffer(group_size=2)
+    >>> buffer.extend(TensorDict(rows | {"next": {"reward": torch.rand(3, 1)}}, batch_size=[3]))
+    >>> buffer.take(1)["group_id"].tolist()  # group 1 waits for its second completion
+    [0, 0]
     """
 
     def __init__(

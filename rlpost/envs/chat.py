@@ -36,6 +36,15 @@ class ChatEnv(EnvBase):
     with the `max_steps`-th turn when there was more to say, whose calls are not run (`truncated`), or
     when nothing is left to say (`terminated`); with `max_steps=None` the latter leaves it open.
     `score` gives the reward when it ends.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from tensordict import TensorDict
+    >>> env = ChatEnv(system_prompt="Be brief.")
+    >>> asked = env.reset(TensorDict({"text": ["Who are you?"]}, batch_size=[1]))
+    >>> asked["text_response"] = ["A model."]
+    >>> [chat] = env.step(asked)["next", "history"].to_chats()
+    >>> [f"{message['role']}: {message['content']}" for message in chat]
+    ['system: Be brief.', 'user: Who are you?', 'assistant: A model.']
     """
 
     takes_tools = True

@@ -129,6 +129,13 @@ class GSM8KEnv(DatasetChatEnv):
     questions is the split test. A task has the row's fields, `answer` being the final number
     and `solution` what the dataset reasons before it. With `compute_reward=False` replies are not
     scored. Other arguments are `DatasetChatEnv`'s.
+
+    >>> from rlpost.envs import GSM8KEnv
+    >>> env = GSM8KEnv([{"question": "How much is 3 + 4?", "answer": "#### 7"}], num_envs=2)
+    >>> asked = env.reset()
+    >>> asked["text_response"] = ["<answer>7</answer>", "It is 8."]
+    >>> env.step(asked)["next", "reward"].squeeze(-1).tolist()
+    [1.0, 0.0]
     """
 
     def __init__(

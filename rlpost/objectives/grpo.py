@@ -67,6 +67,23 @@ class GRPOLoss(nn.Module):
     loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
 
     Raises ConfigError (a ValueError) for an unknown word, ValueError for impossible clip bounds.
+
+    >>> import torch
+    >>> from rlpost.models import load_model, locate_model
+    >>> from rlpost.objectives import GRPOLoss
+    >>> from rlpost.settings import ModelSettings
+    >>> from tensordict import TensorDict
+    >>> model = load_model(locate_model("builtin:tiny"), ModelSettings())
+    >>> batch = TensorDict(
+    ...     {
+    ...         "tokens": {"full": torch.tensor([[5, 6, 7], [5, 6, 8]])},
+    ...         "masks": {"all_attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+    ...         "log_probs": {"full": torch.full((2, 3), -5.0)},
+    ...         "advantage": torch.tensor([1.0, -1.0]),
+    ...     },
+    ...     batch_size=[2],
+    ... )
+    >>> GRPOLoss(model, masking_strategy="generic")(batch).loss.backward()
     """
 
     def __init__(

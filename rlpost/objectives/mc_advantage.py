@@ -63,6 +63,14 @@ class MCAdvantage:
     At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,
     logged and counted. `num_complete` groups came together, of which `num_written` were delivered
     and `num_dropped` not, by bounds or selector; `num_evicted` were given up.
+
+    >>> import torch
+    >>> from rlpost.objectives import MCAdvantage
+    >>> from tensordict import TensorDict
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    >>> batch = TensorDict({"query": ["3 + 4"] * 4, "next": {"reward": rewards, "done": rewards >= 0}}, batch_size=[4])
+    >>> MCAdvantage(grpo_size=4)(batch)["advantage"].round(decimals=2)
+    tensor([ 0.8700, -0.8700, -0.8700,  0.8700])
     """
 
     def __init__(

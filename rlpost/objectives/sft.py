@@ -62,6 +62,17 @@ class SFTLoss(nn.Module):
     adds nothing: it compares with the reference already, so there the coefficient is 0, with a warning.
 
     Raises ConfigError (a ValueError) for an unknown word, ValueError without a tokenizer.
+
+    >>> from rlpost.data import History
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.objectives import SFTLoss
+    >>> from rlpost.settings import ModelSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> batch = TensorDict({"history": {"full": chats}}, batch_size=[1])
+    >>> SFTLoss(model, tokenizer)(batch).loss_sft.backward()
     """
 
     def __init__(

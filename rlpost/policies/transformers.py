@@ -44,6 +44,19 @@ class TransformersWrapper(Policy, CategoricalSequential):
     version. At most `max_num_seqs` completions are under way at once. Without a `tokenizer` it is
     that of the folder or hub id the model was loaded from. Other keyword arguments say how the
     policy is called on a TensorDict: see `Face`.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.policies import TransformersWrapper
+    >>> from rlpost.settings import ModelSettings, SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
+    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
+    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
+    >>> answered["tokens", "response"][0].shape
+    torch.Size([3])
     """
 
     def __init__(
