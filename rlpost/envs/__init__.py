@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rlpost.envs.mlgym_env import make_mlgym as make_mlgym
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
-    from rlpost.envs.tools import ToolCall as ToolCall
-    from rlpost.envs.tools import ToolLimits as ToolLimits
-    from rlpost.envs.tools import ToolResult as ToolResult
-    from rlpost.envs.tools import ToolTransform as ToolTransform
+    from rlpost.envs.tool import ToolCall as ToolCall
+    from rlpost.envs.tool import ToolLimits as ToolLimits
+    from rlpost.envs.tool import ToolResult as ToolResult
+    from rlpost.envs.tool import ToolTransform as ToolTransform
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -13,7 +13,7 @@ from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows, order_seed
 from rlpost.envs.scoring import record_scores
-from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
+from rlpost.envs.tool import ROLES, ToolLimits, ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
@@ -22,6 +22,7 @@ from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.tools.calls import Tools
 
 
 class ChatEnv(EnvBase):
@@ -78,6 +79,8 @@ class ChatEnv(EnvBase):
         )
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps={max_steps} leaves the policy no turn: it must be at least 1")
+        if tool_role not in ROLES:
+            raise ConfigError(f"tool_role={tool_role!r} is unknown: it must be {' or '.join(ROLES)}")
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
         self.data_key = data_key
@@ -85,7 +88,9 @@ class ChatEnv(EnvBase):
         self.system_role = system_role
         self.user_role = user_role
         self.policy_role = policy_role
-        self.tools = Tools(tool_role, tool_limits or ToolLimits())
+        self.tool_role = tool_role
+        self.tool_limits = tool_limits or ToolLimits()
+        self.tools: Tools | None = None  # those appended, once there is one
         self.primer: DataLoadingPrimer | None = None
         self._begun = 0  # conversations begun about rows from outside
 
@@ -111,7 +116,8 @@ class ChatEnv(EnvBase):
         """See `EnvBase.start`: the transforms are started."""
         for transform in self.transforms:
             transform.start()
-        self.tools.check_names()
+        if self.tools is not None:
+            self.tools.check_names()
 
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform`; a `DataLoadingPrimer` becomes the source of the prompts."""
@@ -119,6 +125,9 @@ class ChatEnv(EnvBase):
             self.primer = transform
             return self
         if isinstance(transform, ToolTransform):
+            from rlpost.tools.calls import Tools
+
+            self.tools = self.tools or Tools(self.tool_role, self.tool_limits)
             self.tools.add(transform)
         return super().append_transform(transform)
 
@@ -188,7 +197,8 @@ class ChatEnv(EnvBase):
             conversation.truncated |= conversation.finish_reason in CUT
         for transform in self.transforms:
             transform.on_reply(conversations)
-        self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
+        if self.tools is not None:
+            self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
         for conversation in conversations:
             if not conversation.done:
                 self._answer(conversation)
@@ -209,7 +219,7 @@ class ChatEnv(EnvBase):
         """End the conversation, or let the environment speak."""
         spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform or a tool
         last = self._was_last(conversation)
-        calling = last and bool(self.tools.calls_of(conversation.response_text))
+        calling = last and self.tools is not None and bool(self.tools.calls_of(conversation.response_text))
         answer = None if spoken or calling else self.next_message(conversation)
         if not spoken and not calling and answer is None:
             conversation.terminated = self.max_steps is not None

@@ -20,10 +20,10 @@ from tensordict import TensorDict
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv
-from rlpost.envs.tools import ToolCall, ToolResult
+from rlpost.envs.tool import ToolCall, ToolResult
 from rlpost.envs.transforms import MCPToolTransform
-from rlpost.envs.transforms.mcp import load_servers
 from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
+from rlpost.tools.mcp import load_servers
 from tests.processes import children, is_gone
 
 pytest.importorskip("mcp")
@@ -53,7 +53,7 @@ def tools() -> Iterator[MCPToolTransform]:
 
 @pytest.fixture(autouse=True)
 def no_long_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.envs.transforms.mcp_process.EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("rlpost.tools.mcp_process.EXIT_SECONDS", 0.3)
 
 
 def ask(tool: MCPToolTransform, name: str, **arguments: Any) -> ToolResult:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.envs.transforms.browser_hosts import AllowedHosts, host_of, shown
 from rlpost.errors import ConfigError
+from rlpost.tools.browser_hosts import AllowedHosts, host_of, shown
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlpost import __version__
-from rlpost.envs.tools import ToolResult
-from rlpost.envs.transforms.mcp_process import ServerCommand, ServerProcess
+from rlpost.envs.tool import ToolResult
 from rlpost.errors import ToolError
+from rlpost.tools.mcp_process import ServerCommand, ServerProcess
 
 if TYPE_CHECKING:
     from anyio import CancelScope

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.sandbox import Execution, Limits, Sandbox
-from rlpost.sandbox.walls import ENVIRONMENT
+from rlpost.tools.sandbox.walls import ENVIRONMENT
 
 # Inside: `attempt` prints what a forbidden thing raises, or that it went well
 PRELUDE = """
@@ -46,7 +46,7 @@ class Attacked:
         self.user = 1_900_000_000 + secrets.randbelow(1_000_000)
         monkeypatch.setitem(ENVIRONMENT, "MARK", self.mark)
         if os.getuid() == 0:
-            monkeypatch.setattr("rlpost.sandbox.sandbox.user_for_one", lambda: self.user)
+            monkeypatch.setattr("rlpost.tools.sandbox.sandbox.user_for_one", lambda: self.user)
 
     def run(self, code: str, seconds: float = 30.0) -> Execution:
         """Run `code`, see that it ended in time and that nothing of it is left."""

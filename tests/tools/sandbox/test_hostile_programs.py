@@ -11,7 +11,7 @@ import pytest
 
 from rlpost.sandbox import Execution, KilledBy, Limits, Sandbox
 from tests.bubblewrap import needs_bubblewrap
-from tests.sandbox.attacks import PRELUDE, Attacked, attacked, outcomes
+from tests.tools.sandbox.attacks import PRELUDE, Attacked, attacked, outcomes
 
 pytestmark = needs_bubblewrap
 

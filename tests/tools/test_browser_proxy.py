@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.envs.transforms.browser_hosts import AllowedHosts, host_of
-from rlpost.envs.transforms.browser_proxy import FilterProxy
-from tests.envs.web import Site, served
+from rlpost.tools.browser_hosts import AllowedHosts, host_of
+from rlpost.tools.browser_proxy import FilterProxy
+from tests.tools.web import Site, served
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from tensordict import TensorDict
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv
-from rlpost.envs.tools import ToolCall, ToolResult
+from rlpost.envs.tool import ToolCall, ToolResult
 from rlpost.envs.transforms import BrowserTransform
-from rlpost.envs.transforms.browser_hosts import AllowedHosts
-from rlpost.envs.transforms.browser_pages import PROGRAMS, Limits, found_program
 from rlpost.errors import ConfigError, MissingExtraError, ToolError
 from rlpost.rewards.score import Score
-from tests.envs.web import Site, datagrams, served
+from rlpost.tools.browser_hosts import AllowedHosts
+from rlpost.tools.browser_pages import PROGRAMS, Limits, found_program
 from tests.processes import children
+from tests.tools.web import Site, datagrams, served
 
 Error = pytest.importorskip("playwright.async_api").Error
 
@@ -316,7 +316,7 @@ def test_a_server_that_is_not_there_is_a_failure(browser: BrowserTransform, ask:
 
 
 def test_a_page_that_hangs_is_closed_in_time(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.envs.transforms.browser.PROBE_SECONDS", 0.3)
+    monkeypatch.setattr("rlpost.tools.browser.PROBE_SECONDS", 0.3)
     assert ask.go("/spin").ok
     monkeypatch.setattr(Limits, "find", 0.5)
     time.sleep(0.8)
@@ -518,7 +518,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 
 
 def test_a_chromium_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.envs.transforms.browser_pages.BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("rlpost.tools.browser_pages.BACK_OFF_SECONDS", 0.01)
     tool = BrowserTransform(["example.com"], executable_path="false")
     with pytest.raises(ToolError, match=r"^Chromium was not started in 3 attempts: .+"):
         tool.start()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import SandboxError
-from rlpost.sandbox.interpreter import closed_to_others
+from rlpost.tools.sandbox.interpreter import closed_to_others
 
 _NEW_MOUNTS, _BIND, _RECURSIVE, _FOLLOW_ONLY = (
     0x00020000,

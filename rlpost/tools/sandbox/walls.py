@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import SandboxError
-from rlpost.sandbox.interpreter import Interpreter, closed_to_others
-from rlpost.sandbox.launcher import NotStarted, launcher
-from rlpost.sandbox.limits import MIB, Limits
+from rlpost.tools.sandbox.interpreter import Interpreter, closed_to_others
+from rlpost.tools.sandbox.launcher import NotStarted, launcher
+from rlpost.tools.sandbox.limits import MIB, Limits
 
 # Users that nobody is: the second range is for containers that know 65,536 users, there kept for passing services
 _USERS = (range(1_900_000_000, 1_901_000_000), range(61_184, 65_520))

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform, json_object
-from rlpost.envs.transforms.mcp_process import ServerCommand
-from rlpost.envs.transforms.mcp_server import Server
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
 from rlpost.extras import require
 from rlpost.loop_thread import LoopThread
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.tools.calls import json_object
+from rlpost.tools.mcp_process import ServerCommand
+from rlpost.tools.mcp_server import Server
 
 _FIELDS = ("command", "args", "env", "cwd", "type")
 _NAME = re.compile(r"[\w\-]+")  # of a server: what a call can name before the dot

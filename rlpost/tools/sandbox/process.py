@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlpost.errors import SandboxError
-from rlpost.sandbox import runner
-from rlpost.sandbox.execution import Capture, Execution, KilledBy
-from rlpost.sandbox.launcher import Launch, NotStarted, launcher
-from rlpost.sandbox.limits import Limits
+from rlpost.tools.sandbox import runner
+from rlpost.tools.sandbox.execution import Capture, Execution, KilledBy
+from rlpost.tools.sandbox.launcher import Launch, NotStarted, launcher
+from rlpost.tools.sandbox.limits import Limits
 
 START_SECONDS = 30.0  # until the walls stand; on an idle machine they take milliseconds
 DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from rlpost.envs.transforms.browser_hosts import AllowedHosts, Host, host_of, parts_of, shown
+from rlpost.tools.browser_hosts import AllowedHosts, Host, host_of, parts_of, shown
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 60.0  # for a browser that opened a connection to say what it wants

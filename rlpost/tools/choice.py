@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlpost.envs.chat import ChatEnv
-from rlpost.envs.function_tool import FunctionTool
-from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
+from rlpost.envs.tool import ToolLimits, ToolTransform
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.settings import ToolsSettings
 from rlpost.settings.registered import TOOLS
+from rlpost.tools.functions import FunctionTool
 
 
 def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
     """Append the tools that `settings.use` names to `env`. Raises ConfigError for what a plugin built that is none."""
-    limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
-    env.tools = Tools(settings.role.value, limits)
+    env.tool_role = settings.role.value
+    env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
     for name in settings.use:
         tool = BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings)
         tool.described = settings.describe
@@ -38,7 +38,7 @@ def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
 
 
 def _python(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.envs.transforms.python import PythonInterpreter
+    from rlpost.tools.python import PythonInterpreter
 
     return PythonInterpreter(
         persistent=settings.python_persistent,
@@ -49,14 +49,14 @@ def _python(settings: ToolsSettings) -> ToolTransform:
 
 
 def _mcp(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.envs.transforms.mcp import MCPToolTransform, load_servers
+    from rlpost.tools.mcp import MCPToolTransform, load_servers
 
     assert settings.mcp_file is not None
     return MCPToolTransform(load_servers(Path(expanded(settings.mcp_file))), timeout=settings.timeout_seconds)
 
 
 def _browser(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.envs.transforms.browser import BrowserTransform
+    from rlpost.tools.browser import BrowserTransform
 
     return BrowserTransform(settings.allowed_domains, timeout=settings.timeout_seconds)
 

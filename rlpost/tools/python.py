@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tools import ToolCall, ToolResult, Tools, ToolTransform
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.sandbox import Execution, Limits, Sandbox, SandboxMode, Session
+from rlpost.tools.calls import Tools
+from rlpost.tools.sandbox.execution import Execution
+from rlpost.tools.sandbox.limits import Limits
+from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
 
 _BLOCK = re.compile(
     r"(?:^(?P<indent>[ \t]+))?(?<!`)(?P<fence>`{3,})(?:python3?|py)[ \t]*\r?\n"

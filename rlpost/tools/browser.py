@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
-from rlpost.envs.transforms.browser_hosts import AllowedHosts, parts_of
-from rlpost.envs.transforms.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, LAUNCHES, Pages, Tab
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError
 from rlpost.extras import require
 from rlpost.loop_thread import LoopThread
+from rlpost.tools.browser_hosts import AllowedHosts, parts_of
+from rlpost.tools.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, LAUNCHES, Pages, Tab
 
 if TYPE_CHECKING:
     from playwright.async_api import Locator

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlpost.envs.transforms.browser_hosts import AllowedHosts
-from rlpost.envs.transforms.browser_proxy import FilterProxy
 from rlpost.errors import MissingExtraError, ToolError
+from rlpost.tools.browser_hosts import AllowedHosts
+from rlpost.tools.browser_proxy import FilterProxy
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Frame, Page, Playwright, Request, Route

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RewardError
 
 TIMEOUT_SECONDS = 10.0

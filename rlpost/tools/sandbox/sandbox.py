@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Self
 
 from rlpost.errors import SandboxError
-from rlpost.sandbox import runner, seccomp
-from rlpost.sandbox.execution import Execution
-from rlpost.sandbox.interpreter import Interpreter
-from rlpost.sandbox.launcher import Launch, NotStarted, temporary_folder
-from rlpost.sandbox.limits import Limits, tasks_counted_with
-from rlpost.sandbox.process import Pipes, Process, Request
-from rlpost.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, WEAKER, Bubblewrap, limits_command, user_for_one
+from rlpost.tools.sandbox import runner, seccomp
+from rlpost.tools.sandbox.execution import Execution
+from rlpost.tools.sandbox.interpreter import Interpreter
+from rlpost.tools.sandbox.launcher import Launch, NotStarted, temporary_folder
+from rlpost.tools.sandbox.limits import Limits, tasks_counted_with
+from rlpost.tools.sandbox.process import Pipes, Process, Request
+from rlpost.tools.sandbox.walls import ENVIRONMENT, PYTHON_FLAGS, WEAKER, Bubblewrap, limits_command, user_for_one
 
 SESSION_CPU_SECONDS = 3600  # of each of its processes over a session's life; each program has its own time limit too
 CODE_CHARS = 1_000_000  # of one program

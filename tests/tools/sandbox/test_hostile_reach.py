@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.sandbox import Execution
 from tests.bubblewrap import needs_bubblewrap
-from tests.sandbox.attacks import Attacked, attacked, outcomes
+from tests.tools.sandbox.attacks import Attacked, attacked, outcomes
 
 pytestmark = needs_bubblewrap
 
@@ -286,6 +286,6 @@ def test_an_honest_answer_is_a_success(attacked: Attacked) -> None:
 
 
 def _number(name: str) -> int:
-    from rlpost.sandbox.seccomp import _REFUSED
+    from rlpost.tools.sandbox.seccomp import _REFUSED
 
     return _REFUSED[name][0 if platform.machine() == "x86_64" else 1]
