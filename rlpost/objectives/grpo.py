@@ -62,7 +62,8 @@ class GRPOLoss(nn.Module):
     `masking_strategy` says which tokens are trained: "sft" all but those of `("tokens", "prompt")`,
     or those of the assistant mask where there are no prompt tokens; "rlhf" those of
     `("masks", "all_assistant_mask")`; "generic" all. A sequence's first id, which nothing predicts, never is.
-    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none.
+    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none;
+    None: the variant's own, which for "grpo" is token_mean.
     `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
     loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
 
@@ -92,7 +93,7 @@ class GRPOLoss(nn.Module):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         kl_mask_threshold: float | None = None,
-        aggregation: str = "token_mean",
+        aggregation: str | None = None,
         entropy_bonus: bool = True,
         entropy_coeff: float = 0.01,
         kl_to_ref_coeff: float | None = None,
@@ -102,10 +103,12 @@ class GRPOLoss(nn.Module):
         temperature: float | None = None,
     ) -> None:
         super().__init__()
-        aggregation = ALSO_CALLED.get(aggregation, aggregation)
-        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
-        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
         check_choice("clipping loss", variant, CLIPPING)
+        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
+        aggregation = (
+            VARIANTS[variant].aggregation if aggregation is None else ALSO_CALLED.get(aggregation, aggregation)
+        )
+        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         self.actor, self.temperature = model_and_temperature(actor, temperature)
         self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
         self.kl_mask_threshold = kl_mask_threshold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,9 @@ from rlpost.nearest import did_you_mean, nearest
 from rlpost.objectives.aggregation import aggregate, check_choice, check_coefficients, check_shapes, keep
 from rlpost.objectives.kl import KL_ESTIMATORS, kl_divergence
 from rlpost.objectives.mismatch import correction_bounds, sampler_weights
-from rlpost.objectives.variants import VARIANTS
+from rlpost.objectives.variants import VARIANTS, Tokens
+
+PAPERS_MAX_RATIO = ("delta", "c")  # what the papers of two_sided and dual_clip call it
 
 
 @dataclass(slots=True)
@@ -55,8 +58,7 @@ def policy_terms(
     variant = VARIANTS[name]
     _check_coefficients(name, coefficients, variant.coefficients)
     check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
-    correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high)
-    if sampler_log_probs is None and sampler_correction != "none":
+    if correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high) and sampler_log_probs is None:
         raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
     check_shapes(
         log_probs,
@@ -65,9 +67,9 @@ def policy_terms(
         sampler_log_probs=sampler_log_probs,
         ref_log_probs=ref_log_probs,
     )
-    advantage = keep(_per_token(advantage, log_probs), mask)
     log_probs, old = keep(log_probs, mask), keep(old_log_probs.detach(), mask)
-    surrogate = variant.surrogate(log_probs, old, advantage, mask, **coefficients)
+    tokens = Tokens(log_probs, old, keep(_per_token(advantage, log_probs), mask), mask)
+    surrogate = variant.surrogate(tokens, **variant.coefficients | coefficients)
     terms = PolicyTerms(
         mask=mask,
         loss=keep(surrogate.loss, mask),
@@ -96,63 +98,45 @@ def policy_loss(
     advantage: torch.Tensor,
     mask: torch.Tensor,
     *,
-    sampler_log_probs: torch.Tensor | None = None,
-    ref_log_probs: torch.Tensor | None = None,
     aggregation: str | None = None,
     normaliser: float | torch.Tensor | None = None,
     kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
     sampler_kl_coef: float = 0.0,
-    sampler_correction: str = "none",
-    sampler_ratio_low: float | None = None,
-    sampler_ratio_high: float | None = None,
-    **coefficients: float,
+    **options: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics) of the variant `name`; the loss is a scalar to minimise, the metrics are detached scalars.
 
-    `log_probs` (log π_θ, which carries the gradient), `old_log_probs` (log π_old), `sampler_log_probs`
-    (log µ) and `ref_log_probs` are (B, T), `advantage` is (B,) or (B, T), `mask` is (B, T) bool. What
-    they hold where `mask` is False is never read, and everything but `log_probs` is a constant.
+    `log_probs` (log π_θ, which carries the gradient) and `old_log_probs` (log π_old) are (B, T),
+    `advantage` is (B,) or (B, T), `mask` is (B, T) bool. What they hold where `mask` is False is
+    never read, and everything but `log_probs` is a constant.
 
-    `name` is a key of `VARIANTS`, and `coefficients` are that variant's own: clip_low and clip_high,
-    delta (two_sided), c (dual_clip). `aggregation` is the variant's own where None, else token_mean,
+    `name` is a key of `VARIANTS`. `aggregation` is the variant's own where None, else token_mean,
     sequence_mean or constant_length. `normaliser` is what the sum over tokens is divided by; None
     counts these tensors alone (masked tokens, B, or B·T), and one part of a minibatch is given the
     count over the whole.
 
-    The loss is the variant's, times the weights of `sampler_correction` (none, tis_token,
-    tis_sequence, mis_token, mis_sequence, icepop; see `sampler_weights`), plus `kl_coef` times the
+    `options` are the coefficients of the variant (`clip_low`, `clip_high`, `max_ratio`) and, as of
+    `policy_terms`, `sampler_log_probs` (log µ) and `ref_log_probs`, (B, T); `kl_estimator` (k1, k2, k3,
+    k3_k2grad; k3 where left out); `sampler_correction` (none, tis_token, tis_sequence, mis_token,
+    mis_sequence, icepop; see `sampler_weights`), `sampler_ratio_low` and `sampler_ratio_high`.
+
+    The loss is the variant's, times the weights of the sampler correction, plus `kl_coef` times the
     divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
     alike. A dropped token still counts in the normaliser.
 
     Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
-    that are needed and not given, TypeError for a coefficient that the variant does not have, ValueError for shapes.
+    that are needed and not given, TypeError for an option that the variant does not have, ValueError for shapes.
     """
     check_coefficients(kl_coef=kl_coef, sampler_kl_coef=sampler_kl_coef)
-    if kl_coef and ref_log_probs is None:
-        raise ConfigError(f"kl_coef={kl_coef:g} needs ref_log_probs")
-    if sampler_kl_coef and sampler_log_probs is None:
-        raise ConfigError(f"sampler_kl_coef={sampler_kl_coef:g} needs sampler_log_probs")
-    terms = policy_terms(
-        name,
-        log_probs,
-        old_log_probs,
-        advantage,
-        mask,
-        sampler_log_probs=sampler_log_probs,
-        ref_log_probs=ref_log_probs,
-        kl_estimator=kl_estimator,
-        sampler_correction=sampler_correction,
-        sampler_ratio_low=sampler_ratio_low,
-        sampler_ratio_high=sampler_ratio_high,
-        **coefficients,
-    )
+    terms = policy_terms(name, log_probs, old_log_probs, advantage, mask, **options)
     aggregation = VARIANTS[name].aggregation if aggregation is None else aggregation
     losses = {"loss_policy": aggregate(terms.loss, mask, aggregation, normaliser)}
-    if kl_coef and terms.kl_to_ref is not None:
-        losses["loss_kl_to_ref"] = kl_coef * aggregate(terms.kl_to_ref, mask, aggregation, normaliser)
-    if sampler_kl_coef and terms.kl_to_sampler is not None:
-        losses["loss_kl_to_sampler"] = sampler_kl_coef * aggregate(terms.kl_to_sampler, mask, aggregation, normaliser)
+    for other, coef, setting in (("ref", kl_coef, "kl_coef"), ("sampler", sampler_kl_coef, "sampler_kl_coef")):
+        if coef:
+            kl: torch.Tensor | None = getattr(terms, f"kl_to_{other}")
+            if kl is None:
+                raise ConfigError(f"{setting}={coef:g} needs {other}_log_probs")
+            losses[f"loss_kl_to_{other}"] = coef * aggregate(kl, mask, aggregation, normaliser)
     loss = torch.stack(list(losses.values())).sum()
     return loss, {key: value.detach() for key, value in losses.items()} | policy_metrics([terms])
 
@@ -201,8 +185,9 @@ def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
 def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float]) -> None:
     for keyword in given:
         if keyword not in own:
-            known = [*own, *(policy_loss.__kwdefaults__ or {})]
-            hint = did_you_mean(nearest(keyword, known), f"it reads {', '.join(known)}")
+            known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
+            meant = "max_ratio" if keyword in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(keyword, known)
+            hint = did_you_mean(meant, f"it reads {', '.join(known)}")
             raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
     check_coefficients(**given)
 

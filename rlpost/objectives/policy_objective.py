@@ -15,8 +15,6 @@ from rlpost.objectives.policy import PolicyTerms, policy_terms
 from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import KLPlace, PolicyLossSettings
 
-IN_THE_PAPER = {("two_sided", "max_ratio"): "delta", ("dual_clip", "max_ratio"): "c"}  # setting -> its symbol
-
 
 @dataclass(slots=True)
 class PolicyOutput:
@@ -55,9 +53,7 @@ class PolicyObjective:
         self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
         shared = {field.name for field in fields(PolicyLossSettings)}
         self.coefficients: dict[str, float] = {
-            IN_THE_PAPER.get((self.variant, field.name), field.name): getattr(settings, field.name)
-            for field in fields(settings)
-            if field.name not in shared
+            field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in shared
         }
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
