@@ -13,7 +13,7 @@ from rlpost.data.ragged import padded
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
 from rlpost.objectives.fields import aligned, numbers, per_token, trained_masks
-from rlpost.objectives.policy import PolicyTerms, policy_metrics, policy_terms
+from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.variants import VARIANTS
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)

@@ -11,7 +11,7 @@ from torch import nn
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import aggregate
-from rlpost.objectives.policy import PolicyTerms, policy_terms
+from rlpost.objectives.policy_loss import PolicyTerms, policy_terms
 from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import KLPlace, PolicyLossSettings
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Shown:
     """What was asked, what came back and what it earned; a reward that failed is None, as is a missing measure."""
 
     step: int
@@ -24,7 +24,7 @@ class Sample:
     accuracy_lenient: float | None
 
     @classmethod
-    def first_of(cls, step: int, batch: TensorDictBase) -> Sample:
+    def first_of(cls, step: int, batch: TensorDictBase) -> Shown:
         """The first completion of a step's batch."""
         parts = {name: values[0].item() for name, values in batch["next", "reward_parts"].items()}
         return cls(

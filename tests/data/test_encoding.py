@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
-from rlpost.data.samples import Encoder, encode_all
+from rlpost.data.encoding import Encoder, encode_all
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
