@@ -21,7 +21,7 @@ from rlpost.cli.evaluation_folder import choose_evaluation_folder, reserved
 from rlpost.cli.plan import model_name
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import Status, print_json, print_numbers, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, print_numbers, stdout_on_stderr
 from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, VerbWithVerbs
 from rlpost.errors import ConfigError
 from rlpost.text import printable
@@ -109,7 +109,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     settings = composed.settings
     began = time.monotonic()
     with reserved(folder), saying_abandoned():
-        with Status(f"loading {settings.model.path}") as status:
+        with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
             from rlpost.config.paths import resolve_model_path
             from rlpost.evaluation.saved import write_evaluation

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlpost.cli.columns import WordWrap
-from rlpost.cli.terminal import DIM, Status, painted, print_error, print_numbers, stdout_on_stderr, table
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, print_numbers, stdout_on_stderr, table
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable
@@ -33,7 +33,7 @@ def load(
 ) -> Chat:
     """A conversation with the model of `settings`; says on stderr what was loaded."""
     started = time.perf_counter()
-    with Status("loading"), stdout_on_stderr():
+    with StatusLine("loading"), stdout_on_stderr():
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe

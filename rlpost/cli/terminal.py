@@ -45,7 +45,7 @@ def print_numbers(numbers: Numbers) -> None:
         print(f"note: {printable(numbers.warning)}", file=sys.stderr, flush=True)
 
 
-class Status:
+class StatusLine:
     """What is under way, on stderr: one line on a terminal, one now and then elsewhere; a context manager.
 
     It is seen wherever other output is sent meanwhile.
@@ -62,7 +62,7 @@ class Status:
             self._doing, self._since = doing, time.monotonic()
         self._done, self._total, self._tokens = done, total, tokens
 
-    def __enter__(self) -> Status:
+    def __enter__(self) -> StatusLine:
         number = self._number = self._opened.enter_context(where_it_leads(2))
         if self._live:
             self._opened.callback(lambda: _write(number, ERASE_LINE))

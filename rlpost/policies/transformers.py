@@ -28,7 +28,7 @@ from rlpost.settings import Autocast, SamplingSettings
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
 
 
-class Draw(NamedTuple):
+class SampledToken(NamedTuple):
     """One sampled token: of which request, its log-prob as it was sampled, and whether it ends the completion."""
 
     request: int
@@ -141,8 +141,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
 
     def draws(
         self, requests: Sequence[Request], sampling: SamplingSettings, cache: DynamicCache | None = None
-    ) -> Iterator[list[Draw]]:
-        """Sample token by token: in each step one `Draw` for every completion that is under way.
+    ) -> Iterator[list[SampledToken]]:
+        """Sample token by token: in each step one `SampledToken` for every completion that is under way.
 
         `cache` may hold the keys and values of the first ids of a single request's prompt, at most
         all but one of them; afterwards it holds those of the prompt and of what was drawn, the last
@@ -159,7 +159,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
             chosen, log_probs = draw(decoding.next_logits().float(), sampling, uniforms[alive, step])
             stop = torch.isin(chosen, self._stop_ids)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
-            yield [Draw(*one) for one in drawn]
+            yield [SampledToken(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
             if not going.any():
                 return
