@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.batch import concat_rows
 from rlpost.data.ragged import Key
-from rlpost.data.selection import Selection
+from rlpost.data.selection import L, Selection, places_of_each
 
 REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
 
@@ -34,9 +34,9 @@ class Trajectories:
         places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
         return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
 
-    def joined(self, more: Trajectories) -> Trajectories:
+    def __add__(self, more: Trajectories) -> Trajectories:
         """These and then `more`."""
-        return Trajectories(Selection.joined([self.steps, more.steps]), [*self.lengths, *more.lengths])
+        return Trajectories(self.steps + more.steps, [*self.lengths, *more.lengths])
 
     def owner(self) -> torch.Tensor:
         """The trajectory of each step, (L,)."""
@@ -60,6 +60,20 @@ class Trajectories:
         return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
 
 
+def trajectories_by(
+    batch: TensorDictBase, done_key: Key, keys: Callable[[TensorDictBase], Sequence[L]]
+) -> dict[L, Trajectories]:
+    """The trajectories of `batch` whose first steps have equal `keys`, which are one a step (L,); errors as below."""
+    steps, spans = split_trajectories(batch, done_key)
+    values = keys(steps)
+    return {
+        key: Trajectories(
+            Selection.of(steps, [place for i in places for place in spans[i]]), [len(spans[i]) for i in places]
+        )
+        for key, places in places_of_each(values[span.start] for span in spans).items()
+    }
+
+
 def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:
     """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
 
@@ -73,7 +87,10 @@ def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDict
     for line in lines:
         done = line[done_key].reshape(line.batch_size[0], -1).any(-1)
         if not done[-1]:
-            raise RuntimeError("MCAdvantage was given a conversation that is not done: collect whole trajectories")
+            raise RuntimeError(
+                "a batch ends with a trajectory that is not done: collect whole ones, with "
+                "yield_completed_trajectories=True"
+            )
         for last in done.nonzero().flatten().tolist():
             spans.append(range(spans[-1].stop if spans else 0, start + last + 1))
         start += line.batch_size[0]
@@ -82,7 +99,7 @@ def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDict
 
 def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
     if batch.ndim == 0:
-        raise RuntimeError("MCAdvantage was given a single step without a batch dimension: unsqueeze it")
+        raise RuntimeError("a single step has no batch dimension: unsqueeze it")
     return [batch] if batch.ndim == 1 else [line for part in batch.unbind(0) for line in _lines(part)]
 
 
