@@ -10,9 +10,10 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlpost.data.ragged import padded
+from rlpost.errors import DataError
+from rlpost.model.sequences import REF_LOG_PROBS, Sequences
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
-from rlpost.objectives.fields import aligned, numbers, per_token, trained_masks
 from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.variants import VARIANTS
 
@@ -127,15 +128,15 @@ class GRPOLoss(nn.Module):
         masks that are all empty; KeyError where log-probs are missing that a term needs; RuntimeError
         for old log-probs that require a gradient.
         """
-        ids = numbers(batch, ("tokens", "full"), missing=ValueError)
-        advantage = per_token(batch, "advantage", ids)
-        old = aligned(batch, ("log_probs", "full"), ids)
+        sequences = Sequences.of(batch, needs_mask=False)
+        advantage = sequences.field_or_expanded(batch, "advantage", "MCAdvantage writes it")
+        old = sequences.field(batch, ("log_probs", "full"), missing=KeyError)
         if any(row.requires_grad for row in old):
             raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
         wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
-        ref = aligned(batch, ("next", "ref_log_probs", "full"), ids) if wants_ref else None
-        trained = trained_masks(batch, ids, self.masking_strategy)
-        log_probs, entropy = read_sequences(self.actor, ids, trained, self.temperature)
+        ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
+        trained = self._trained(batch, sequences)
+        log_probs, entropy = read_sequences(self.actor, sequences.ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
         mask = padded(trained).to(device)
         old_padded = keep(padded(old).to(device, dtype), mask)
@@ -153,6 +154,21 @@ class GRPOLoss(nn.Module):
             clip_high=self.clip_high,
         )
         return self._output(terms, entropy)
+
+    def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
+        """Which ids are trained, bool; never a sequence's first, which nothing predicts."""
+        prompts = batch.get(("tokens", "prompt"), None)
+        if self.masking_strategy != "sft" or prompts is None:
+            return sequences.masks(batch, assistant_only=self.masking_strategy != "generic")
+        masks = []
+        for row, prompt in zip(sequences.ids, prompts.unbind(), strict=True):
+            if not torch.equal(row[: prompt.numel()], prompt):
+                raise DataError(
+                    "('tokens', 'full') does not begin with ('tokens', 'prompt'): give the prompts ragged, without "
+                    "pads, or masking_strategy='rlhf' and an assistant mask"
+                )
+            masks.append(torch.arange(row.numel(), device=row.device) >= max(prompt.numel(), 1))
+        return masks
 
     def _output(self, terms: PolicyTerms, entropy: torch.Tensor) -> GRPOLossOutput:
         def share(values: torch.Tensor) -> torch.Tensor:
