@@ -33,18 +33,16 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.history import History
-from rlpost.data.ragged import ragged, ragged_rows, strings, versions
+from rlpost.data.ragged import ragged, ragged_rows, strings, token_fields, versions
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
     """The batch described at the top of this module, of batch size (B,)."""
     size = len(conversations)
-    prompts = [torch.tensor(c.prompt_ids, dtype=torch.int64) for c in conversations]
-    responses = [torch.tensor(c.response_ids, dtype=torch.int64) for c in conversations]
-    response_log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    full = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    sampled = [torch.tensor([0] * len(c.prompt_ids) + c.mask, dtype=torch.bool) for c in conversations]
-    full_log_probs = [torch.cat([torch.zeros(len(p)), lp]) for p, lp in zip(prompts, response_log_probs, strict=True)]
+    prompts = [c.prompt_ids for c in conversations]
+    tokens = token_fields(prompts, [c.response_ids for c in conversations], torch.int64)
+    unsampled = [[0.0] * len(ids) for ids in prompts]
+    log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
 
     def column(values: Sequence[float | bool | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype).unsqueeze(-1)
@@ -58,12 +56,12 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
                 "prompt": strings([c.prompt_text for c in conversations]),
                 "response": strings([c.response_text for c in conversations]),
             },
-            "tokens": {"prompt": ragged(prompts), "response": ragged(responses), "full": ragged(full)},
+            "tokens": tokens,
             "masks": {
-                "all_attention_mask": ragged([torch.ones_like(row, dtype=torch.bool) for row in full]),
-                "all_assistant_mask": ragged(sampled),
+                "all_attention_mask": torch.ones_like(tokens["full"], dtype=torch.bool),
+                "all_assistant_mask": token_fields(unsampled, [c.mask for c in conversations], torch.bool)["full"],
             },
-            "log_probs": {"response": ragged(response_log_probs), "full": ragged(full_log_probs)},
+            "log_probs": {"response": log_probs["response"], "full": log_probs["full"]},
             "policy_version": _versions([c.policy_versions[:1] for c in conversations]),
             "policy_version_max": _versions([c.policy_versions[-1:] for c in conversations]),
             "group_id": torch.tensor([c.group_id for c in conversations]),
