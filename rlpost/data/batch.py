@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Conversation, PolicyVersionLabel
+from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.ragged import ragged, ragged_rows, strings, token_fields, versions
 
@@ -62,8 +62,9 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
                 "all_assistant_mask": token_fields(unsampled, [c.mask for c in conversations], torch.bool)["full"],
             },
             "log_probs": {"response": log_probs["response"], "full": log_probs["full"]},
-            "policy_version": _versions([c.policy_versions[:1] for c in conversations]),
-            "policy_version_max": _versions([c.policy_versions[-1:] for c in conversations]),
+            # -1 where the model has not spoken yet
+            "policy_version": versions([(c.policy_versions or [-1])[0] for c in conversations]),
+            "policy_version_max": versions([(c.policy_versions or [-1])[-1] for c in conversations]),
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
             "turns": torch.tensor([c.turns for c in conversations]),
@@ -87,11 +88,6 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
         },
         batch_size=[size],
     )
-
-
-def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | NonTensorStack:
-    """The first of each row's versions; -1 where the model has not spoken yet."""
-    return versions([label[0] if label else -1 for label in labels])
 
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:

@@ -96,10 +96,6 @@ def _valid_rewards(group: Selection) -> list[float]:
     return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
 
 
-def _oldest(group: Selection) -> int:
-    return int(group.column("policy_version").min())
-
-
 class ReplayBuffer:
     """Groups of finished conversations, first in first out; one thread may write while another takes.
 
@@ -224,22 +220,19 @@ class ReplayBuffer:
         `groups/evicted`, and what the transforms count.
         """
         with self._lock:
-            return self._counts()
-
-    def _counts(self) -> dict[str, float]:
-        counts = {
-            "groups/drawn": float(self.drawn.groups),
-            "groups/dropped": float(self.drawn.turned_down),
-            "reward/mean_drawn": self.drawn.reward_mean,
-            "buffer/dropped_by_age": float(self.num_dropped_by_age),
-        }
-        if self.group_size is not None:
-            counts["groups/evicted"] = float(self.num_evicted)
-        self.drawn = Drawn()
-        for transform in self.transforms:
-            if isinstance(transform, Counting):
-                counts |= transform.counts()
-        return counts
+            drawn, self.drawn = self.drawn, Drawn()
+            counts = {
+                "groups/drawn": float(drawn.groups),
+                "groups/dropped": float(drawn.turned_down),
+                "reward/mean_drawn": drawn.reward_mean,
+                "buffer/dropped_by_age": float(self.num_dropped_by_age),
+            }
+            if self.group_size is not None:
+                counts["groups/evicted"] = float(self.num_evicted)
+            for transform in self.transforms:
+                if isinstance(transform, Counting):
+                    counts |= transform.counts()
+            return counts
 
     def state_dict(self) -> dict[str, Any]:
         """The groups, those that lack rows and what transforms hold back, as JSON-compatible values."""
@@ -269,7 +262,14 @@ class ReplayBuffer:
     def _drop(self, max_policy_lag: int | None, accept: Rule | None) -> None:
         """Drop and count what may not be trained on."""
         with self._lock:
-            self._drop_older_than(max_policy_lag)
+            version = None if self.source is None else self.source.policy_version
+            if max_policy_lag is not None and version is not None:
+                if not isinstance(version, int):
+                    raise ConfigError("max_policy_lag needs integer policy versions: uuids have no order")
+                oldest = version - max_policy_lag
+                fresh = [group for group in self._groups if int(group.column("policy_version").min()) >= oldest]
+                self.num_dropped_by_age += len(self._groups) - len(fresh)
+                self._groups = fresh
             if accept is None:
                 return
             kept = []
@@ -294,13 +294,3 @@ class ReplayBuffer:
             f"{drawn.turned_down} of {drawn.groups} groups were turned down ({spread}); give prompts that the model "
             "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
         )
-
-    def _drop_older_than(self, max_policy_lag: int | None) -> None:
-        version = self.source.policy_version if self.source is not None else None
-        if max_policy_lag is None or version is None:
-            return
-        if not isinstance(version, int):
-            raise ConfigError("max_policy_lag needs integer policy versions: uuids have no order")
-        fresh = [g for g in self._groups if version - _oldest(g) <= max_policy_lag]
-        self.num_dropped_by_age += len(self._groups) - len(fresh)
-        self._groups = fresh

@@ -87,7 +87,12 @@ class Selection:
 
     def copied(self) -> TensorDict:
         """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
-        copies = [_copied(batch, places) for batch, places in self.parts]
+        copies = [
+            batch.copy()
+            if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0]))
+            else select_rows(batch, places)
+            for batch, places in self.parts
+        ]
         return copies[0] if len(copies) == 1 else concat_rows(copies)
 
 
@@ -137,12 +142,6 @@ def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
     for place, label in enumerate(labels):
         places.setdefault(label, []).append(place)
     return places
-
-
-def _copied(batch: TensorDictBase, places: tuple[int, ...]) -> TensorDict:
-    if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0])):
-        return batch.copy()
-    return select_rows(batch, places)
 
 
 def _dense(batch: TensorDictBase) -> TensorDict:

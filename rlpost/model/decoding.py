@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from rlpost.data.ragged import padded
+
 CACHES = ("past_key_values", "cache_params")  # what models call the cache that they give and take
 
 
@@ -135,12 +137,8 @@ def takes(model: nn.Module, name: str) -> bool:
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and attention mask, both (B, T) with the prompts at the right."""
-    longest = max(len(ids) for ids in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens[row, longest - len(ids) :] = torch.tensor(ids)
-        mask[row, longest - len(ids) :] = 1
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+    tokens, mask = padded(rows, left=True), padded([torch.ones_like(row) for row in rows], left=True)
     return tokens.to(device), mask.to(device)
 
 

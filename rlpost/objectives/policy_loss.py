@@ -56,7 +56,10 @@ def policy_terms(
     """The terms of `policy_loss` before they are averaged; arguments and errors as there."""
     check_choice("policy loss", name, tuple(VARIANTS))
     variant = VARIANTS[name]
-    _check_coefficients(name, coefficients, variant.coefficients)
+    for option in coefficients:
+        if option not in variant.coefficients:
+            raise _unknown(name, option, variant.coefficients)
+    check_coefficients(**coefficients)
     check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
     if correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high) and sampler_log_probs is None:
         raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
@@ -182,14 +185,12 @@ def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
     return torch.cat([value.to(parts[0].loss.dtype) for value in values]) if values else torch.empty(0)
 
 
-def _check_coefficients(name: str, given: dict[str, float], own: dict[str, float]) -> None:
-    for keyword in given:
-        if keyword not in own:
-            known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
-            meant = "max_ratio" if keyword in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(keyword, known)
-            hint = did_you_mean(meant, f"it reads {', '.join(known)}")
-            raise TypeError(f"policy_loss {name!r} does not read {keyword}{hint}")
-    check_coefficients(**given)
+def _unknown(name: str, option: str, own: dict[str, float]) -> TypeError:
+    """What to raise for an option that the variant `name` does not read."""
+    known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
+    meant = "max_ratio" if option in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(option, known)
+    hint = did_you_mean(meant, f"it reads {', '.join(known)}")
+    return TypeError(f"policy_loss {name!r} does not read {option}{hint}")
 
 
 def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
