@@ -33,7 +33,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
-from rlpost.data.ragged import ragged, ragged_rows, strings, token_fields, versions
+from rlpost.data.ragged import one_each, ragged, ragged_rows, strings, token_fields, versions
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
@@ -43,9 +43,6 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     tokens = token_fields(prompts, [c.response_ids for c in conversations], torch.int64)
     unsampled = [[0.0] * len(ids) for ids in prompts]
     log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
-
-    def column(values: Sequence[float | bool | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype).unsqueeze(-1)
 
     part_names = sorted({name for c in conversations for name in c.reward_parts})
     return TensorDict(
@@ -75,15 +72,15 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "valid": torch.tensor([c.valid for c in conversations]),
             "finish_reason": strings([c.finish_reason for c in conversations]),
             "next": {
-                "reward": column([c.reward for c in conversations]),
+                "reward": one_each([c.reward for c in conversations]),
                 "reward_parts": {
-                    name: column([c.reward_parts.get(name) for c in conversations]) for name in part_names
+                    name: one_each([c.reward_parts.get(name) for c in conversations]) for name in part_names
                 },
-                "accuracy_strict": column([c.accuracy_strict for c in conversations]),
-                "accuracy_lenient": column([c.accuracy_lenient for c in conversations]),
-                "done": column([c.done for c in conversations], torch.bool),
-                "terminated": column([c.terminated for c in conversations], torch.bool),
-                "truncated": column([c.truncated for c in conversations], torch.bool),
+                "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
+                "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
+                "done": one_each([c.done for c in conversations], torch.bool),
+                "terminated": one_each([c.terminated for c in conversations], torch.bool),
+                "truncated": one_each([c.truncated for c in conversations], torch.bool),
             },
         },
         batch_size=[size],

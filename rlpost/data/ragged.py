@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,11 @@ def padding_id(tokenizer: Any) -> int:
     """The id that fills rows: the tokenizer's pad token, its end of turn where it has none, else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
+
+
+def one_each(values: Sequence[float | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(B, 1) of a number, or a bool, a row; NaN for None."""
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype).unsqueeze(-1)
 
 
 def strings(values: Sequence[Any]) -> NonTensorStack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from math import isfinite, nan
 from statistics import fmean, median_low
@@ -19,6 +20,7 @@ GroupKey = tuple[int | None, str]  # the group's number, where groups are number
 TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
 
 
+@dataclass(eq=False)
 class TopKRewardSelector:
     """Holds trajectories back until each prompt has its number, then lets the best of them through.
 
@@ -39,33 +41,27 @@ class TopKRewardSelector:
     Raises ValueError for sizes that leave nothing to choose.
     """
 
-    def __init__(
-        self,
-        total_dialog_turns: int,
-        topk_size: int,
-        prompt_key: Key = ("text", "prompt"),
-        rewards_key: Key = ("next", "reward"),
-        done_key: Key = ("next", "done"),
-        *,
-        min_reward: float | None = None,
-        group_key: str = "group_id",
-        max_waiting: int = 4096,
-    ) -> None:
-        if topk_size < 1:
-            raise ValueError(f"topk_size={topk_size} lets nothing through: it must be at least 1")
-        if topk_size > total_dialog_turns:
+    total_dialog_turns: int
+    topk_size: int
+    prompt_key: Key = ("text", "prompt")
+    rewards_key: Key = ("next", "reward")
+    done_key: Key = ("next", "done")
+    _: KW_ONLY
+    min_reward: float | None = None
+    group_key: str = "group_id"
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.topk_size < 1:
+            raise ValueError(f"topk_size={self.topk_size} lets nothing through: it must be at least 1")
+        if self.topk_size > self.total_dialog_turns:
             raise ValueError(
-                f"topk_size={topk_size} is more than the total_dialog_turns={total_dialog_turns} that a prompt has: "
-                "lower it"
+                f"topk_size={self.topk_size} is more than the total_dialog_turns={self.total_dialog_turns} that a "
+                "prompt has: lower it"
             )
-        self.total_dialog_turns = total_dialog_turns
-        self.topk_size = topk_size
-        self.prompt_key = prompt_key
-        self.rewards_key = rewards_key
-        self.done_key = done_key
-        self.min_reward = min_reward
-        self.group_key = group_key
-        self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, total_dialog_turns, "trajectories")
+        self._waiting: Waiting[GroupKey, Trajectories] = Waiting(
+            self.max_waiting, self.total_dialog_turns, "trajectories"
+        )
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.

@@ -77,7 +77,8 @@ class Reader:
         if self.face.input_key is None and "conversation" in keys:
             return self._carried_on(tensordict)
         if self.face.mode is InputMode.tokens:
-            made = self._from_tokens(tensordict, self.face.prompt_key)
+            decode = self.policy.tokenizer.decode
+            made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
         elif self.face.mode is InputMode.text:
             texts = _of_kind(column(tensordict, self.face.prompt_key), str, self.face.prompt_key)
             made = [self._opened(text=text, ids=self._text_ids(text)) for text in texts]
@@ -119,10 +120,6 @@ class Reader:
             if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
                 raise DataError(f"{key!r} holds a {type(chat).__name__} and no History: set input_mode to what it is")
         return chats
-
-    def _from_tokens(self, tensordict: TensorDictBase, key: Key) -> list[Conversation]:
-        decode = self.policy.tokenizer.decode
-        return [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, key)]
 
     def _opened(
         self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
