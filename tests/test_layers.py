@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlpost"
 
 GROUND = [
+    "child",
     "errors",
     "extras",
     "heartbeat",

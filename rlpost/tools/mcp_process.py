@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -17,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlpost.child import ending, kill_group
 from rlpost.text import counted, printable
 
 MAX_LINE_BYTES = 16 * 2**20  # of one message
@@ -143,9 +143,9 @@ class ServerProcess:
         self._left = self.over.is_set()
         process.stdin.close()
         if not await _has_ended(process, EXIT_SECONDS):
-            _signal_group(process.pid, signal.SIGTERM)
+            kill_group(process.pid, signal.SIGTERM)
             await _has_ended(process, TERMINATE_SECONDS)
-        _signal_group(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         await _has_ended(process, TERMINATE_SECONDS)
         # asyncio closes the pipes at their end alone, which a descendant in another group can put off for ever.
         process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -155,7 +155,7 @@ class ServerProcess:
         status = self._process.returncode if self._process is not None and self._left else None
         parts = []
         if status is not None:
-            parts.append(f"exited with status {status}" if status >= 0 else f"was ended by {_signal_name(-status)}")
+            parts.append(ending(status))
         if junk := self.junk():
             parts.append(junk)
         lines = [line.strip() for line in self._stderr.decode(errors="replace").splitlines() if line.strip()]
@@ -177,12 +177,3 @@ async def _has_ended(process: Process, seconds: float) -> bool:
     while process.returncode is None and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(_POLL_SECONDS)
     return process.returncode is not None
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or another user's
-        os.killpg(group, number)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -228,7 +228,7 @@ def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (server("exits"), r"ended before it was ready; exited with status 4; its stderr ends: no licence \| found; "),
+        (server("exits"), r"ended before it was ready; ended with exit code 4; its stderr ends: no licence \| found; "),
         (server("hangs"), r"was not ready within 0.8 s; "),
         ({"command": "no-such-program"}, r"cannot be used: .*No such file"),
         ({"command": "true", "cwd": "/no/such/folder"}, r"cannot be used: .*No such file"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from enum import Enum
+
+from rlpost.child import ending
 
 
 class KilledBy(Enum):
@@ -62,9 +63,7 @@ class Execution:
         if self.killed_by is not None:
             return _REASONS[self.killed_by]
         if self.exit_code is not None and self.exit_code > 128:
-            number = self.exit_code - 128
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            return f"Python was ended by {name}"
+            return f"Python {ending(128 - self.exit_code)}"
         if self.exit_code is None:
             return "Python closed the pipes that it is run by"
         return f"Python ended early with exit code {self.exit_code}"

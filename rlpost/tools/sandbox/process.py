@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import selectors
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpost.child import kill_group, put, readable, shell_code, taken
 from rlpost.errors import SandboxError
 from rlpost.tools.sandbox import runner
 from rlpost.tools.sandbox.execution import Capture, Execution, KilledBy
@@ -109,7 +109,7 @@ class Process:
 
     def _await_ready(self) -> None:
         """Wait until the interpreter says that its limits hold."""
-        if not _readable(self._pipes.reports, START_SECONDS):
+        if not readable(self._pipes.reports, START_SECONDS):
             raise NotStarted(f"it is not up after {START_SECONDS:g} seconds")
         if os.read(self._pipes.reports, 1) != runner.READY:
             said = Capture(2000)
@@ -157,10 +157,9 @@ class Process:
     def _exit_code(self) -> int | None:
         """What the process ended with; None where it gave up its pipes and goes on."""
         try:
-            code = self._popen.wait(0.5)
+            return shell_code(self._popen.wait(0.5))
         except subprocess.TimeoutExpired:
             return None
-        return code if code >= 0 else 128 - code
 
     def has_exited(self) -> bool:
         return self._popen.poll() is not None
@@ -242,7 +241,7 @@ class Process:
             self._kill_strays()
         try:
             self._popen.wait(DEATH_SECONDS)
-            gone = self._handle < 0 or _readable(self._handle, DEATH_SECONDS)
+            gone = self._handle < 0 or readable(self._handle, DEATH_SECONDS)
         except subprocess.TimeoutExpired:
             gone = False
         for handle in [*self._frozen, self._handle]:
@@ -271,8 +270,7 @@ class Process:
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self._popen.poll() is None or not self.confined:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._popen.pid, number)
+            kill_group(self._popen.pid, number)
 
 
 class _Exchange:
@@ -318,21 +316,13 @@ class _Exchange:
 
     def _read_report(self) -> bool:
         """Whether nothing more is to be read: the report is whole, or nobody is there to write one."""
-        try:
-            part = os.read(self.process._pipes.reports, REPORT_BYTES + 1)
-        except BlockingIOError:
-            return False
-        self.report += part
-        return not part or len(self.report) >= REPORT_BYTES
+        part = taken(self.process._pipes.reports, REPORT_BYTES + 1)
+        self.report += part or b""
+        return part is None or len(self.report) >= REPORT_BYTES
 
     def _send(self) -> bool:
         """Whether all of the request is sent, as far as somebody is there to read it."""
-        try:
-            self._unsent = self._unsent[os.write(self.process._pipes.requests, self._unsent[:CHUNK]) :]
-        except BlockingIOError:
-            return False
-        except BrokenPipeError:
-            return True
+        self._unsent = self._unsent[put(self.process._pipes.requests, self._unsent) :]
         return not self._unsent
 
     def drain(self) -> None:
@@ -341,21 +331,11 @@ class _Exchange:
             _read_all(pipe, capture)
 
 
-def _readable(pipe: int, seconds: float) -> bool:
-    """Whether `pipe` can be read, or a process has ended, within `seconds`."""
-    poll = select.poll()  # knows no highest number of a file descriptor, as select does
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
 def _read_some(pipe: int, into: Capture) -> bool:
     """Whether there is more to come."""
-    try:
-        data = os.read(pipe, CHUNK)
-    except BlockingIOError:
-        return True
-    into.add(data)
-    return bool(data)
+    data = taken(pipe, CHUNK)
+    into.add(data or b"")
+    return data is not None
 
 
 def _read_all(pipe: int, into: Capture) -> None:

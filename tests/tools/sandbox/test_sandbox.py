@@ -370,7 +370,7 @@ def test_an_ordinary_users_sandbox_holds_too(tmp_path: Path, mode: str) -> None:
     """Processes are counted although the user has others, several that eat memory are ended, nothing is left."""
     package = Path(__file__).parents[3] / "rlpost"
     (tmp_path / "rlpost" / "tools").mkdir(parents=True)
-    for part in ("__init__.py", "errors.py", "lazy.py", "sandbox.py", "tools/__init__.py", "tools/sandbox"):
+    for part in ("__init__.py", "child.py", "errors.py", "lazy.py", "sandbox.py", "tools/__init__.py", "tools/sandbox"):
         copy = shutil.copytree if (package / part).is_dir() else shutil.copy
         copy(package / part, tmp_path / "rlpost" / part)
     open_to_all(tmp_path)
