@@ -16,12 +16,8 @@ from pathlib import Path
 from rlpost.errors import SandboxError
 from rlpost.tools.sandbox.interpreter import closed_to_others
 
-_NEW_MOUNTS, _BIND, _RECURSIVE, _FOLLOW_ONLY = (
-    0x00020000,
-    4096,
-    16384,
-    1 << 19,
-)  # CLONE_NEWNS, MS_BIND, MS_REC, MS_SLAVE
+# CLONE_NEWNS, MS_BIND, MS_REC, MS_SLAVE
+_NEW_MOUNTS, _BIND, _RECURSIVE, _FOLLOW_ONLY = 0x00020000, 4096, 16384, 1 << 19
 
 
 class NotStarted(SandboxError):
