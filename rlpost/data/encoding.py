@@ -7,6 +7,7 @@ from typing import Any
 
 from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
+from rlpost.data.rendering import text_ids
 from rlpost.errors import DataError
 from rlpost.text import counted
 
@@ -47,8 +48,7 @@ class Encoder:
             raise MaskError(Fault.endless, "the tokenizer has no eos_token to end a text with: give it one")
         if not text.strip():
             return [], []
-        begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        ids = list(tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"])
+        ids = list(text_ids(tokenizer, text))
         if ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
         return ids, [False] + [True] * (len(ids) - 1)

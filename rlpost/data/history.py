@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jinja2.exceptions import TemplateError
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
 from rlpost.data.columns import fields_of, grid, own, settle
 from rlpost.data.conversation import PADDING_ROLE, Message
 from rlpost.data.ragged import ragged
-from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages, template_name
+from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages
 from rlpost.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
 _FIELDS = frozenset((*_COLUMNS, "is_complete"))
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # what templates raise
 
 
 class History(TensorClass["nocast"]):
@@ -304,10 +302,6 @@ def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: An
             check_parts_are_written(tokenizer, messages, text, **options)
     except DataError as error:
         raise DataError(f"chat {number + 1}: {error}") from error
-    except _REFUSALS as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        template = template_name(tokenizer) if options["template"] is None else "the chat template"
-        raise DataError(f"{template} refuses chat {number + 1}: {said}") from error
     return text
 
 

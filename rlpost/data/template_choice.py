@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
-from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpost.data.rendering import render, template_name
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
@@ -122,7 +121,7 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
             render(tokenizer, _QUESTION, add_generation_prompt=True, variables={"enable_thinking": value})
             for value in (True, False)
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+    except DataError:
         return None  # a template that refuses a question says so where one is asked
     can_be_told = on != off
     if not (can_be_told and text == on) and text.rfind("<think>") <= text.rfind("</think>"):

@@ -14,6 +14,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
 from rlpost.data.ragged import ragged_rows
+from rlpost.data.rendering import text_ids
 from rlpost.errors import DataError
 from rlpost.policies.face import Key
 
@@ -209,10 +210,7 @@ class Reader:
     # Ids
 
     def _text_ids(self, text: str) -> list[int]:
-        """`text` as ids, with what the tokenizer begins a text with, unless a template has written that already."""
-        tokenizer = self.policy.tokenizer
-        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        return tokenizer(text, add_special_tokens=not begins)["input_ids"]
+        return text_ids(self.policy.tokenizer, text)
 
     def ids(self, tensordict: TensorDictBase, key: Key) -> list[list[int]]:
         """The ids of each row without padding, which is what an attention mask of the same shape leaves out.
