@@ -22,20 +22,7 @@ from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
 TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
-PLAIN = "plain"
-# for a tokenizer that has no special token but the end of a text
-PLAIN_TEMPLATE = r"""
-{%- for m in messages -%}
-  {{- '### ' + m.role | capitalize + ':\n' -}}
-  {%- if m.role == 'assistant' -%}
-    {%- generation -%}{{- (m.content or '') + eos_token -}}{%- endgeneration -%}
-  {%- else -%}
-    {{- m.content or '' -}}
-  {%- endif -%}
-  {{- '\n\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '### Assistant:\n' -}}{%- endif -%}
-"""
+PLAIN = "plain"  # for a tokenizer that has no special token but the end of a text
 THINKING_TOKENS = 1024  # fewer seldom hold a thought and the answer behind it
 _FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -49,9 +36,10 @@ def named_template(name: str) -> str:
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
         from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
+        from rlpost.data.templates import jinja
 
         try:
-            return PLAIN_TEMPLATE if name == PLAIN else chat_template(name).template
+            return jinja(PLAIN) if name == PLAIN else chat_template(name).template
         except UnknownTemplateError:
             known = [PLAIN, *sorted(TEMPLATES)]
             hint = did_you_mean(nearest(name, known))
