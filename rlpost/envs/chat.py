@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Conversation, Message
-from rlpost.data.datasets import HELD_OUT, load_rows
+from rlpost.data.datasets import HELD_OUT, located_rows
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows, order_seed
@@ -249,11 +249,11 @@ class ChatEnv(EnvBase):
 class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
 
-    `dataset` is a sequence of mappings, or a path or hub id as `load_rows` takes. It keeps
+    `dataset` is a sequence of mappings, or a path or hub id as `located_rows` takes. It keeps
     `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
     `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
     The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
-    fetched from the dataset at a time. `held_out` is the share of the prompts that `load_rows` keeps
+    fetched from the dataset at a time. `held_out` is the share of the prompts that `located_rows` keeps
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
@@ -328,7 +328,8 @@ class DatasetChatEnv(ChatEnv):
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
         if isinstance(self.dataset, str):
-            return load_rows(self.dataset, split, (self.data_key,), self.limit, held_out=self.held_out)
+            rows = located_rows(self.dataset, split, (self.data_key,), self.limit, held_out=self.held_out)
+            return [row for _, row in rows]
         if self.limit is None:
             return self.dataset
         return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]

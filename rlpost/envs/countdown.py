@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
+from rlpost.envs.scoring import check_tiers
 from rlpost.errors import ConfigError
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
@@ -52,8 +53,7 @@ class CountdownEnv(EndlessEnv):
             )
         if max_number < 1 or max_target < 1:
             raise ConfigError(f"env.max_number={max_number} and env.max_target={max_target} must be at least 1")
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+        check_tiers(tiers)
         super().__init__(prompt_template=PROMPT_TEMPLATE if prompt_template is None else prompt_template, **chat)
         self.num_numbers = (min_numbers, max_numbers)
         self.max_number = max_number

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import Complaint, Row, load_rows, located_rows, missing
+from rlpost.data.datasets import Complaint, Row, located_rows, missing
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import FormatError, RowFormat, kind_of
 from rlpost.envs.chat import DatasetChatEnv
@@ -80,16 +80,22 @@ class DatasetEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
-        return load_rows(
-            self.settings.path,
+        return [row for _, row in self._located(split, self._complaint, self._identity)]
+
+    def _located(
+        self, split: str, check: Callable[[Row], Complaint | None], prompt: Callable[[Row], str]
+    ) -> list[tuple[str, Row]]:
+        settings = self.settings
+        return located_rows(
+            settings.path,
             split,
             (),
             self.limit,
-            config=self.settings.config,
-            check=self._complaint,
+            config=settings.config,
+            check=check,
             held_out=self.held_out,
-            test_path=self.settings.test_path,
-            prompt=self._identity,
+            test_path=settings.test_path,
+            prompt=prompt,
         )
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
@@ -135,18 +141,7 @@ class DatasetEnv(DatasetChatEnv):
         Raises DataError naming file, row and field, ConfigError for a setting that the rows have no place for.
         """
         self._format = None
-        rows = located_rows(
-            self.settings.path,
-            self.split,
-            (),
-            self.limit,
-            config=self.settings.config,
-            check=self._demonstration_complaint,
-            held_out=self.held_out,
-            test_path=self.settings.test_path,
-            prompt=self._demonstrated_prompt,
-        )
-        for where, row in rows:
+        for where, row in self._located(self.split, self._demonstration_complaint, self._demonstrated_prompt):
             yield self._demonstration(where, row)
 
     def _demonstration_complaint(self, row: Row) -> Complaint | None:

@@ -2,14 +2,13 @@ r"""MATH and its like: competition problems, one turn each, answered in `\boxed{
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, load_rows, missing
+from rlpost.data.datasets import Complaint, Row, located_rows, missing, text_complaint
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.envs.scoring import record_score
-from rlpost.errors import ConfigError, DataError
+from rlpost.envs.scoring import check_tiers, record_score
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
@@ -41,8 +40,7 @@ class MathEnv(DatasetChatEnv):
         verify_seconds: float = 5.0,
         **chat: Any,
     ) -> None:
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right box (the highest), another box, none")
+        check_tiers(tiers)
         super().__init__(dataset, system_prompt=system_prompt, **chat)
         self.config = config
         self.tiers = tiers
@@ -61,25 +59,19 @@ class MathEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a problem or a right answer."""
-        if isinstance(self.dataset, str):
-            rows = load_rows(
-                self.dataset,
-                split,
-                (),
-                self.limit,
-                config=self.config,
-                check=_complaint,
-                held_out=self.held_out,
-                prompt=_question,
-            )
-        else:
-            rows = [dict(row) for row in self.dataset][: self.limit]
-            for number, row in enumerate(rows, start=1):
-                if complaint := _complaint(row):
-                    raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
+        rows = located_rows(
+            self.dataset,
+            split,
+            (),
+            self.limit,
+            config=self.config,
+            check=_complaint,
+            held_out=self.held_out,
+            prompt=_question,
+        )
         return [
             {**row, "question": _question(row), "answer": _right_answer(row), "solution": str(row.get("solution", ""))}
-            for row in rows
+            for _, row in rows
         ]
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
@@ -87,11 +79,6 @@ class MathEnv(DatasetChatEnv):
         pairs = [(conversation.response_text, conversation.task["answer"]) for conversation in conversations]
         for conversation, score in zip(conversations, self.verifier.score(pairs, self.tiers), strict=True):
             record_score(conversation, lambda _, score=score: score)
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`."""
-        for number, task in enumerate(self.load(self.split), start=1):
-            yield f"{self.split} row {number}", task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the dataset's solution, if it ends in the right answer."""
@@ -118,13 +105,9 @@ def _right_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def _complaint(row: Row) -> Complaint | None:
-    if not isinstance(row, Mapping):
-        return QUESTIONS[0], f"the row is no object of named fields but {type(row).__name__}"
-    name = next((name for name in QUESTIONS if name in row), None)
-    if name is None:
-        return QUESTIONS[0], missing(QUESTIONS[0], row)
-    if not isinstance(row[name], str) or not row[name].strip():
-        return name, "must be text, and not empty"
+    name = next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0])
+    if complaint := text_complaint(row, (name,)):
+        return complaint
     answer = _right_answer(row)
     if answer is None:
         field = "answer" if "answer" in row else "solution"
