@@ -11,7 +11,7 @@ from rlpost.data.conversation import CUT, Conversation, Message
 from rlpost.data.datasets import HELD_OUT, located_rows
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
-from rlpost.envs.rows import OrderedRows, order_seed
+from rlpost.envs.rows import OrderedRows, filled, order_seed
 from rlpost.envs.scoring import record_scores
 from rlpost.envs.tool import ROLES, ToolLimits, ToolTransform
 from rlpost.envs.transforms.base import Transform
@@ -176,18 +176,11 @@ class ChatEnv(EnvBase):
 
     def user_message(self, task: Mapping[str, Any]) -> str:
         """What the user says about `task`. Raises ConfigError, or DataError, for a field it has not."""
-        if self.prompt_template is None:
-            if self.data_key not in task:
-                raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
-            return str(task[self.data_key])
-        try:
-            return self.prompt_template.format(**task)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            wrong = f"{{{error.args[0]}}} is no field" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(
-                f"env.prompt_template={self.prompt_template!r} does not fit: {wrong}; "
-                f"the fields are {', '.join(map(str, task))}; write {{{{ and }}}} for braces"
-            ) from error
+        if self.prompt_template is not None:
+            return filled(self.prompt_template, task)
+        if self.data_key not in task:
+            raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
+        return str(task[self.data_key])
 
     # Going on
 

@@ -10,10 +10,11 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, located_rows, text_complaint
+from rlpost.data.datasets import Row, located_rows
 from rlpost.data.ragged import strings
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.replies import column, strip_end_of_turn
+from rlpost.envs.row_checks import gsm8k_complaint
 from rlpost.envs.scoring import check_tiers, record_score
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError
@@ -153,9 +154,14 @@ class GSM8KEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        config = HUB_CONFIG if self.dataset == HUB_ID else None
         rows = located_rows(
-            self.dataset, split, (self.data_key,), self.limit, config=config, check=_complaint, held_out=self.held_out
+            self.dataset,
+            split,
+            (self.data_key,),
+            self.limit,
+            config=HUB_CONFIG if self.dataset == HUB_ID else None,
+            check=gsm8k_complaint,
+            held_out=self.held_out,
         )
         for _, row in rows:
             row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
@@ -194,13 +200,3 @@ def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: 
 def final_answer(truth: str) -> str:
     """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
     return truth.rpartition("####")[2].strip()
-
-
-def _complaint(row: Row) -> Complaint | None:
-    if complaint := text_complaint(row, ("answer",)):
-        return complaint
-    try:
-        gsm8k.split_solution(row["answer"])
-    except ValueError as error:
-        return "answer", str(error)
-    return None

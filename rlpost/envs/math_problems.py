@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, located_rows, missing, text_complaint
+from rlpost.data.datasets import Row, located_rows
 from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.row_checks import math_answer, math_complaint, math_question
 from rlpost.envs.scoring import check_tiers, record_score
 from rlpost.rewards import math_answers
 
@@ -16,7 +17,6 @@ SYSTEM_PROMPT = (
     "You solve mathematics problems. Reason step by step, then write the final answer, and nothing else, "
     "within \\boxed{}."
 )
-QUESTIONS = ("problem", "question")  # the first of them that a row has
 
 
 class MathEnv(DatasetChatEnv):
@@ -65,12 +65,12 @@ class MathEnv(DatasetChatEnv):
             (),
             self.limit,
             config=self.config,
-            check=_complaint,
+            check=math_complaint,
             held_out=self.held_out,
-            prompt=_question,
+            prompt=math_question,
         )
         return [
-            {**row, "question": _question(row), "answer": _right_answer(row), "solution": str(row.get("solution", ""))}
+            row | {"question": math_question(row), "answer": math_answer(row), "solution": str(row.get("solution", ""))}
             for _, row in rows
         ]
 
@@ -90,30 +90,3 @@ class MathEnv(DatasetChatEnv):
         boxes = ["", "\\text{unknown}", "-98765432.1", "\\left\\{98765, 43210\\right\\}"]
         after = f"\\boxed{{{task['answer']}}} is wrong: it is \\boxed{{-98765432.1}}"
         return ["", "I do not know.", after, *(f"\\boxed{{{box}}}" for box in boxes)]
-
-
-def _question(row: Mapping[str, Any]) -> str:
-    return next(str(row[name]) for name in QUESTIONS if name in row)
-
-
-def _right_answer(row: Mapping[str, Any]) -> str | None:
-    r"""The right answer of a row, None where it has none or an empty one."""
-    told = str(row.get("answer", "")).rpartition("####")[2].strip()
-    if not told or "\\boxed" in told:
-        told = math_answers.last_box(told or str(row.get("solution", ""))) or ""
-    return told or None
-
-
-def _complaint(row: Row) -> Complaint | None:
-    name = next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0])
-    if complaint := text_complaint(row, (name,)):
-        return complaint
-    answer = _right_answer(row)
-    if answer is None:
-        field = "answer" if "answer" in row else "solution"
-        if field not in row:
-            return field, missing(field, row)
-        return field, "has no right answer: no text in answer, and no \\boxed{} at the end of solution"
-    if len(answer) > math_answers.MAX_CHARACTERS:
-        return "answer", f"has {len(answer)} characters: at most {math_answers.MAX_CHARACTERS} are compared"
-    return None
