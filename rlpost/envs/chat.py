@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Conversation, Message
-from rlpost.data.datasets import HELD_OUT, located_rows
+from rlpost.data.datasets import HELD_OUT, Complaint, Row, located_rows
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import OrderedRows, filled, order_seed
@@ -250,6 +250,9 @@ class DatasetChatEnv(ChatEnv):
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
+    config: str | None = None  # of a dataset on the hub
+    test_path: str | None = None  # where the split test is, if not in `dataset`
+
     def __init__(
         self,
         dataset: str | Sequence[Mapping[str, Any]],
@@ -321,11 +324,32 @@ class DatasetChatEnv(ChatEnv):
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
         if isinstance(self.dataset, str):
-            rows = located_rows(self.dataset, split, (self.data_key,), self.limit, held_out=self.held_out)
-            return [row for _, row in rows]
+            return [row for _, row in self.located(split)]
         if self.limit is None:
             return self.dataset
         return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
+
+    def located(
+        self,
+        split: str,
+        check: Callable[[Row], Complaint | None] | None = None,
+        prompt: Callable[[Row], str] | None = None,
+    ) -> list[tuple[str, Row]]:
+        """The rows of one split with their places, as `located_rows` reads, checks and divides them.
+
+        Without `prompt` a row's `data_key` is its prompt, and has to be text.
+        """
+        return located_rows(
+            self.dataset,
+            split,
+            (self.data_key,) if prompt is None else (),
+            self.limit,
+            config=self.config,
+            check=check,
+            held_out=self.held_out,
+            test_path=self.test_path,
+            prompt=prompt,
+        )
 
     @property
     def num_tasks(self) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import Complaint, Row, located_rows
+from rlpost.data.datasets import Row
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, as_answer, asked
 from rlpost.envs.rows import order_seed
-from rlpost.envs.scoring import record_score
+from rlpost.envs.scoring import record
 from rlpost.errors import DataError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
@@ -36,6 +36,7 @@ class DatasetEnv(DatasetChatEnv):
         # what is given by name counts for more than the settings
         self.settings = replace(settings, system_prompt=self.system_prompt, prompt_template=self.prompt_template)
         self._prompts = PromptRows(self.settings)
+        self.config, self.test_path = settings.config, settings.test_path
         self.rewards: Rewards | None = None
 
     @classmethod
@@ -74,25 +75,9 @@ class DatasetEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
-        rows = self._located(split, self._prompts.complaint, self._prompts.identity)
+        rows = self.located(split, self._prompts.complaint, self._prompts.identity)
         self.data_key = self._prompts.column
         return [row for _, row in rows]
-
-    def _located(
-        self, split: str, check: Callable[[Row], Complaint | None], prompt: Callable[[Row], str]
-    ) -> list[tuple[str, Row]]:
-        settings = self.settings
-        return located_rows(
-            settings.path,
-            split,
-            (),
-            self.limit,
-            config=settings.config,
-            check=check,
-            held_out=self.held_out,
-            test_path=settings.test_path,
-            prompt=prompt,
-        )
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """See `ChatEnv.opening_messages`."""
@@ -113,7 +98,7 @@ class DatasetEnv(DatasetChatEnv):
         finished = [self._finished(conversation) for conversation in conversations]
         scores = self.rewards.score(finished) if finished else []
         for conversation, score in zip(conversations, scores, strict=True):
-            record_score(conversation, lambda _, score=score: score)
+            record(conversation, score)
 
     def prompt_of(self, task: Mapping[str, Any]) -> str | list[Message]:
         """What the rewards are given as the prompt of a row: a text where it has a text, else messages."""
@@ -137,7 +122,7 @@ class DatasetEnv(DatasetChatEnv):
         Raises DataError naming file, row and field, ConfigError for a setting that the rows have no place for.
         """
         shown = DemonstrationRows(self.settings, self.user_role)
-        for where, row in self._located(self.split, shown.complaint, shown.identity):
+        for where, row in self.located(self.split, shown.complaint, shown.identity):
             demonstration = shown.demonstration(where, row)
             if demonstration.messages is not None:
                 demonstration = replace(demonstration, messages=self._under_system(demonstration.messages))

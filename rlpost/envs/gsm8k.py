@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Row, located_rows
+from rlpost.data.datasets import Row
 from rlpost.data.ragged import strings
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.replies import column, strip_end_of_turn
@@ -148,21 +148,14 @@ class GSM8KEnv(DatasetChatEnv):
         **chat: Any,
     ) -> None:
         super().__init__(dataset, system_prompt=system_prompt, **chat)
+        self.config = HUB_CONFIG if dataset == HUB_ID else None
         self.parser = GSM8KRewardParser(tiers)
         self.compute_reward = compute_reward
         self.max_reward = tiers[0]
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        rows = located_rows(
-            self.dataset,
-            split,
-            (self.data_key,),
-            self.limit,
-            config=HUB_CONFIG if self.dataset == HUB_ID else None,
-            check=gsm8k_complaint,
-            held_out=self.held_out,
-        )
+        rows = self.located(split, gsm8k_complaint)
         for _, row in rows:
             row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
         return [row for _, row in rows]

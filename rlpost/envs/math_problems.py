@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Row, located_rows
+from rlpost.data.datasets import Row
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.row_checks import math_answer, math_complaint, math_question
-from rlpost.envs.scoring import check_tiers, record_score
+from rlpost.envs.scoring import check_tiers, record
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
@@ -59,26 +59,16 @@ class MathEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a problem or a right answer."""
-        rows = located_rows(
-            self.dataset,
-            split,
-            (),
-            self.limit,
-            config=self.config,
-            check=math_complaint,
-            held_out=self.held_out,
-            prompt=math_question,
-        )
         return [
             row | {"question": math_question(row), "answer": math_answer(row), "solution": str(row.get("solution", ""))}
-            for _, row in rows
+            for _, row in self.located(split, math_complaint, math_question)
         ]
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once."""
         pairs = [(conversation.response_text, conversation.task["answer"]) for conversation in conversations]
         for conversation, score in zip(conversations, self.verifier.score(pairs, self.tiers), strict=True):
-            record_score(conversation, lambda _, score=score: score)
+            record(conversation, score)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the dataset's solution, if it ends in the right answer."""

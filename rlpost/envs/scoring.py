@@ -58,8 +58,12 @@ def record_score(conversation: Conversation, scorer: Scorer) -> None:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
         score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
-    if score is None:
-        return
+    if score is not None:
+        record(conversation, score)
+
+
+def record(conversation: Conversation, score: Score) -> None:
+    """Write `score` into `conversation` as `record_score` does."""
     total = score.reward + (conversation.reward or 0.0)
     if score.valid and (wrong := why_untrainable(total)):
         score.valid, score.error = False, f"the reward is {total:g}, {wrong}"
