@@ -17,7 +17,7 @@ from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
     from rlpost.settings import SFTSettings
 
 ROWS_READ = 200
@@ -67,7 +67,7 @@ def preview(
 
 def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Encoder]:
     """The first `count` demonstrations of the environment, and what encodes them with the model's tokenizer."""
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
     from rlpost.model.load import load_tokenizer, locate_tokenizer
 

@@ -14,7 +14,7 @@ from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import BadRows, Demonstration, Sample
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
 
 PIPED_WIDTH = 100
 OPENING, CLOSING = "»", "«"  # around what is trained, where there are no colours

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from rlpost.folding import fold
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 from rlpost.text import counted
 
 WIDTH = 100  # columns of a plain line
@@ -76,14 +76,14 @@ def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
     return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
 
 
-def sample_lines(sample: Sample) -> list[str]:
+def sample_lines(sample: Shown) -> list[str]:
     """A completion on at most a dozen plain lines."""
     prompt = fold(sample.prompt, WIDTH - 4, 2)
     body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
     return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {verdict(sample)}"]
 
 
-def verdict(sample: Sample) -> str:
+def verdict(sample: Shown) -> str:
     """What a completion earned and how it ended: `reward 1.1 (correct 1, format 0.1), stop`."""
     if sample.reward is None:
         return f"reward failed, {sample.finish_reason}"

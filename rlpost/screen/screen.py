@@ -19,7 +19,7 @@ from rlpost.folding import one_line
 from rlpost.heartbeat import Heartbeat, WaitingLine
 from rlpost.output import leave_dead_terminals, size_of, where_it_leads
 from rlpost.screen.lines import STOPPING, WIDTH, clock, evaluation_line, sample_lines, step_line
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 from rlpost.screen.state import Figures, State
 from rlpost.text import printable
 
@@ -149,7 +149,7 @@ class Screen:
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
         """A finished step: its figures, and the first of its completions. Step 0 is what came before training."""
-        sample = None if batch is None else Sample.first_of(step, batch)
+        sample = None if batch is None else Shown.first_of(step, batch)
         with self._lock:
             self.state.total = total
             self.state.end_step(step, metrics, sample)

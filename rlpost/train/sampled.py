@@ -58,7 +58,7 @@ class SamplingSession(Session[S, P]):
     def finish(self, batch: Any = None) -> None:
         """See `Session.finish`."""
         self.clock.lap("time/sync")
-        self.metrics |= self.parts.collector.take_seconds()
+        self.metrics |= self.parts.collector.player.take_seconds()
         super().finish(batch)
 
     def announce(self, numbers: Numbers) -> None:
@@ -103,8 +103,8 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     def sampled(ended: int, total: int, tokens: int) -> None:
         phase("sampling", f"{total} completions", ended, total, tokens)
 
-    parts.collector.on_phase = phase
-    parts.collector.on_sampled = sampled
+    parts.collector.player.on_phase = phase
+    parts.collector.player.on_sampled = sampled
 
 
 def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlpost.screen.lines import clock, sample_lines, step_line
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
 INERT = "\\x1b[2J\\x1b]0;owned\\x07[bold red]hi[/] \\u202e\\x9b31m\\r0"
@@ -23,7 +23,7 @@ FIGURES = {
     "time/train": 6.25,
     "time/sync": 0.55,
 }
-SAMPLE = Sample(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length", 0.0, 1.0)
+SAMPLE = Shown(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length", 0.0, 1.0)
 
 
 def test_a_step_is_one_line_of_these_figures() -> None:
