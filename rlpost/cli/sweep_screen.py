@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.cli.columns import fitted_table, one_line, width_of
+from rlpost.cli.columns import fitted_table
 from rlpost.config.registry import TRAIN_SFT
 from rlpost.errors import STOPPED_BY, ConfigError
+from rlpost.folding import one_line, width_of
 from rlpost.record import Interval, MetricsFile, interval
 from rlpost.text import printable
 
@@ -126,7 +127,7 @@ def summary(sweep: Sweep) -> list[list[str]]:
     rows = [[*swept, *figures, "seconds", "exit"]]
     for job in sweep.jobs:
         outcome = job.outcome
-        values = [one_line(text, LONGEST_CELL) for text in job.job.differs.values()]
+        values = [one_line(text, LONGEST_CELL, counted=True) for text in job.job.differs.values()]
         code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
         rows.append([*values, *_results(outcome.result, trained), f"{outcome.seconds:.1f}", code])
     return rows

@@ -34,7 +34,7 @@ class ArithmeticEnv(DatasetChatEnv):
         *,
         operations: Sequence[str] = ("add",),
         digits: int = 2,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         max_completion_tokens: int = 48,
         held_out: float = HELD_OUT,
         **chat: Any,
@@ -46,9 +46,8 @@ class ArithmeticEnv(DatasetChatEnv):
             raise ConfigError(f"env.digits={digits} is out of range: it must lie between 1 and 9")
         if not 0 <= held_out < 1:
             raise ConfigError(f"env.held_out={held_out} is out of range: it must be at least 0 and below 1")
-        template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
         super().__init__(
-            (), prompt_template=template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
+            (), prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
         )
         self.operations = tuple(operations)
         self.digits = digits

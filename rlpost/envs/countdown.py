@@ -8,6 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
+from rlpost.envs.scoring import check_tiers
 from rlpost.errors import ConfigError
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
@@ -39,7 +40,7 @@ class CountdownEnv(EndlessEnv):
         max_target: int = 100,
         operations: Sequence[str] = tuple(SIGNS),
         tiers: tuple[float, float, float] = countdown.TIERS,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         **chat: Any,
     ) -> None:
         unknown = [name for name in operations if name not in SIGNS]
@@ -52,9 +53,8 @@ class CountdownEnv(EndlessEnv):
             )
         if max_number < 1 or max_target < 1:
             raise ConfigError(f"env.max_number={max_number} and env.max_target={max_target} must be at least 1")
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
-        super().__init__(prompt_template=PROMPT_TEMPLATE if prompt_template is None else prompt_template, **chat)
+        check_tiers(tiers)
+        super().__init__(prompt_template=prompt_template, **chat)
         self.num_numbers = (min_numbers, max_numbers)
         self.max_number = max_number
         self.max_target = max_target

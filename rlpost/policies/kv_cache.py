@@ -1,4 +1,4 @@
-"""How large the KV cache of a sampler on a CPU is: the keys and values of the tokens of conversations under way."""
+"""How long a model's context is, and how large the KV cache of a sampler on a CPU: the tokens under way."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
 
     Raises ConfigError for a cache that has no room for one conversation.
     """
-    config = json.loads((folder / "config.json").read_text())
-    config = config.get("text_config") or config
+    config = _config(folder)
     each = kv_bytes_per_token(config, settings.dtype.value)
     if each is None:
         asked = LARGEST_KV_CACHE if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 10**9)
@@ -47,6 +46,24 @@ def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int)
             f"which takes {least / 1e9:.2g} GB: raise it, or leave it out"
         )
     return {"kv_cache_memory_bytes": given, "block_size": KV_BLOCK}
+
+
+def longest_context(folder: Path) -> int | None:
+    """Tokens that the model of an HF folder was made for, None where its config does not say.
+
+    Raises ConfigError where there is no readable config.
+    """
+    config = _config(folder)
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The config.json of an HF folder, that of its text model if apart. Raises ConfigError where it is unreadable."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no model folder: it has no readable config.json") from error
+    return config.get("text_config") or config
 
 
 def _names(config: dict[str, Any], parts: Sequence[str]) -> bool:

@@ -65,7 +65,7 @@ class SamplingSession(Session[S, P]):
     def finish(self, batch: Any = None) -> None:
         """See `Session.finish`."""
         self.clock.lap("time/sync")
-        self.metrics |= self.parts.collector.take_seconds()
+        self.metrics |= self.parts.collector.player.take_seconds()
         super().finish(batch)
 
     def announce(self, numbers: Numbers) -> None:
@@ -176,8 +176,8 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     def sampled(ended: int, total: int, tokens: int) -> None:
         phase("sampling", f"{total} completions", ended, total, tokens)
 
-    parts.collector.on_phase = phase
-    parts.collector.on_sampled = sampled
+    parts.collector.player.on_phase = phase
+    parts.collector.player.on_sampled = sampled
 
 
 def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> EvalResult:

@@ -106,7 +106,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     reason = {
         "raise": "ConnectionError: nobody answers",
         "hang": "within 2 s",
-        "leave": "its process ended with code 7",
+        "leave": "its process ended with exit code 7",
     }[what]
     extent = {"start": "nothing of this run", "log": "this run up to step 1 only", "finish": "up to step 3 only"}[where]
     last_line = capsys.readouterr().out.splitlines()[-1]

@@ -201,8 +201,6 @@ def plain_policy_loss(
     words["kl_estimator"] = settings.kl_estimator.name
     words["sampler_correction"] = settings.sampler_correction.name
     words["aggregation"] = settings.aggregation and settings.aggregation.name
-    if "max_ratio" in words:
-        words["c" if settings.variant == "dual_clip" else "delta"] = words.pop("max_ratio")
     aggregation = words["aggregation"] or VARIANTS[settings.variant].aggregation
     normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
     loss, _ = policy_loss(
