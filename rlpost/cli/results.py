@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
 from rlpost.config.registry import Command, S
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.runs.reader import read_run
@@ -17,7 +17,7 @@ from rlpost.settings.run import RunRequest
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
     """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
-    with Status("loading torch"):
+    with StatusLine("loading torch"):
         return importlib.import_module(f"rlpost.train.{command.name}").train
 
 

@@ -16,7 +16,7 @@ from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import print_json
-from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
+from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.config.registry import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.errors import ConfigError
 from rlpost.settings.run import RunRequest
@@ -62,7 +62,6 @@ Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RES
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
-AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 Plain = Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, types_of
-from rlpost.config.paths import is_run_folder
+from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.registry import (
     Command,
     class_of,
@@ -31,7 +31,6 @@ from rlpost.settings.checks import MISSING
 from rlpost.settings.registered import BUILT_IN_REWARDS
 from rlpost.user_file import check_file, functions_of
 
-RUNS = Path("runs")
 PYTHON, YAML = (".py",), (".yaml", ".yml")
 PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the endings of those files; none: all
     "plugin": PYTHON,

@@ -35,16 +35,15 @@ class ArithmeticEnv(DatasetChatEnv):
         *,
         operations: Sequence[str] = ("add",),
         digits: int = 2,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         max_completion_tokens: int = 48,
         held_out: float = HELD_OUT,
         **chat: Any,
     ) -> None:
         chosen = [member(Operation, "env.operations", name) for name in operations]
         ArithmeticSettings(operations=chosen, digits=digits, held_out=held_out)  # refuses what cannot be
-        template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
         super().__init__(
-            (), prompt_template=template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
+            (), prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
         )
         self.operations = tuple(operations)
         self.digits = digits

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.errors import ConfigError
+from rlpost.envs.scoring import check_tiers
 from rlpost.nearest import member
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
@@ -39,7 +39,7 @@ class CountdownEnv(EndlessEnv):
         max_target: int = 100,
         operations: Sequence[str] = tuple(CountdownOperation.__members__),
         tiers: tuple[float, float, float] = countdown.TIERS,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         **chat: Any,
     ) -> None:
         chosen = [member(CountdownOperation, "env.operations", name) for name in operations]
@@ -50,9 +50,8 @@ class CountdownEnv(EndlessEnv):
             max_target=max_target,
             operations=chosen,
         )
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
-        super().__init__(prompt_template=PROMPT_TEMPLATE if prompt_template is None else prompt_template, **chat)
+        check_tiers(tiers)
+        super().__init__(prompt_template=prompt_template, **chat)
         self.num_numbers = (min_numbers, max_numbers)
         self.max_number = max_number
         self.max_target = max_target

@@ -144,10 +144,8 @@ class Verifier:
                 answers[question] = None
             else:
                 asked.append(question)
-        # None where the comparison was late or failed, as for a number of a million digits
-        return answers | {
-            question: outcome.value for question, outcome in zip(asked, self._workers.map(asked), strict=True)
-        }
+        compared = self._workers.map(asked)  # None where one was late or failed, as for a number of a million digits
+        return answers | {question: outcome.value for question, outcome in zip(asked, compared, strict=True)}
 
     def _unreadable(self, gold: str) -> str | None:
         """Why a right answer cannot be compared with itself, or None if it can."""
