@@ -13,11 +13,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "register_env": "catalog",
-        "register_reward": "settings.registered",
-        "register_tool": "settings.registered",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

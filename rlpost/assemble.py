@@ -20,8 +20,8 @@ from rlpost.envs.build import build_env, longest_conversation, longest_sampled
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
 from rlpost.errors import ConfigError
+from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.play import Evaluation, chosen_sampling, play, summarise
-from rlpost.extras import is_installed
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
@@ -30,7 +30,6 @@ from rlpost.output import output_aside
 from rlpost.policies.base import Policy
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
-    AutoPolicySettings,
     EnvSettings,
     EvalSettings,
     ExpertIterationSettings,
@@ -42,7 +41,6 @@ from rlpost.settings import (
     ScriptedSettings,
     SFTSettings,
     TrackingSettings,
-    TransformersSettings,
     VLLMSettings,
 )
 from rlpost.settings.evaluation import samples_per_prompt
@@ -237,13 +235,6 @@ def build_policy(
     return policy
 
 
-def chosen_policy(settings: PolicySettings) -> PolicySettings:
-    """`auto` resolved: vLLM where it is installed, else transformers."""
-    if not isinstance(settings, AutoPolicySettings):
-        return settings
-    return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
-
-
 def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
     """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are.
 
@@ -251,14 +242,13 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
     `checkpoint` was trained in.
     """
     policy = chosen_policy(settings.policy)
-    scores = not isinstance(settings, SFTSettings) or settings.eval.accuracy
     numbers = choose_numbers(
         settings.model,
         policy,
         pick_device(settings.model.device),
         kept=kept_numbers(checkpoint) if checkpoint is not None else None,
         trains=not isinstance(settings, EvalSettings),
-        samples=scores and not isinstance(policy, ScriptedSettings),
+        samples=settings.uses_policy and not isinstance(policy, ScriptedSettings),
     )
     if isinstance(policy, VLLMSettings):
         settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))

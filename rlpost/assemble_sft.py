@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlpost.assemble import build_trained_policy, build_updater
 from rlpost.data.demonstrations import BadRows, Sample
-from rlpost.data.samples import Encoder, encode_all
+from rlpost.data.encoding import Encoder, encode_all
 from rlpost.envs.build import build_env
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import DynamicCache
 
 from rlpost.data.conversation import Message
@@ -114,10 +113,7 @@ class Chat:
     def _render(self, messages: list[Message]) -> list[int]:
         tokenizer = self.policy.tokenizer
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            text = render(tokenizer, [*system, *messages], add_generation_prompt=True)
-        except TemplateError as error:
-            raise DataError(f"the model's chat template refuses this conversation: {error}") from error
+        text = render(tokenizer, [*system, *messages], add_generation_prompt=True)
         text = text.encode(errors="replace").decode()  # a terminal can send what is no character
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -19,6 +19,10 @@ A message says what is wrong, where, and the one thing to do.
 
 from __future__ import annotations
 
+import signal
+
+STOPPED_BY = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # exit codes where a signal stopped it
+
 
 class RlpostError(Exception):
     """Base of every deliberate error; `exit_code` is what the process ends with."""

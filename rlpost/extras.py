@@ -14,6 +14,16 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None; nothing is imported."""
+    from importlib.metadata import PackageNotFoundError, version  # 13 ms, which `rlpost --help` need not wait for
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def require(package: str, extra: str, needed_for: str) -> None:
     """Raise MissingExtraError, with the command that installs it, unless `package` is there."""
     if not is_installed(package):

@@ -1,53 +1,126 @@
-"""A word now and then while something long is under way, so that a wait is told from a standstill."""
+"""What is under way, said now and then, so that a wait is told from a standstill."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
+
+from rlpost.folding import cut
+from rlpost.output import in_front, size_of, where_it_leads
 
 EVERY = 9.0  # seconds without a word, after which there is one
+LOOK = 0.5  # seconds between two pictures on a terminal: painting competes with the work for the processor
+ERASE_LINE = "\r\x1b[K"
+
+
+class Ticker:
+    """Calls `tick` from a thread, at once and then every `every` seconds, until stopped or the terminal is gone.
+
+    If `tick` raises anything else, its traceback goes to stderr and `failed` is called.
+    """
+
+    def __init__(
+        self, tick: Callable[[], None], *, every: float = LOOK, failed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._tick = tick
+        self._every = every
+        self._failed = failed
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No tick is under way when this returns, unless the terminal does not take what is written."""
+        self._done.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._tick()
+            while not self._done.wait(self._every):
+                self._tick()
+            self._done.set()
+        except OSError:  # the terminal has gone away
+            self._done.set()
+        finally:
+            if not self._done.is_set():
+                self._failed()
 
 
 class Heartbeat:
-    """Says what `line` gives whenever nothing has been said for a while, from a thread; a context manager.
+    """Says what `line` gives whenever nothing has been said for `EVERY` seconds; a context manager.
 
-    A while is `every` seconds. `say` raising OSError, as a terminal that has been closed does, ends it.
+    `say` raising OSError, as a terminal that has been closed does, ends it.
     """
 
-    def __init__(self, line: Callable[[], str], say: Callable[[str], None], every: float | None = None) -> None:
+    def __init__(self, line: Callable[[], str], say: Callable[[str], None]) -> None:
         self._line = line
         self._say = say
-        self._every = EVERY if every is None else every
-        self._said = time.monotonic()
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Heartbeat:
         self.said()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._ticker = Ticker(self._beat, every=min(LOOK, EVERY / 4))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        self._ticker.stop()
 
     def said(self) -> None:
         """Something else was said just now."""
         self._said = time.monotonic()
 
-    def _run(self) -> None:
-        while not self._done.wait(min(0.5, self._every / 4)):
-            if time.monotonic() - self._said < self._every:
-                continue
-            if text := self._line():
-                try:
-                    self._say(text)
-                except OSError:
-                    return
-            self.said()
+    def _beat(self) -> None:
+        if time.monotonic() - self._said < EVERY:
+            return
+        if text := self._line():
+            self._say(text)
+        self.said()
+
+
+class WaitingLine:
+    """Says on `descriptor` what `line` gives while that is waited for; a context manager.
+
+    Where somebody looks (`live`) it is one line that the next one replaces, elsewhere a line now and then. It goes
+    where the descriptor led at first, wherever other output is sent meanwhile.
+    """
+
+    def __init__(self, descriptor: int, line: Callable[[], str], *, live: bool) -> None:
+        self._leads_to = descriptor
+        self._line = line
+        self._live = live
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._descriptor = self._opened.enter_context(where_it_leads(self._leads_to))
+        if self._live:
+            self._opened.callback(self._erase)
+            self._opened.callback(Ticker(self._paint).stop)
+        else:
+            self._opened.enter_context(Heartbeat(self._line, self.say))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._write(f"{ERASE_LINE if self._live else ''}{text}\n")
+
+    def _paint(self) -> None:
+        if in_front(self._descriptor):
+            width, _ = size_of(self._descriptor)
+            self._write(ERASE_LINE + cut(self._line(), width - 1))
+
+    def _erase(self) -> None:
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            self._write(ERASE_LINE)
+
+    def _write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode(errors="replace"))
 
 
 def progress_line(

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ast
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`, whose public names live where `homes` says.
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `package`, whose source is `file`.
 
-    A home is a module of the package, or `module:NAME` by its full name where the name is another
-    there; an empty one makes the name a module of the package itself.
+    Its public names are those that the `if TYPE_CHECKING:` block of the source imports, which type
+    checkers read, each as `from HOME import NAME as NAME`.
     """
 
-    def get(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, there = homes[name].partition(":")
-        if not module:
-            return import_module(f"{package}.{name}")
-        return getattr(import_module(module if there else f"{package}.{module}"), there or name)
+    @cache
+    def homes() -> dict[str, tuple[str, str]]:
+        checked = (node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
+        imports = (node for block in checked for node in block.body if isinstance(node, ast.ImportFrom))
+        return {a.asname or a.name: (node.module or "", a.name) for node in imports for a in node.names}
 
-    return get, lambda: sorted(homes)
+    def get(name: str) -> Any:
+        if name.startswith("__") or name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, there = homes()[name]
+        return import_module(f"{package}.{name}") if home == package else getattr(import_module(home), there)
+
+    return get, lambda: sorted(homes())

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
     from rlpost.model.load import locate_model as locate_model
     from rlpost.model.load import save_model as save_model
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "load_model": "rlpost.model.load:load_model",
-        "load_tokenizer": "rlpost.model.load:load_tokenizer",
-        "locate_model": "rlpost.model.load:locate_model",
-        "save_model": "rlpost.model.load:save_model",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TypeVar
+
+from rlpost.errors import ConfigError
+
+E = TypeVar("E", bound=Enum)
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -71,6 +77,18 @@ def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:
     if suggestion is not None:
         return f"; did you mean {suggestion}?"
     return f"; {otherwise}" if otherwise else ""
+
+
+def member(kind: type[E], key: str, name: E | str) -> E:
+    """The value of `kind` that is called `name`, or is it. Raises ConfigError, in which `key` stands for what it is."""
+    if isinstance(name, kind):
+        return name
+    known = kind.__members__
+    if name not in known:
+        raise ConfigError(
+            f"{key}={name} is unknown: it is one of {', '.join(known)}{did_you_mean(nearest(str(name), known))}"
+        )
+    return known[str(name)]
 
 
 def _closest(word: str, ranked: Sequence[tuple[float, str]]) -> str | None:

@@ -44,6 +44,23 @@ def where_it_leads(number: int) -> Iterator[int]:
         os.close(copy)
 
 
+def in_front(descriptor: int) -> bool:
+    """Whether this process may paint the terminal: false in the background (`rlpost ... &`)."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # a terminal that is not the session's own
+        return True
+
+
+def size_of(descriptor: int) -> tuple[int, int]:
+    """Columns and lines of a terminal; 80 x 24 for one that does not know or has gone away."""
+    try:
+        size = os.get_terminal_size(descriptor)
+    except OSError:
+        return 80, 24
+    return size.columns or 80, size.lines or 24
+
+
 @contextmanager
 def output_into(file: Path) -> Iterator[None]:
     """Append everything written to stdout and stderr meanwhile to `file`."""
@@ -65,16 +82,25 @@ def output_aside() -> Iterator[None]:
             raise
 
 
-def leave_dead_terminals() -> None:
-    """Send stdout and stderr nowhere where they lead to a closed terminal, or through a pipe to who has gone."""
+def is_closed(number: int) -> bool:
+    """Whether a descriptor leads to a closed terminal, or through a pipe to who has gone (`| head`)."""
     poll = select.poll()
+    poll.register(number, 0)
+    return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+
+
+def lead_nowhere(number: int) -> None:
+    """Send what is written to a descriptor nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def leave_dead_terminals() -> None:
+    """Send stdout and stderr nowhere where nobody is at their other end."""
     for number in (1, 2):
-        poll.register(number, 0)
-    for number, events in poll.poll(0):
-        if events & (select.POLLHUP | select.POLLERR):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+        if is_closed(number):
+            lead_nowhere(number)
 
 
 def _flush() -> None:

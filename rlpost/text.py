@@ -13,6 +13,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, without a full stop; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
+
+
+def readable(size: float) -> str:
+    """Three digits of a number of bytes: 2.73 MB, 15.2 GB, 122 GB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
+    return f"{size:.0f} bytes"
+
+
 def counted(number: int, thing: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.runs.reader import BEGAN, FINISHED
+from rlpost.record import BEGAN, FINISHED
 
 STEP = {
     "reward/std": 0.5,

@@ -104,7 +104,7 @@ def test_every_loss_stands_on_its_page_with_its_defaults() -> None:
     for name, variant in VARIANTS.items():
         [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         for key in variant.coefficients:
-            assert {"delta": "max_ratio", "c": "max_ratio"}.get(key, key) in row
+            assert key in row
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -198,6 +198,7 @@ def choose_tools(folder: Path) -> None:
     words = ["tools.use=[python,mcp,browser]", f"tools.mcp_file={folder}/servers.json", "env.max_turns=2"]
     settings = compose(TRAIN_GRPO, [*words, "tools.allowed_domains=[localhost]"]).settings
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+    assert env.tools is not None
     assert len(env.tools.transforms) == 3
     env.close()
 

@@ -36,9 +36,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
     """An event that is set once a text has been said by a heartbeat."""
     waited: dict[str, threading.Event] = {}
-    original = Heartbeat._run
+    original = Heartbeat.__enter__
 
-    def noting(self: Heartbeat) -> None:
+    def noting(self: Heartbeat) -> Heartbeat:
         say = self._say
 
         def noted(text: str) -> None:
@@ -48,9 +48,9 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
                     event.set()
 
         self._say = noted
-        original(self)
+        return original(self)
 
-    monkeypatch.setattr(Heartbeat, "_run", noting)
+    monkeypatch.setattr(Heartbeat, "__enter__", noting)
     return lambda begin: waited.setdefault(begin, threading.Event())
 
 

@@ -60,6 +60,7 @@ def test_the_wheel_holds_the_package_conf_and_recipes_and_nothing_else(wheel: zi
         | files(ROOT / "recipes", "rlpost/_builtin/recipes")
     )
     assert {"rlpost/starters/env.py", "rlpost/starters/reward.py", "rlpost/py.typed"} <= inside
+    assert "rlpost/data/templates/chatml.jinja" in inside
     about = {name.removeprefix(f"{INSIDE}/") for name in wheel.namelist()} - inside
     assert about == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     assert wheel.read(f"{INSIDE}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()

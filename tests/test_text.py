@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.text import counted, printable
+from rlpost.text import counted, first_line, printable, readable
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,19 @@ def test_whatever_comes_in_can_be_encoded_and_is_inert() -> None:
 
 def test_one_thing_is_counted_without_an_s() -> None:
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(12, "12 bytes"), (2_726_000, "2.73 MB"), (15.243e9, "15.2 GB"), (1.221e11, "122 GB"), (5e12, "5000 GB")],
+)
+def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
+    assert readable(size) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(ValueError("\n it is cut.\nmore"), "it is cut"), (RuntimeError(), "RuntimeError"), (KeyError("a"), "'a'")],
+)
+def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, line: str) -> None:
+    assert first_line(error) == line

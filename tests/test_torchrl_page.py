@@ -364,6 +364,7 @@ def test_tools_are_appended_to_a_chat() -> None:
     from rlpost.envs.transforms import BrowserTransform, MCPToolTransform, PythonInterpreter
 
     env = ChatEnv(max_steps=2).append_transform(PythonInterpreter()).append_transform(BrowserTransform(["localhost"]))
+    assert env.tools is not None
     assert [name for tool in env.tools.transforms for name in tool.names()] == ["python", "browser"]
     assert [call.name for call in env.tools.calls_of("```python\nprint(1)\n```")] == ["python"]
     with pytest.raises(ValueError, match="command"):

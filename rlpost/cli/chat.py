@@ -80,11 +80,11 @@ def model_settings(path: str, words: Sequence[str] = ()) -> ModelSettings:
     from rlpost.catalog import EVAL
     from rlpost.config.compose import compose
     from rlpost.config.device import check_device
-    from rlpost.config.paths import is_run_folder, resolve_model_path
+    from rlpost.config.paths import RUNS, is_run_folder, resolve_model_path
     from rlpost.config.registry import options
     from rlpost.data.template_choice import named_template
     from rlpost.nearest import did_you_mean, nearest
-    from rlpost.runs.reader import RUNS, find_runs
+    from rlpost.runs.reader import find_runs
 
     if other := next((word for word in words if not word.startswith("model.") or word.startswith("model.path=")), None):
         raise ConfigError(f"{other}: beside PATH stand settings of the model, as model.device=cpu; leave it out")

@@ -31,23 +31,22 @@ def compose_and_check(
     from rlpost.config.device import check_device
     from rlpost.data.template_choice import named_template
     from rlpost.rewards.functions import load_rewards
-    from rlpost.settings import AdamW8bitSettings, EvalSettings, SFTSettings, VLLMSettings
+    from rlpost.settings import AdamW8bitSettings, EvalSettings
     from rlpost.tracking.choice import chosen_tracker
 
     with stdout_on_stderr() if as_json else nullcontext():
         composed = compose(command, words, kept)
-        env = composed.settings.env
+        settings: Any = composed.settings
+        env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
             _checked[:] = [load_rewards(env)]
-            _look_at_rows(composed.settings, _checked[0])
+            _look_at_rows(settings, _checked[0])
         else:
-            _look_at_rows(composed.settings, None)
-    settings = composed.settings
+            _look_at_rows(settings, None)
     check_device(settings.model.device)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
-    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
-    if samples and isinstance(settings.policy, VLLMSettings):
+    if settings.uses_policy and settings.policy.needs_vllm:
         require_vllm()
     if not isinstance(settings, EvalSettings):
         chosen_tracker(settings.tracking)

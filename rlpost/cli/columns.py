@@ -1,14 +1,14 @@
-"""Text fitted to a terminal's columns: tables, cut cells, wrapped paragraphs, small curves."""
+"""Text fitted to a terminal's columns: tables, wrapped paragraphs, text as it streams; small curves."""
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from rlpost.folding import shortened, width_of, wrapped
 from rlpost.text import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -16,30 +16,9 @@ NARROWEST = 5  # columns that a cell is cut down to at most
 LONGEST_WORD = 80  # characters that wait in a pipe
 
 
-def width_of(text: str) -> int:
-    """Columns that `text` takes; a Chinese character takes two."""
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
 def output_width(piped: int) -> int:
     """Columns of the terminal that stdout is, or `piped` where it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
-
-
-def one_line(text: str, width: int) -> str:
-    """Anybody's text as one line of at most `width` columns; `… +N` stands for N characters cut off."""
-    line = " ".join(printable(text).split())
-    if width_of(line) <= width:
-        return line
-    kept = _head(line, width)
-    while kept:
-        shown = f"{kept}… +{len(line) - len(kept)}"
-        if width_of(shown) <= width:
-            return shown
-        kept = kept[:-1]
-    return _head(line, width)
 
 
 def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end: bool = False) -> list[str]:
@@ -49,7 +28,7 @@ def paragraph(text: str, width: int, most_lines: int | None = None, *, keep_end:
     counts what was cut.
     """
     lines = printable(text).expandtabs(4).splitlines(keepends=True) or [""]
-    rows = [row for line in lines for row in _wrapped(line, width)]
+    rows = [row for line in lines for row in wrapped(line, width)]
     cut: list[str] = []
     if most_lines is not None and len(rows) > most_lines + 1:  # the line that counts would take as much room
         kept = slice(-most_lines, None) if keep_end else slice(most_lines)
@@ -137,36 +116,6 @@ def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
 
 
 def _padded(cell: str, width: int, right: bool) -> str:
-    if width_of(cell) > width:
-        cell = f"{_head(cell, width - 1)}…"
+    cell = shortened(cell, width)
     padding = " " * (width - width_of(cell))
     return padding + cell if right else cell + padding
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """One line in rows, broken between words, and inside a word that is wider than a row.
-
-    Together they are the line again: the spaces at a break end the row before it.
-    """
-    rows, row = [], ""
-    for word in re.findall(r"\s*\S+|\s+$", line):
-        bare = word.lstrip()
-        if row and bare and width_of(row + word) > width:
-            rows.append(row + word[: len(word) - len(bare)])
-            row, word = "", bare
-        row += word
-        while width_of(row.rstrip()) > width:
-            head = _head(row, width)
-            rows.append(head)
-            row = row[len(head) :]
-    return [*rows, row]
-
-
-def _head(text: str, width: int) -> str:
-    """As much of the beginning of `text` as `width` columns take, and one character at least."""
-    used = 0
-    for i, character in enumerate(text):
-        used += width_of(character)
-        if used > width:
-            return text[: max(i, 1)]
-    return text

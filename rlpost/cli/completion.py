@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -98,11 +98,11 @@ def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_evaluation(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of an evaluation, or a path."""
-    from rlpost.config.candidates import Candidate, file_candidates
+    from rlpost.config.candidates import file_candidates
     from rlpost.config.paths import evaluation_names
 
     files = file_candidates(incomplete, (".parquet",)) if incomplete.startswith((".", "~", "/")) else []
-    return _answers(ctx, [*(Candidate(name) for name in evaluation_names()), *files], incomplete)
+    return _answers(ctx, dict.fromkeys(evaluation_names(), "") | _texts(files), incomplete)
 
 
 def complete_settings_of_verb(ctx: typer.Context, incomplete: str) -> Answers:
@@ -117,43 +117,39 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
         return _verb_and_settings(ctx, words[1:], incomplete)
     from rlpost.config.candidates import key_candidates
 
-    return _answers(ctx, (c for command in COMMANDS for c in key_candidates(command, incomplete)), incomplete)
+    keys = _texts(c for command in COMMANDS for c in key_candidates(command, incomplete))
+    return _answers(ctx, keys, incomplete)
 
 
 def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
     """A recipe or a run, as `config diff` compares them."""
     from rlpost.config.candidates import recipe_candidates, run_candidates
 
-    return _answers(ctx, [*recipe_candidates(incomplete), *run_candidates(incomplete)], incomplete)
+    return _answers(ctx, _texts([*recipe_candidates(incomplete), *run_candidates(incomplete)]), incomplete)
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of a run."""
-    from rlpost.config.candidates import Candidate, run_names
+    from rlpost.config.candidates import run_names
 
-    return _answers(ctx, [Candidate(name) for name in run_names()], incomplete)
+    return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
     """A run, or an option of model."""
-    from rlpost.config.candidates import Candidate, run_names
+    from rlpost.config.candidates import run_names
 
-    options_of_model = [Candidate(name, describe("model", name)) for name in options("model")]
-    return _answers(ctx, [*options_of_model, *(Candidate(name, "a run") for name in run_names())], incomplete)
+    return _answers(ctx, _options("model") | dict.fromkeys(run_names(), "a run"), incomplete)
 
 
 def complete_group(ctx: typer.Context, incomplete: str) -> Answers:
     """A group, or `recipe`."""
-    from rlpost.config.candidates import Candidate
-
-    return _answers(ctx, [Candidate(name) for name in (*CHOICES, "recipe")], incomplete)
+    return _answers(ctx, dict.fromkeys((*CHOICES, "recipe"), ""), incomplete)
 
 
 def complete_env(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of an environment."""
-    from rlpost.config.candidates import Candidate
-
-    return _answers(ctx, [Candidate(name, describe("env", name)) for name in options("env")], incomplete)
+    return _answers(ctx, _options("env"), incomplete)
 
 
 def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
@@ -163,19 +159,17 @@ def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
     words = [*_words(ctx), *([f"env={name}"] if (name := ctx.params.get("name")) else [])]
     before = _before(ctx)
     found = setting_candidates(EVAL, words, before + incomplete, files=not before)
-    return _answers(ctx, (c for c in found if c.text.startswith("env.")), incomplete)
+    return _answers(ctx, _texts(c for c in found if c.text.startswith("env.")), incomplete)
 
 
 def _verb_and_settings(ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
-    from rlpost.config.candidates import Candidate
-
     verb = [word for word in words if "=" not in word]
     command = next((c for c in COMMANDS if verb in (c.verb.split(), [c.name])), TRAIN_GRPO)
     settings = _settings(command, ctx, [word for word in words if "=" in word], incomplete)
     if _before(ctx) or len(words) > len(verb):
         return settings
     rest = [c.verb.split()[len(verb) :] for c in COMMANDS if c.verb.split()[: len(verb)] == verb]
-    verbs = _answers(ctx, [Candidate(words[0], "a verb") for words in rest if words], incomplete)
+    verbs = _answers(ctx, {words[0]: "a verb" for words in rest if words}, incomplete)
     return verbs if verb and verbs else [*verbs, *settings]
 
 
@@ -184,14 +178,24 @@ def _settings(command: Command[Any], ctx: typer.Context, words: list[str], incom
 
     before = _before(ctx)
     in_bash = os.environ.get(ASKED) == "complete_bash"  # which completes files itself, after a = too
-    return _answers(ctx, setting_candidates(command, words, before + incomplete, files=not in_bash), incomplete)
+    found = setting_candidates(command, words, before + incomplete, files=not in_bash)
+    return _answers(ctx, _texts(found), incomplete)
 
 
-def _answers(ctx: typer.Context, found: Iterable[Candidate], incomplete: str) -> Answers:
-    """As Typer takes them: the part of each that stands for the current word, and its description."""
+def _options(group: str) -> dict[str, str]:
+    """The options of a group, each with its description."""
+    return {name: describe(group, name) for name in options(group)}
+
+
+def _texts(found: Iterable[Candidate]) -> dict[str, str]:
+    return {candidate.text: candidate.about for candidate in found}
+
+
+def _answers(ctx: typer.Context, found: Mapping[str, str], incomplete: str) -> Answers:
+    """Words and their descriptions as Typer takes them: of each the part that stands for the current word."""
     before = _before(ctx)
-    texts = {c.text: c.about for c in found if c.text.startswith(before + incomplete)}
-    return [(text.removeprefix(before), _plain(about)) for text, about in texts.items()]
+    words = [text for text in found if text.startswith(before + incomplete)]
+    return [(word.removeprefix(before), _plain(found[word])) for word in words]
 
 
 def _plain(about: str) -> str:

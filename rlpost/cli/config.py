@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.cli import config_diff, config_explain, config_init
-from rlpost.cli.completion import complete_group, complete_settings_of_verb
-from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP, App
+from rlpost.cli import config_diff, config_explain
+from rlpost.cli.completion import complete_group
+from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.usage import App, AsJson, Words
 from rlpost.config.keys import groups_of
 from rlpost.config.registry import commands_of, describe, description, options, recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import printable
 
@@ -31,6 +34,11 @@ Examples:
   rlpost config show train grpo env=gsm8k optim.lr=1e-6
   rlpost config show eval model=qwen
 """
+INIT_EXAMPLES = """\b
+Examples:
+  rlpost config init mine.yaml
+  rlpost config init recipes/mine.yaml train grpo env=gsm8k optim.lr=1e-6
+"""
 
 app = App(help="List, show, explain and compare settings.")
 app.command("explain", epilog=config_explain.EXAMPLES, short_help="Say what a setting is, and who set it.")(
@@ -39,7 +47,27 @@ app.command("explain", epilog=config_explain.EXAMPLES, short_help="Say what a se
 app.command("diff", epilog=config_diff.EXAMPLES, short_help="Compare two recipes, runs or lists of settings.")(
     config_diff.diff
 )
-app.command("init", epilog=config_init.EXAMPLES, short_help="Write a commented recipe to begin with.")(config_init.init)
+
+
+@app.command("init", epilog=INIT_EXAMPLES, short_help="Write a commented recipe to begin with.")
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, NAME.yaml.")],
+    words: Words = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented recipe: what people change first, and the rest commented out."""
+    command, overrides = verb_and_rest(words or [])
+    from rlpost.config.starter import write_starter
+
+    needed, typed = write_starter(expanded(file), command, overrides)
+    using = shlex.join([f"recipe={_as_recipe(file)}", *typed])
+    use = f"rlpost {command.verb} {using}"
+    if as_json:
+        print_json({"file": str(expanded(file)), "needed": needed, "use": use})
+        return
+    if needed:
+        print(f"give these a value in it first: {', '.join(needed)}")
+    print(printable(f"wrote {file}; use it with: {use}"))
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List the options of each group, and the recipes.")
@@ -47,7 +75,7 @@ def list_options(
     group: Annotated[
         str | None, typer.Argument(metavar="[GROUP]", help="Only this group.", autocompletion=complete_group)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the options of each group (chosen by group=option) and the recipes."""
     groups = [*CHOICES, RECIPES]
@@ -61,21 +89,11 @@ def list_options(
         return
     for name, described in listed.items():
         print(f"{name}=")
-        print("\n".join(fitted(printable(line)) for line in table(list(described.items()))))
+        print_lines(table(list(described.items())))
 
 
 @app.command("show", epilog=SHOW_EXAMPLES, short_help="Print a resolved configuration as YAML.")
-def show(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[VERB] [KEY=VALUE]...",
-            help="train grpo, where no verb is named, or another; then settings.",
-            autocompletion=complete_settings_of_verb,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
-) -> None:
+def show(words: Words = None, as_json: AsJson = False) -> None:
     """Print the resolved configuration of a verb as YAML."""
     from rlpost.config.compose import compose
 
@@ -106,3 +124,8 @@ def _owners(group: str, option: str) -> str:
     having = [command for command in COMMANDS if group in groups_of(command.settings)]
     owners = commands_of(group, option)
     return "" if owners == having else f" ({', '.join(command.verb for command in owners)})"
+
+
+def _as_recipe(file: Path) -> str:
+    """How `recipe=` names the file: by its name where it lies in ./recipes."""
+    return file.stem if file.parent == Path("recipes") and file.suffix == ".yaml" else str(file)

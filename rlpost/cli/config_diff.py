@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_side
-from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP
-from rlpost.text import printable
+from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.usage import AsJson
 
 if TYPE_CHECKING:
     from rlpost.config.difference import Difference
@@ -29,7 +28,7 @@ SIDE_HELP = "A recipe (name or file), a run, or settings in quotes."
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=SIDE_HELP, autocompletion=complete_side)],
     b: Annotated[str, typer.Argument(metavar="B", help="The same.", autocompletion=complete_side)],
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 if they differ.")] = False,
 ) -> None:
     """Print the settings that differ; for two runs, the versions and the machine too."""
@@ -39,7 +38,7 @@ def diff(
     if as_json:
         print_json(difference_as_dict(found))
     else:
-        print("\n".join(fitted(printable(line)) for line in difference_lines(found)))
+        print_lines(difference_lines(found))
     if exit_code and (found.settings or found.environment):
         raise typer.Exit(DIFFERENT)
 

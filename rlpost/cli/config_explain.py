@@ -9,10 +9,9 @@ import typer
 
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_explain
-from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP
+from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.usage import AsJson
 from rlpost.config.verbs import verb_and_rest
-from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.meaning import GroupMeaning, KeyLine, KeyMeaning
@@ -35,7 +34,7 @@ def explain(
             autocompletion=complete_explain,
         ),
     ] = None,
-    as_json_text: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a setting is: value, type, meaning, who set it, and what the papers used."""
     name, rest = _split_key(words or [])
@@ -45,16 +44,16 @@ def explain(
 
     if name is None:
         lines = every_key(command, overrides)
-        if as_json_text:
+        if as_json:
             print_json([dataclasses.asdict(line) for line in lines])
         else:
-            _show(key_table(lines))
+            print_lines(key_table(lines))
         return
     meaning = explained(name, command if rest and "=" not in rest[0] else None, overrides)
-    if as_json_text:
+    if as_json:
         print_json(as_dict(meaning))
     else:
-        _show(key_lines(meaning) if isinstance(meaning, KeyMeaning) else group_lines(meaning))
+        print_lines(key_lines(meaning) if isinstance(meaning, KeyMeaning) else group_lines(meaning))
 
 
 def key_lines(meaning: KeyMeaning) -> list[str]:
@@ -65,8 +64,7 @@ def key_lines(meaning: KeyMeaning) -> list[str]:
         ("set by", meaning.set_by or "nobody yet: it needs a value"),
     ]
     lines = [f"{meaning.key}={meaning.text}", "", *table([row for row in rows if row[1]])]
-    if len(meaning.layers) > 1:
-        lines += ["", "what was said, the last counts:", *table(_layer_rows(meaning.layers))]
+    lines += layer_lines(meaning.layers)
     if meaning.papers:
         rows = [(p["value"], f"{p['paper']}, arXiv:{p['arxiv']}, {p['where']}") for p in meaning.papers]
         lines += ["", "what papers used:", *table(rows)]
@@ -80,8 +78,7 @@ def group_lines(meaning: GroupMeaning) -> list[str]:
     if meaning.options:
         marked = [("*" if name == meaning.chosen else " ", name, text) for name, text in meaning.options.items()]
         lines += ["", "options:", *table(marked)]
-    if len(meaning.layers) > 1:
-        lines += ["", "what was said, the last counts:", *table(_layer_rows(meaning.layers))]
+    lines += layer_lines(meaning.layers)
     return [*lines, "", "settings:", *key_table(meaning.keys), "", f"in: {meaning.command}"]
 
 
@@ -98,9 +95,13 @@ def key_table(keys: list[KeyLine]) -> list[str]:
     return lines
 
 
-def _layer_rows(layers: list[Layer]) -> list[tuple[str, str]]:
+def layer_lines(layers: list[Layer]) -> list[str]:
+    """What several places say of one setting; nothing where one alone does."""
+    if len(layers) < 2:
+        return []
     unused = " (of another option: without effect)"
-    return [(layer.text, layer.where + ("" if layer.effective else unused)) for layer in layers]
+    rows = [(layer.text, layer.where + ("" if layer.effective else unused)) for layer in layers]
+    return ["", "what was said, the last counts:", *table(rows)]
 
 
 def _split_key(words: list[str]) -> tuple[str | None, list[str]]:
@@ -111,7 +112,3 @@ def _split_key(words: list[str]) -> tuple[str | None, list[str]]:
     if any(" ".join(words[: len(verb.split())]) == verb for verb in verbs):
         return None, words
     return words[0], words[1:]
-
-
-def _show(lines: list[str]) -> None:
-    print("\n".join(fitted(printable(line)) for line in lines))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlpost.cli.completion import complete_sft
-from rlpost.cli.terminal import print_json, show_status, stdout_on_stderr, takes_colour
-from rlpost.cli.usage import JSON_HELP, OVERRIDES_HELP, App
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr, takes_colour
+from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
     from rlpost.settings import SFTSettings
 
 ROWS_READ = 200
@@ -39,7 +40,7 @@ def preview(
     ] = None,
     row: Annotated[int, typer.Option(metavar="K", min=1, help="Show the K-th row.")] = 1,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Sum up the first N rows.")] = ROWS_READ,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Mark what is trained with » and « in place of colours.")
     ] = False,
@@ -52,30 +53,21 @@ def preview(
     from rlpost.config.compose import compose
 
     settings = compose(TRAIN_SFT, overrides or []).settings
-    if as_json:
-        with stdout_on_stderr():
-            demonstrations, encoder = opened(settings, max(row, rows))
-        from rlpost.cli.data_view import preview_as_dict
-
-        print_json(preview_as_dict(demonstrations[:rows], chosen(demonstrations, row), encoder))
-        return
-    show_status("reading rows and tokenizer")
-    try:
+    with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         demonstrations, encoder = opened(settings, max(row, rows))
-    finally:
-        show_status("")
-    from rlpost.cli.data_view import preview_lines
+    from rlpost.cli.data_view import preview_as_dict, preview_lines
 
+    shown = demonstrations[:rows], chosen(demonstrations, row), encoder
+    if as_json:
+        print_json(preview_as_dict(*shown))
+        return
     coloured = takes_colour(sys.stdout) and not plain
-    lines = preview_lines(
-        demonstrations[:rows], chosen(demonstrations, row), encoder, settings.max_bad_share, coloured=coloured
-    )
-    print("\n".join(lines))
+    print("\n".join(preview_lines(*shown, settings.max_bad_share, coloured=coloured)))
 
 
 def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Encoder]:
     """The first `count` demonstrations of the environment, and what encodes them with the model's tokenizer."""
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
     from rlpost.model.load import load_tokenizer, locate_tokenizer
 

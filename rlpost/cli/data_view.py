@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import BadRows, Demonstration, Sample
-    from rlpost.data.samples import Encoder
+    from rlpost.data.encoding import Encoder
 
 PIPED_WIDTH = 100
 OPENING, CLOSING = "»", "«"  # around what is trained, where there are no colours
@@ -67,9 +67,9 @@ def preview_lines(
     """The demonstration `shown`, then a summary of all; with colours, or marked with » and «."""
     sample = encoder.encode(shown)
     heading = f"{shown.where}: {len(sample.ids):,} tokens, {sample.num_trained:,} trained"
-    lines = [_bold(printable(heading), coloured)]
+    lines = [_painted(printable(heading), BOLD, coloured)]
     if sample.fault is not None:
-        lines += [_red(line, coloured) for line in _told(f"bad, {sample.fault.value}: {sample.reason}")]
+        lines += [_painted(line, RED, coloured) for line in _told(f"bad, {sample.fault.value}: {sample.reason}")]
     body = _marked(pieces_of(sample, encoder), coloured=coloured) if sample.ids else _as_given(shown)
     lines += ["", *body, ""]
     if sample.ids:
@@ -97,9 +97,7 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
             "reason": sample.reason or None,
             "ids": sample.ids,
             "mask": [int(trained) for trained in sample.mask],
-            "pieces": [
-                {"text": p.text, "trained": p.trained, "special": p.special} for p in pieces_of(sample, encoder)
-            ],
+            "pieces": [asdict(piece) for piece in pieces_of(sample, encoder)],
         },
         "rows": figures.rows,
         "tokens": figures.tokens,
@@ -164,7 +162,7 @@ def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str
         f"{figures.longest:,}, {figures.bad.count or 'none'} bad"
     )
     for line in figures.bad.lines():
-        lines += [_red(part, coloured) for part in _told(f"  {line}")]
+        lines += [_painted(part, RED, coloured) for part in _told(f"  {line}")]
     if figures.first_bad:
         lines += _told(f"--row {figures.first_bad} shows the first of them")
     if figures.bad.count > max_bad_share * figures.rows:
@@ -176,9 +174,5 @@ def _told(text: str) -> list[str]:
     return paragraph(text, output_width(PIPED_WIDTH))
 
 
-def _bold(text: str, coloured: bool) -> str:
-    return painted(text, BOLD, sys.stdout) if coloured else text
-
-
-def _red(text: str, coloured: bool) -> str:
-    return painted(text, RED, sys.stdout) if coloured else text
+def _painted(text: str, style: str, coloured: bool) -> str:
+    return painted(text, style, sys.stdout) if coloured else text

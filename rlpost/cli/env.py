@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlpost.catalog import EVAL, TRAIN_GRPO
-from rlpost.cli.columns import paragraph
+from rlpost.cli.columns import output_width, paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
 from rlpost.cli.starter_file import tell_starter, write_starter
-from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP, App
+from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.usage import App, AsJson
 from rlpost.config.keys import as_text, docs_of
 from rlpost.config.registry import describe, options
 from rlpost.errors import ConfigError
+from rlpost.folding import width_of
 from rlpost.settings import EnvSettings
 from rlpost.settings.checks import MISSING
 from rlpost.text import printable
@@ -53,7 +52,6 @@ app = App(help="List, show, test and begin environments.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As rlpost env list prints it.", autocompletion=complete_env)]
 Plugins = Annotated[list[str] | None, typer.Argument(metavar="[plugin=FILE]...", help="Files that add environments.")]
-AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 @app.command("list", epilog="Example: rlpost env list plugin=./my_env.py")
@@ -64,7 +62,7 @@ def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json([{"name": name, "description": about} for name, about in rows])
     else:
-        print("\n".join(fitted(printable(line)) for line in table(rows, indent="")))
+        print_lines(table(rows, indent=""))
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
@@ -101,8 +99,8 @@ def key_lines(rows: Sequence[tuple[str, str, str]], meanings: Sequence[str]) -> 
     """Key, type and default as columns, with the meaning beside them, or below where the screen is too narrow."""
     header = ("key", "type", "default")
     wide = table([(*header, ""), *((*row, meaning) for row, meaning in zip(rows, meanings, strict=True))])
-    width = shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or max(map(len, wide)) <= width:
+    width = output_width(0)
+    if not width or max(map(width_of, wide)) <= width:
         return wide
     first, *narrow = table([header, *rows])
     lines = [first]

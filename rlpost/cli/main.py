@@ -18,10 +18,10 @@ from rlpost.cli import chat as chat_verb
 from rlpost.cli import completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.complaint import explain_usage
-from rlpost.cli.terminal import discard_stdout, print_error, stdout_is_closed
+from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
 from rlpost.errors import RlpostError
-from rlpost.output import leave_dead_terminals
+from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
 
 BEGIN = """\b
 Begin with:
@@ -94,9 +94,9 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        if not stdout_is_closed():  # some other pipe broke, a worker's for one: that is no reader leaving
+        if not is_closed(1):  # some other pipe broke, a worker's for one: that is no reader leaving
             raise
-        discard_stdout()
+        lead_nowhere(1)  # what is still buffered, so that the interpreter does not complain when it ends
         return OUTPUT_CLOSED
     return 0
 

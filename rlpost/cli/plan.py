@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import opened
-from rlpost.cli.plan_needs import needs_dict, needs_lines
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
 from rlpost.settings import (
@@ -32,7 +31,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "choices": composed.choices,
         "overrides": composed.overrides,
         "settings": composed.as_dict(),
-        **needs_dict(composed.settings, folder),
+        **_needs_dict(composed.settings, folder),
     }
 
 
@@ -44,7 +43,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"numbers {_numbers(composed, going_on=resume is not None)}",
         *opened(composed.command.plan)(composed),
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
-        *needs_lines(composed.settings, folder),
+        *_needs_lines(composed.settings, folder),
     ]
     return [printable(line) for line in lines]
 
@@ -124,3 +123,37 @@ def _source(composed: Composed[Any]) -> str:
 
 def _rewards_of(env: EnvSettings) -> str:
     return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
+
+
+def _needs_lines(settings: Any, folder: Path) -> list[str]:
+    """What is fetched, and whether memory and disk suffice, by estimate."""
+    from rlpost.estimate.hub import fetches
+
+    lines = [fetch.line() for fetch in fetches(settings)]
+    needs = _needs(settings, folder)
+    if needs is None:
+        return [*lines, f"memory  known once the configuration of {settings.model.path} is here"]
+    reason = needs.impossible()
+    return [*lines, *needs.lines(), *([f"fits    no: {reason}"] if reason else [])]
+
+
+def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
+    """The same for `--json`."""
+    from rlpost.estimate.hub import fetches
+
+    needs = _needs(settings, folder)
+    found = [
+        {"id": fetch.id, "bytes": fetch.bytes, "cached": str(fetch.cached) if fetch.cached else None}
+        for fetch in fetches(settings)
+    ]
+    return {"fetches": found, "estimate": needs.as_dict() if needs is not None else None}
+
+
+def _needs(settings: Any, folder: Path) -> Any:
+    from rlpost.estimate.hub import shape_of_model
+    from rlpost.estimate.machine import gpu_memory
+    from rlpost.estimate.report import needs_of
+
+    shape = shape_of_model(settings.model.path, settings.model.revision)
+    asks_for_gpu = settings.model.device == "auto" or settings.model.device.startswith("cuda")
+    return needs_of(settings, shape, folder, gpu_memory() if asks_for_gpu else None)

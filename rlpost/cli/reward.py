@@ -10,8 +10,8 @@ import typer
 
 from rlpost.cli.completion import complete_env
 from rlpost.cli.starter_file import tell_starter, write_starter
-from rlpost.cli.terminal import fitted, print_json, table
-from rlpost.cli.usage import JSON_HELP, App
+from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.usage import App, AsJson
 
 NEW_EXAMPLES = """\b
 Examples:
@@ -31,7 +31,7 @@ app = App(help="List, begin and attack rewards.")
 
 
 @app.command("list", epilog="Example: rlpost train grpo env=dataset env.path=FILE env.reward=number")
-def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
+def list_rewards(as_json: AsJson = False) -> None:
     """List the rewards that need no file, for env.reward of env=dataset."""
     from rlpost.rewards.builtin import BUILT_IN
 
@@ -40,7 +40,7 @@ def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)
         print_json([{"name": n, "accuracy": accuracy, "description": doc} for n, accuracy, doc in rewards])
         return
     rows = [(name, "reward, accuracy" if accuracy else "reward", doc) for name, accuracy, doc in rewards]
-    print("\n".join(fitted(line) for line in table([("name", "gives", ""), *rows], indent="")))
+    print_lines(table([("name", "gives", ""), *rows], indent=""))
     print("\nthe answer is the column env.answer_column; for a reward of your own: rlpost reward new NAME")
 
 
@@ -48,7 +48,7 @@ def list_rewards(as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the function, and of the file NAME.py.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write this file instead of NAME.py.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented reward function that works at once."""
     file = write_starter("reward", name, out)
@@ -70,7 +70,7 @@ def attack(
     ] = None,
     rows: Annotated[int, typer.Option(metavar="N", help="Rows to attack with, the first ones.", min=1)] = 8,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for a call.", min=0.01)] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Attack a reward with replies that should not pay, and with what breaks functions; exit 3 if it has a fault.
 

@@ -52,9 +52,9 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
     """The attack on the reward, and what its rows are."""
     from rlpost.config.compose import compose
     from rlpost.config.plugins import without_plugins
+    from rlpost.rewards.attack_sums import COLUMNS, sample_attack
     from rlpost.rewards.builtin import BUILT_IN
     from rlpost.rewards.functions import check_columns
-    from rlpost.rewards.samples import COLUMNS, sample_attack
 
     for word in words:
         if not word.startswith(("env=", "env.", "plugin=")):

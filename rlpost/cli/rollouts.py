@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import print_json
-from rlpost.cli.usage import App
+from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.text import counted, printable
@@ -61,7 +60,7 @@ def show(
     reverse: Annotated[bool, typer.Option("--reverse", "--worst", help="The least first.")] = False,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Whole prompts and completions.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print groups and completions as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the groups of a step with the best and the worst completion, or the completions asked for."""
     from rlpost.cli.rollouts_view import completion_lines, overview_lines, selected, step_as_dict
@@ -74,7 +73,7 @@ def show(
     order = sort.value if sort is not None else Order.reward.value if reverse else None
     chosen = selected(rows, group=group, sample=sample, order=order, reverse=reverse)
     if as_json:
-        print(json.dumps(step_as_dict(folder, number, rows, chosen[:limit]), indent=2))
+        print_json(step_as_dict(folder, number, rows, chosen[:limit]))
     elif group is None and sample is None and order is None:
         print("\n".join(overview_lines(folder, number, rows, limit=limit, full=full)))
     else:
@@ -90,7 +89,7 @@ def export(
         bool | None,
         typer.Option("--tokens/--no-tokens", help="With ids, log-probs and mask (not in .csv unless asked)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write all completions of a run, or of some steps, to one file; an existing file is left alone."""
     if as_json and file == STDOUT:

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rlpost.cli.columns import fitted_table, one_line, output_width, paragraph, width_of
+from rlpost.cli.columns import fitted_table, output_width, paragraph
 from rlpost.cli.terminal import BOLD, DIM, painted
 from rlpost.errors import ConfigError
+from rlpost.folding import one_line, width_of
 from rlpost.text import printable
 
 Row = dict[str, Any]  # one completion, under the names of rlpost.runs.rollouts.SCHEMA
@@ -138,7 +139,7 @@ def _group_table(groups: Sequence[Sequence[Row]]) -> list[str]:
     table = fitted_table(rows, None, right=range(len(HEADER)))
     width = max(NARROWEST_PROMPT, output_width(PIPED_WIDTH) - max(map(width_of, table)) - 2)
     prompts = telling_parts([group[0]["prompt"] for group in groups])
-    cells = ["prompt", *(one_line(prompt, width) for prompt in prompts)]
+    cells = ["prompt", *(one_line(prompt, width, counted=True) for prompt in prompts)]
     heading, *lines = [f"{line}  {cell}" for line, cell in zip(table, cells, strict=True)]
     return [painted(heading, DIM, sys.stdout), *lines]
 

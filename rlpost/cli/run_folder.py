@@ -6,12 +6,11 @@ import itertools
 import re
 from pathlib import Path
 
-from rlpost.config.paths import SWEEP_FILE, checkpoints, is_checkpoint_folder, is_run_folder, never_began
+from rlpost.config.paths import RUNS, SWEEP_FILE, checkpoints, is_checkpoint_folder, is_run_folder, never_began
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
-RUNS = Path("runs")
 RESUME_WORDS = ("auto", "latest")
 NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
 

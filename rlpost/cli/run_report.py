@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import shlex
 import sys
 import time
@@ -17,8 +16,10 @@ from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
-from rlpost.runs.reader import RunRecord, RunState, command_of, number
-from rlpost.text import counted, printable
+from rlpost.files import bytes_of
+from rlpost.record import Interval, interval, number
+from rlpost.runs.reader import RunRecord, RunState, command_of
+from rlpost.text import counted, printable, readable
 
 FIGURES = ("steps", "reward", "loss", "accuracy", "age")
 CUTTABLE = ("env", "model", "run")
@@ -60,8 +61,8 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "steps": record.total_steps,
         "reward": record.last("reward/mean"),
         "loss": record.last("loss/sft"),
-        "accuracy_before": _measured(record, before=True),
-        "accuracy_after": _measured(record, before=False),
+        "accuracy_before": before._asdict() if (before := _measured(record, before=True)) else None,
+        "accuracy_after": after._asdict() if (after := _measured(record, before=False)) else None,
         "model": model_name(record),
         "env": record.choice("env"),
         "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
@@ -111,28 +112,6 @@ def age(since: float) -> str:
     return f"{int(seconds // size)}{unit}"
 
 
-def bytes_of(folder: Path) -> int:
-    """Bytes of all files below `folder`; links count as links."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(where) / name).lstat().st_size
-            except FileNotFoundError:  # a run under way has just removed it
-                continue
-    return total
-
-
-def size(count: int) -> str:
-    """Bytes for people: 1.6 GB."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} GB"
-
-
 def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
     """What the table says of a run, by column."""
     reward, loss = record.last("reward/mean"), record.last("loss/sft")
@@ -158,18 +137,14 @@ def _accuracy(record: RunRecord) -> str:
     """`12→58%`: held-out, lenient, before and after."""
     before, after = (_measured(record, before=before) for before in (True, False))
     if before is None:
-        return "-" if after is None else f"-→{after['value']:.0%}"
-    start = f"{before['value']:.0%}"
-    return f"{start}→-" if after is None else f"{start[:-1]}→{after['value']:.0%}"
+        return "-" if after is None else f"-→{after.value:.0%}"
+    start = f"{before.value:.0%}"
+    return f"{start}→-" if after is None else f"{start[:-1]}→{after.value:.0%}"
 
 
-def _measured(record: RunRecord, *, before: bool, measure: str = "lenient") -> dict[str, float] | None:
+def _measured(record: RunRecord, *, before: bool, measure: str = "lenient") -> Interval | None:
     """An evaluation's accuracy with its interval."""
-    evaluation = record.evaluation(before=before) or {}
-    key = f"eval/accuracy_{measure}"
-    found = {name: number(evaluation, key + end) for name, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
-    values = {name: value for name, value in found.items() if value is not None}
-    return values if len(values) == len(found) else None
+    return interval(record.evaluation(before=before) or {}, f"eval/accuracy_{measure}")
 
 
 def _asked(record: RunRecord) -> list[tuple[str, str]]:
@@ -219,9 +194,9 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
         before, after = ("-" if loss is None else f"{loss:.3f}" for loss in losses)
         lines.append(f"{'loss':<8} {before:<22} ->  {after}")
     for measure in ("lenient", "strict"):
-        before, after = (_interval(record, measure, before=b) for b in (True, False))
+        before, after = (_measured(record, before=b, measure=measure) for b in (True, False))
         if before or after:
-            lines.append(f"{measure:<8} {before or 'not before':<22} ->  {after or 'not yet after'}")
+            lines.append(f"{measure:<8} {before or 'not before'!s:<22} ->  {after or 'not yet after'}")
     evaluations = [e for before in (True, False) if (e := record.evaluation(before=before))]
     if evaluations and "eval/prompts" in evaluations[-1]:
         latest = evaluations[-1]
@@ -238,11 +213,6 @@ def _course(record: RunRecord, name: str, key: str, scale: float, unit: str) -> 
     digits = 0 if unit else 2
     ends = f"{values[0]:.{digits}f}{unit} -> {values[-1]:.{digits}f}{unit}"
     return name, f"{ends:<16} {curve(values, CURVE)}"
-
-
-def _interval(record: RunRecord, measure: str, *, before: bool) -> str:
-    found = _measured(record, before=before, measure=measure)
-    return f"{found['value']:6.1%} [{found['low']:.1%}, {found['high']:.1%}]" if found else ""
 
 
 def _troubles(record: RunRecord) -> list[tuple[str, str]]:
@@ -274,8 +244,8 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
     rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
     parts = [("checkpoints", names), ("rollouts", counted(len(rollouts), "step") if rollouts else "none")]
     used = {name: bytes_of(folder / name) for name in ("checkpoints", "rollouts")}
-    of_which = ", ".join(f"{name} {size(count)}" for name, count in used.items() if count)
-    parts.append(("size", size(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
+    of_which = ", ".join(f"{name} {readable(count)}" for name, count in used.items() if count)
+    parts.append(("size", readable(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
     if rollouts:
         parts.append(("look closer", f"rlpost rollouts show {folder}"))
     return parts

@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from rlpost.cli.columns import output_width
-from rlpost.runs.reader import MetricsFile, RunRecord, RunState, has_evaluation, is_running, number, read_run
+from rlpost.record import MetricsFile, has_evaluation, number
+from rlpost.runs.reader import RunRecord, RunState, is_running, read_run
 from rlpost.text import printable
 
 POLL_SECONDS = 0.5

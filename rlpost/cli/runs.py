@@ -11,6 +11,7 @@ import typer
 
 from rlpost.cli.completion import complete_run
 from rlpost.cli.usage import App
+from rlpost.config.paths import RUNS
 
 LIST_EXAMPLES = """\b
 Examples:
@@ -43,12 +44,12 @@ app = App(help="List, show, follow and clear away runs.")
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder they lie in.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder they lie in.")] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
     from rlpost.cli.run_report import list_lines, summary
-    from rlpost.runs.reader import RUNS, find_runs, read_run
+    from rlpost.runs.reader import find_runs, read_run
 
     found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
     records = [read_run(run) for run in found]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.columns import fitted_table, output_width
 from rlpost.cli.terminal import print_json
-from rlpost.runs.reader import RUNS
-from rlpost.text import counted, printable
+from rlpost.config.paths import RUNS
+from rlpost.text import counted, printable, readable
 
 if TYPE_CHECKING:
     from rlpost.runs.gc import Removal, Rule
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json: bool) -> None:
     """Say what the rules remove from runs/, and remove it where `do_it`."""
-    from rlpost.estimate.hub import readable
     from rlpost.runs.gc import removals, remove
 
     found = removals(RUNS, rules, rollout_days)
@@ -39,7 +38,6 @@ def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json
 
 def _table(told: list[Removal]) -> list[str]:
     """A line for each removal; the rollouts of a run are one."""
-    from rlpost.estimate.hub import readable
     from rlpost.runs.gc import Rule
 
     rows = []

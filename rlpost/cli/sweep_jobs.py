@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlpost.catalog import Command
 from rlpost.config.paths import SWEEP_FILE
 from rlpost.errors import CheckpointError
+from rlpost.files import replaced
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -92,11 +92,9 @@ class Sweep:
 
     def save(self) -> None:
         """Write sweep.json whole or not at all. Raises CheckpointError where the disk does not take it."""
-        file = self.folder / SWEEP_FILE
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            making = file.with_suffix(".incomplete")
-            making.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-            os.replace(making, file)
+            with replaced(self.folder / SWEEP_FILE) as making:
+                making.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.folder}: {error}; give another --out") from error

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlpost.child import shell_code
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.sweep_screen import SweepScreen
 from rlpost.config.paths import RESULT, SAMPLES, is_run_folder
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError
 
 LOOK_EVERY = 0.3  # seconds
 LOG_END = 4096  # bytes of a job's log that are searched for its error
-STOPPED_BY = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 class Stop:
@@ -111,8 +111,7 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
                 _wait(process)
         answer.seek(0)
         said = answer.read()
-    # a process that a signal killed has its number, negative; a shell says 128 + number
-    exit_code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    exit_code = shell_code(process.returncode)
     result = _result(said)
     error = None
     if exit_code not in (0, *STOPPED_BY.values()):

@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.catalog import TRAIN_SFT
-from rlpost.cli.columns import fitted_table, one_line, width_of
-from rlpost.errors import ConfigError
-from rlpost.runs.reader import metrics_row
+from rlpost.cli.columns import fitted_table
+from rlpost.errors import STOPPED_BY, ConfigError
+from rlpost.folding import one_line, width_of
+from rlpost.record import Interval, MetricsFile, interval
 from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.cli.sweep_jobs import Sweep, SweepJob
 
-ROW_END = 16384  # bytes of metrics.jsonl that hold its last row
 LONGEST_CELL = 32
-STOPPED = (129, 130, 143)
 
 
 class SweepScreen:
@@ -28,6 +27,8 @@ class SweepScreen:
         self.sweep = sweep
         self.stream = stream
         self._said_stopping = False
+        self._rows: MetricsFile  # of the job under way
+        self._last_row: Mapping[str, Any] | None
         self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def begin(self) -> None:
@@ -37,7 +38,8 @@ class SweepScreen:
         self._line(f"{self.sweep.folder}/")
 
     def begun(self, number: int, job: SweepJob) -> None:
-        """A job that begins, where there is no live line to show it."""
+        """A job that begins, said where there is no live line to show it."""
+        self._rows, self._last_row = MetricsFile(job.folder / "metrics.jsonl"), None
         if not self.live:
             self._line(self._row(number, job, "begun", "", 0.0))
 
@@ -49,18 +51,27 @@ class SweepScreen:
             self._line("stopping: the job under way saves first; Ctrl-C again leaves at once")
         if not self.live:
             return
-        state, figure = _under_way(job)
+        state, figure = self._under_way(job)
         line = self._row(number, job, "stopping" if stopping else state, figure, seconds)
         self.stream.write(f"\r\x1b[2K{line}")
         self.stream.flush()
+
+    def _under_way(self, job: SweepJob) -> tuple[str, str]:
+        """How far the job is: `step 12/60` and its figure."""
+        if not job.trains:
+            return "evaluating", ""
+        self._last_row = [self._last_row, *self._rows.new_rows()][-1]
+        if self._last_row is None:
+            return "starting", ""
+        of = "" if job.steps is None else f"/{job.steps}"
+        return f"step {self._last_row['step']}{of}", _figure(self._last_row)
 
     def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
         """A job that has ended, now or (`known`) in an earlier attempt."""
         outcome = job.outcome
         code = outcome.exit_code
-        state = (
-            "done before" if known else "done" if code == 0 else "stopped" if code in STOPPED else f"failed ({code})"
-        )
+        words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
+        state = "done before" if known else words.get(code, f"failed ({code})")
         self._clear()
         self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))
         if outcome.error is not None:
@@ -116,7 +127,7 @@ def summary(sweep: Sweep) -> list[list[str]]:
     rows = [[*swept, *figures, "seconds", "exit"]]
     for job in sweep.jobs:
         outcome = job.outcome
-        values = [one_line(text, LONGEST_CELL) for text in job.job.differs.values()]
+        values = [one_line(text, LONGEST_CELL, counted=True) for text in job.job.differs.values()]
         code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
         rows.append([*values, *_results(outcome.result, trained), f"{outcome.seconds:.1f}", code])
     return rows
@@ -128,15 +139,14 @@ def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
         return ["-"] * (3 if trained else 2)
     if not trained:
         accuracy = result["result"]["accuracy_lenient"]
-        return [
-            f"{result['result']['reward_mean']:.3f}",
-            "-" if accuracy is None else _share(accuracy["value"], accuracy["low"], accuracy["high"]),
-        ]
+        share = accuracy and Interval(accuracy["value"], accuracy["low"], accuracy["high"])
+        return [f"{result['result']['reward_mean']:.3f}", str(share or "-").strip()]
     metrics = result["metrics"] or {}
     if "loss/sft" in metrics and "reward/mean" not in metrics:
         return [_loss(metrics, "loss/sft"), *(_loss(each, "eval/loss") for each in _evaluations(result))]
     reward = metrics.get("reward/mean")
-    return ["-" if reward is None else f"{reward:.2f}", *map(_accuracy, _evaluations(result))]
+    shares = [str(interval(each) or "-").strip() for each in _evaluations(result)]
+    return ["-" if reward is None else f"{reward:.2f}", *shares]
 
 
 def _loss(metrics: Mapping[str, Any], name: str) -> str:
@@ -145,27 +155,6 @@ def _loss(metrics: Mapping[str, Any], name: str) -> str:
 
 def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return result["evaluation_before"] or {}, result["evaluation_after"] or {}
-
-
-def _accuracy(evaluation: Mapping[str, Any]) -> str:
-    values = [evaluation.get(f"eval/accuracy_lenient{end}") for end in ("", "_low", "_high")]
-    known = [value for value in values if value is not None]
-    return _share(*known) if len(known) == 3 else "-"
-
-
-def _share(value: float, low: float, high: float) -> str:
-    return f"{value:.1%} [{low:.1%}, {high:.1%}]"
-
-
-def _under_way(job: SweepJob) -> tuple[str, str]:
-    """How far the job is: `step 12/60` and its figure."""
-    if not job.trains:
-        return "evaluating", ""
-    row = _last_row(job)
-    if row is None:
-        return "starting", ""
-    of = "" if job.steps is None else f"/{job.steps}"
-    return f"step {row['step']}{of}", _figure(row)
 
 
 def _metrics(job: SweepJob) -> Mapping[str, Any]:
@@ -181,15 +170,3 @@ def _figure(row: Mapping[str, Any]) -> str:
     if reward is None:
         return "" if loss is None else f"loss {loss:.3f}"
     return f"reward {reward:.2f}"
-
-
-def _last_row(job: SweepJob) -> dict[str, Any] | None:
-    """The last whole row of the job's metrics.jsonl, which it may be writing to."""
-    file = job.folder / "metrics.jsonl"
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - ROW_END))
-            lines = stream.read().decode(errors="replace").splitlines()
-    except OSError:  # it has not begun to write
-        return None
-    return next((row for line in reversed(lines) if (row := metrics_row(line)) is not None), None)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlpost.cli.columns import WordWrap
-from rlpost.cli.terminal import DIM, Status, painted, print_error, print_numbers, stdout_on_stderr, table
+from rlpost.cli.terminal import DIM, StatusLine, painted, print_error, stdout_on_stderr, table
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.text import printable
+from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.chat import Chat, Reply
@@ -33,12 +33,12 @@ def load(
 ) -> Chat:
     """A conversation with the model of `settings`; says on stderr what was loaded."""
     started = time.perf_counter()
-    with Status("loading"), stdout_on_stderr():
+    with StatusLine("loading") as status, stdout_on_stderr():
         from rlpost.chat import Chat, load_policy
         from rlpost.data.template_choice import thinking_cut_short
         from rlpost.model.load import describe
 
-        policy, folder = load_policy(settings, print_numbers)
+        policy, folder = load_policy(settings, status.numbers)
     facts = [describe(folder), str(policy.model.device)]
     if policy.max_model_len is not None:
         facts.append(f"context {policy.max_model_len} tokens")
@@ -126,8 +126,7 @@ def ending(reply: Reply, chat: Chat) -> str:
         "interrupted": "stopped by Ctrl-C",
     }
     speed = reply.tokens / reply.seconds if reply.seconds > 0 else 0.0
-    count = f"{reply.tokens} token" + ("" if reply.tokens == 1 else "s")
-    return f"{count}, {speed:.1f} tokens/s, {reasons[reply.finish_reason]}"
+    return f"{counted(reply.tokens, 'token')}, {speed:.1f} tokens/s, {reasons[reply.finish_reason]}"
 
 
 def as_dict(message: str, reply: Reply) -> dict[str, object]:

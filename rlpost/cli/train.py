@@ -19,8 +19,8 @@ from rlpost.cli.resume import check_kept, kept_settings
 from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import Status, print_json, stdout_on_stderr
-from rlpost.cli.usage import JSON_HELP, MULTIRUN_HELP, OVERRIDES_HELP, App
+from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
+from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings.run import RunRequest
 
@@ -44,7 +44,6 @@ Resume = Annotated[str | None, typer.Option(metavar="auto|latest|PATH", help=RES
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, say what would run, stop.")]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration as YAML, stop.")]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help=MULTIRUN_HELP)]
-AsJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 Plain = Annotated[bool, typer.Option("--plain", help="Print one line a step instead of a live screen.")]
 
 
@@ -115,7 +114,7 @@ def resolve(
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
     """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
-    with Status("loading torch"):
+    with StatusLine("loading torch"):
         return importlib.import_module(f"rlpost.train.{command.name}").train
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlpost.catalog import COMMANDS
+from rlpost.cli.completion import complete_settings_of_verb
 from rlpost.config.keys import groups_of
 from rlpost.config.registry import all_keys
 from rlpost.errors import ConfigError
@@ -21,7 +22,15 @@ OVERRIDES_HELP = (
 )
 SECTIONS = TRAIN, LOOK, PREPARE = "Train and try", "Look at runs", "Choose and prepare"  # of rlpost --help
 MULTIRUN_HELP = "Run once for each combination of several values: optim.lr=1e-5,3e-5 seed=0,1."
-JSON_HELP = "Print JSON on stdout, everything else on stderr."
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[VERB] [KEY=VALUE]...",
+        help="train grpo, where no verb is named, or another; then settings.",
+        autocompletion=complete_settings_of_verb,
+    ),
+]
 # verbs that other tools have -> the verb or flag of the same group here
 OTHER_VERBS = {"help": "--help", "version": "--version", "ls": "list", "follow": "tail", "doctor": "info"}
 

@@ -11,11 +11,4 @@ if TYPE_CHECKING:
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
     from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "LLMCollector": "llm",
-        "WeightUpdaterBase": "rlpost.weight_sync.base:WeightUpdater",
-        "vLLMUpdater": "rlpost.weight_sync.vllm:vLLMUpdater",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

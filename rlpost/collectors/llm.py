@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlpost.collectors.base import Collector
+from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
@@ -50,6 +50,19 @@ class LLMCollector(Collector):
     number of its trajectory among those this collector has begun.
 
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
+
+    >>> from rlpost.collectors import LLMCollector
+    >>> from rlpost.envs import GSM8KEnv
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> from rlpost.policies import ScriptedPolicy
+    >>> from rlpost.settings import SamplingSettings
+    >>> env = GSM8KEnv([{"question": "How much is 3 + 4?", "answer": "#### 7"}], repeats=2, group_repeats=True)
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> policy = ScriptedPolicy(["<answer>7</answer>", "8"], tokenizer, sampling=SamplingSettings())
+    >>> collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, yield_completed_trajectories=True)
+    >>> batch = next(iter(collector))
+    >>> batch["next", "reward"].squeeze(-1).tolist(), batch["group_id"].tolist()
+    ([1.0, 0.0], [0, 0])
     """
 
     def __init__(
@@ -102,12 +115,8 @@ class LLMCollector(Collector):
         self.queue = queue
         self.verbose = verbose
         self.begin_ahead = begin_ahead
-        self.on_phase: Callable[[str, str], None] = lambda kind, what: None  # told what is under way
-        # told while sampling: how many completions have ended, of how many, and the tokens of all so far
-        self.on_sampled: Callable[[int, int, int], None] | None = None
-        self._seconds = {"time/rollout": 0.0, "time/reward": 0.0}
-
         self.policy_version_tracker = self._version_tracker(track_policy_version)
+        self.player = Player(self.env, self.policy)
         self.weight_updater = self._updater(weight_updater)
         if replay_buffer is not None:
             replay_buffer.source = self
@@ -131,11 +140,6 @@ class LLMCollector(Collector):
         return self._collected()
 
     # State
-
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
-        return taken
 
     def reset(self, index: int | Sequence[int] | None = None) -> None:
         """Abandon the conversations under way, or those in the places `index`; complete ones are still delivered."""
@@ -328,17 +332,8 @@ class LLMCollector(Collector):
         fresh = dict(zip(free, drawn, strict=True))
         places = [i for i, turns in enumerate(self._live) if turns or i in fresh]
         conversations = [fresh[i] if i in fresh else self._live[i][-1].copy() for i in places]
-        completions = f"{len(conversations)} completions"
-        self.on_phase("sampling", completions)
-        started = time.perf_counter()
-        with self._telling_progress(len(conversations)):
-            self.policy.reply(conversations)
-        sampled = time.perf_counter()
-        self.on_phase("scoring", completions)
-        self.env.advance(conversations)
-        self._seconds["time/rollout"] += sampled - started
-        self._seconds["time/reward"] += time.perf_counter() - sampled
-        self.on_phase("building", "the batch")
+        self.player.turn(conversations)
+        self.player.on_phase("building", "the batch")
         keeps_turns = self.yield_completed_trajectories and not self.yield_only_last_steps
         for i, conversation in zip(places, conversations, strict=True):
             trajectory = [*self._live[i], conversation] if keeps_turns else [conversation]
@@ -346,20 +341,6 @@ class LLMCollector(Collector):
                 self._ready.append(trajectory)
             self._live[i] = [] if conversation.done else trajectory
         return conversations
-
-    @contextlib.contextmanager
-    def _telling_progress(self, total: int) -> Iterator[None]:
-        """While the policy samples, `on_sampled` is told how far it is."""
-        on_sampled = self.on_sampled
-        if on_sampled is None:
-            yield
-            return
-        before = self.policy.tokens_sampled
-        self.policy.on_ended = lambda ended: on_sampled(ended, total, self.policy.tokens_sampled - before)
-        try:
-            yield
-        finally:
-            self.policy.on_ended = None
 
     def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
         if track is False:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlpost.catalog import Command
 from rlpost.config.keys import NULL, Key, as_text, docs_of, groups_of, keys_of, types_of
-from rlpost.config.paths import is_run_folder
+from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.registry import (
     class_of,
     classes_of,
@@ -32,7 +32,6 @@ from rlpost.settings.checks import MISSING
 from rlpost.settings.registered import BUILT_IN_REWARDS
 from rlpost.user_file import check_file, functions_of
 
-RUNS = Path("runs")
 PYTHON, YAML = (".py",), (".yaml", ".yml")
 PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the endings of those files; none: all
     "plugin": PYTHON,

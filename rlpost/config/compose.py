@@ -84,7 +84,9 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
     _check_paths(settings)
-    yaml_text = OmegaConf.to_yaml(merged.config)
+    content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
+    groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
+    yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
     return Composed(command, settings, merged.choices, merged.keys, merged.overrides, merged.given, yaml_text)
 
 

@@ -17,15 +17,13 @@ from rlpost.config.code import is_code
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, shown
-from rlpost.config.paths import is_run_folder
+from rlpost.config.paths import RUNS, is_run_folder
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
-
-RUNS = Path("runs")
 
 
 class Absent(Enum):

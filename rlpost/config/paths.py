@@ -17,7 +17,7 @@ from rlpost.user_file import check_defines, check_file, functions_of
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a peft adapter
-EVALS = Path("evals")
+RUNS, EVALS = Path("runs"), Path("evals")
 RESULT, SAMPLES = "result.json", "samples.parquet"  # in the folder of an evaluation
 MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that one without it is not whole
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run

@@ -14,14 +14,4 @@ if TYPE_CHECKING:
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
     from rlpost.data.topk import TopKRewardSelector as TopKRewardSelector
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "ContentBase": "content",
-        "History": "history",
-        "LLMData": "llm_data",
-        "ReplayBuffer": "replay_buffer",
-        "TopKRewardSelector": "topk",
-        "add_chat_template": "chat_templates",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

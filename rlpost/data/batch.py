@@ -31,23 +31,18 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Conversation, PolicyVersionLabel
+from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
-from rlpost.data.ragged import ragged, ragged_rows, strings, versions
+from rlpost.data.ragged import one_each, ragged, ragged_rows, strings, token_fields, versions
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
     """The batch described at the top of this module, of batch size (B,)."""
     size = len(conversations)
-    prompts = [torch.tensor(c.prompt_ids, dtype=torch.int64) for c in conversations]
-    responses = [torch.tensor(c.response_ids, dtype=torch.int64) for c in conversations]
-    response_log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    full = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    sampled = [torch.tensor([0] * len(c.prompt_ids) + c.mask, dtype=torch.bool) for c in conversations]
-    full_log_probs = [torch.cat([torch.zeros(len(p)), lp]) for p, lp in zip(prompts, response_log_probs, strict=True)]
-
-    def column(values: Sequence[float | bool | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype).unsqueeze(-1)
+    prompts = [c.prompt_ids for c in conversations]
+    tokens = token_fields(prompts, [c.response_ids for c in conversations], torch.int64)
+    unsampled = [[0.0] * len(ids) for ids in prompts]
+    log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
 
     part_names = sorted({name for c in conversations for name in c.reward_parts})
     return TensorDict(
@@ -58,14 +53,15 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
                 "prompt": strings([c.prompt_text for c in conversations]),
                 "response": strings([c.response_text for c in conversations]),
             },
-            "tokens": {"prompt": ragged(prompts), "response": ragged(responses), "full": ragged(full)},
+            "tokens": tokens,
             "masks": {
-                "all_attention_mask": ragged([torch.ones_like(row, dtype=torch.bool) for row in full]),
-                "all_assistant_mask": ragged(sampled),
+                "all_attention_mask": torch.ones_like(tokens["full"], dtype=torch.bool),
+                "all_assistant_mask": token_fields(unsampled, [c.mask for c in conversations], torch.bool)["full"],
             },
-            "log_probs": {"response": ragged(response_log_probs), "full": ragged(full_log_probs)},
-            "policy_version": _versions([c.policy_versions[:1] for c in conversations]),
-            "policy_version_max": _versions([c.policy_versions[-1:] for c in conversations]),
+            "log_probs": {"response": log_probs["response"], "full": log_probs["full"]},
+            # -1 where the model has not spoken yet
+            "policy_version": versions([(c.policy_versions or [-1])[0] for c in conversations]),
+            "policy_version_max": versions([(c.policy_versions or [-1])[-1] for c in conversations]),
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
             "turns": torch.tensor([c.turns for c in conversations]),
@@ -76,24 +72,19 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "valid": torch.tensor([c.valid for c in conversations]),
             "finish_reason": strings([c.finish_reason for c in conversations]),
             "next": {
-                "reward": column([c.reward for c in conversations]),
+                "reward": one_each([c.reward for c in conversations]),
                 "reward_parts": {
-                    name: column([c.reward_parts.get(name) for c in conversations]) for name in part_names
+                    name: one_each([c.reward_parts.get(name) for c in conversations]) for name in part_names
                 },
-                "accuracy_strict": column([c.accuracy_strict for c in conversations]),
-                "accuracy_lenient": column([c.accuracy_lenient for c in conversations]),
-                "done": column([c.done for c in conversations], torch.bool),
-                "terminated": column([c.terminated for c in conversations], torch.bool),
-                "truncated": column([c.truncated for c in conversations], torch.bool),
+                "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
+                "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
+                "done": one_each([c.done for c in conversations], torch.bool),
+                "terminated": one_each([c.terminated for c in conversations], torch.bool),
+                "truncated": one_each([c.truncated for c in conversations], torch.bool),
             },
         },
         batch_size=[size],
     )
-
-
-def _versions(labels: Sequence[Sequence[PolicyVersionLabel]]) -> torch.Tensor | NonTensorStack:
-    """The first of each row's versions; -1 where the model has not spoken yet."""
-    return versions([label[0] if label else -1 for label in labels])
 
 
 def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:

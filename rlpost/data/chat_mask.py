@@ -18,18 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from rlpost.data.demonstrations import ChatMessage, Fault
-from rlpost.data.rendering import render, template_messages, template_name
+from rlpost.data.rendering import render, template_messages, template_name, tokenizer_name
 from rlpost.errors import ConfigError, DataError
 
 _PROBE_REPLY = "probe"
-# what a template raises over a message that is not as it expects, besides its own complaints
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class MaskError(DataError):
@@ -58,10 +53,9 @@ class ChatMask:
 
     def __init__(self, tokenizer: Any, template: str | None = None, variables: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.is_fast:
-            name = Path(tokenizer.name_or_path).name or type(tokenizer).__name__
             raise ConfigError(
-                f"the tokenizer {name} has no fast form, which alone says where a token stands in the text: save one "
-                "as tokenizer.json beside it"
+                f"the tokenizer {tokenizer_name(tokenizer)} has no fast form, which alone says where a token stands in "
+                "the text: save one as tokenizer.json beside it"
             )
         self.tokenizer = tokenizer
         self._template, self._variables = template, variables
@@ -239,9 +233,8 @@ class ChatMask:
                 add_generation_prompt=add_generation_prompt,
                 variables=self._variables,
             )
-        except _TEMPLATE_ERRORS as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise MaskError(Fault.template, f"{self.template} refuses it: {said}") from error
+        except DataError as error:
+            raise MaskError(Fault.template, str(error)) from error
 
     def _tokenise(self, text: str) -> Rendered:
         """`text` as one run of tokens; the template has written what begins it, so nothing is added."""

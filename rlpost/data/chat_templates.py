@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from rlpost.data.conversation import Message
-from rlpost.data.templates import chatml, deepseek, gemma, llama, mistral
+from rlpost.data.templates import chatml, deepseek, gemma, jinja, llama, mistral
 from rlpost.data.templates.parsing import UnparsedTextError
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
@@ -53,24 +53,20 @@ class ChatTemplate:
     marks: tuple[str, ...] = ()
 
 
+def _shipped(name: str, parse: InverseParser, keywords: tuple[str, ...], marks: tuple[str, ...]) -> ChatTemplate:
+    return ChatTemplate(name, jinja(name), parse, keywords, marks)
+
+
 # in the order of looking for keywords and marks: DeepSeek's distilled models are named after Qwen and
 # Llama too, and ChatML's marks are those of everything that is built on it
 _SHIPPED = (
-    ChatTemplate("deepseek", deepseek.DEEPSEEK, deepseek.parse_deepseek, ("deepseek",), ("<｜Assistant｜>",)),
-    ChatTemplate(
-        "llama4", llama.LLAMA4, llama.parse_llama4, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")
-    ),
-    ChatTemplate(
-        "llama3",
-        llama.LLAMA3,
-        llama.parse_llama3,
-        ("llama-3", "llama3", "llama_3"),
-        ("<|start_header_id|>", "<|eot_id|>"),
-    ),
-    ChatTemplate("gemma", gemma.GEMMA, gemma.parse_gemma, ("gemma",), ("<start_of_turn>",)),
-    ChatTemplate("mistral", mistral.MISTRAL, mistral.parse_mistral, ("mistral", "ministral"), ("[INST]", "[/INST]")),
-    ChatTemplate("qwen", chatml.QWEN, chatml.parse_qwen, ("qwen",), ("<|im_start|>", "<tool_call>")),
-    ChatTemplate("chatml", chatml.CHATML, chatml.parse_chatml, ("chatml", "smollm"), ("<|im_start|>",)),
+    _shipped("deepseek", deepseek.parse_deepseek, ("deepseek",), ("<｜Assistant｜>",)),
+    _shipped("llama4", llama.parse_llama4, ("llama-4", "llama4", "llama_4"), ("<|header_start|>", "<|eot|>")),
+    _shipped("llama3", llama.parse_llama3, ("llama-3", "llama3", "llama_3"), ("<|start_header_id|>", "<|eot_id|>")),
+    _shipped("gemma", gemma.parse_gemma, ("gemma",), ("<start_of_turn>",)),
+    _shipped("mistral", mistral.parse_mistral, ("mistral", "ministral"), ("[INST]", "[/INST]")),
+    _shipped("qwen", chatml.parse_qwen, ("qwen",), ("<|im_start|>", "<tool_call>")),
+    _shipped("chatml", chatml.parse_chatml, ("chatml", "smollm"), ("<|im_start|>",)),
 )
 TEMPLATES: dict[str, ChatTemplate] = {each.name: each for each in _SHIPPED}
 

@@ -11,20 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.rendering import render
+from rlpost.data.rendering import render, template_name
 from rlpost.errors import DataError
 
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
 }
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # what templates raise
 
 
 class Continuation:
@@ -49,7 +45,8 @@ class Continuation:
 
         Raises DataError for a template that renders what came before differently once more follows.
         """
-        ids = self._tokenised(self.observation_text(conversation))
+        text = self.observation_text(conversation)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not conversation.chat or conversation.response_ids[-1:] == [self.end_of_turn]:
             return ids
         return [self.end_of_turn, *ids]  # a turn that ended with another stop token
@@ -94,7 +91,7 @@ class Continuation:
     @property
     def template(self) -> str:
         """What messages call the template."""
-        return f"the chat template of {Path(self.tokenizer.name_or_path).name or type(self.tokenizer).__name__}"
+        return template_name(self.tokenizer)
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -125,14 +122,7 @@ class Continuation:
         return self._applied(messages, tools, asking=asking)
 
     def _applied(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, asking: bool) -> str:
-        try:
-            return render(self.tokenizer, messages, tools=list(tools) or None, add_generation_prompt=asking)
-        except _REFUSALS as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{self.template} refuses this conversation: {said}") from error
-
-    def _tokenised(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return render(self.tokenizer, messages, tools=list(tools) or None, add_generation_prompt=asking)
 
 
 def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

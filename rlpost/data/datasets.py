@@ -31,37 +31,8 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 
 
-def load_rows(
-    path: str,
-    split: str,
-    required: Sequence[str] = ("question", "answer"),
-    limit: int | None = None,
-    *,
-    config: str | None = None,
-    check: Callable[[Row], Complaint | None] | None = None,
-    held_out: float = HELD_OUT,
-    test_path: str | None = None,
-    prompt: Callable[[Row], str] | None = None,
-) -> list[Row]:
-    """The rows of `located_rows`, without where they stand."""
-    return [
-        row
-        for _, row in located_rows(
-            path,
-            split,
-            required,
-            limit,
-            config=config,
-            check=check,
-            held_out=held_out,
-            test_path=test_path,
-            prompt=prompt,
-        )
-    ]
-
-
 def located_rows(
-    path: str,
+    dataset: str | Sequence[Mapping[str, Any]],
     split: str,
     required: Sequence[str] = ("question", "answer"),
     limit: int | None = None,
@@ -76,17 +47,21 @@ def located_rows(
 
     Each comes with its place: "train.jsonl, row 3".
 
-    `path` is a .jsonl, .json, .csv or .parquet file, a folder with one such file named after each
-    split, or a hub id, whose configuration `config` names; `test_path`, likewise, is where the split
-    `test` is instead. Where `test` has no rows of its own it is a share `held_out` of the others,
-    which `train` then leaves out: a row's `prompt` (None: its first required field) alone decides,
-    so that no prompt is on both sides. `check` returns the field and the fault of a row it cannot
-    accept. Raises DataError naming file, row (from 1; the line of a .jsonl or .csv file) and field.
+    `dataset` is a sequence of rows, which serve either split, or a path: a .jsonl, .json, .csv or
+    .parquet file, a folder with one such file named after each split, or a hub id, whose
+    configuration `config` names. `test_path`, likewise, is where the split `test` is instead. Where
+    `test` has no rows of its own it is a share `held_out` of the others, which `train` then leaves
+    out: a row's `prompt` (None: its first required field) alone decides, so that no prompt is on both
+    sides. `check` returns the field and the fault of a row it cannot accept. Raises DataError naming
+    file, row (from 1; the line of a .jsonl or .csv file) and field.
     """
-    key, place = ("env.path", path) if test_path is None or split != "test" else ("env.test_path", test_path)
-    source = local_source(place, split, key) or _hub_source(place, split, config, key)
-    if key == "env.test_path" and source.shared and not source.is_file:
-        raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
+    if isinstance(dataset, str):
+        key, place = ("env.path", dataset) if test_path is None or split != "test" else ("env.test_path", test_path)
+        source = local_source(place, split, key) or _hub_source(place, split, config, key)
+        if key == "env.test_path" and source.shared and not source.is_file:
+            raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
+    else:
+        source = Source("the dataset", enumerate(dataset, start=1), shared=False)
     divided = source.shared and test_path is None
     rows = []
     for number, row in source.numbered if divided else islice(source.numbered, limit):
@@ -95,7 +70,7 @@ def located_rows(
         if complaint:
             raise DataError(f"{where}, field {complaint[0]!r}: {complaint[1]}")
         rows.append((where, dict(row)))
-    if not rows:
+    if not rows and isinstance(dataset, str):
         raise DataError(f"{source.name} holds no rows: {_INSTEAD}, one JSON object a line")
     if not divided:
         return rows

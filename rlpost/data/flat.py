@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
-from rlpost.data.ragged import padded, strings
+from rlpost.data.ragged import padded, strings, token_fields
 
 AS_ELSEWHERE = ("policy_version", "policy_version_max", "group_id", "sample", "valid", "finish_reason", "next")
 PAD = 0  # what stands at a pad; the attention mask tells it from an id
@@ -29,25 +29,19 @@ PAD = 0  # what stands at a pad; the attention mask tells it from an id
 
 def flat_batch(conversations: Sequence[Conversation]) -> TensorDict:
     """The batch described at the top of this module, of batch size (B,)."""
-    prompts = [torch.tensor(c.prompt_ids, dtype=torch.int64) for c in conversations]
-    responses = [torch.tensor(c.response_ids, dtype=torch.int64) for c in conversations]
+    prompts, responses = [c.prompt_ids for c in conversations], [c.response_ids for c in conversations]
+    tokens = token_fields(prompts, responses, torch.int64, PAD)
+    before, after = ([[1] * len(ids) for ids in rows] for rows in (prompts, responses))
     log_probs = [torch.tensor(c.log_probs, dtype=torch.float32) for c in conversations]
-    tokens_response = padded(responses, PAD)
     over = torch.zeros(len(conversations), 1, dtype=torch.bool)
     whole = batch_from_conversations(conversations)
     return TensorDict(
         {
             "text": strings([c.prompt_text for c in conversations]),
             "text_response": strings([_said(c) for c in conversations]),
-            "tokens": torch.cat([padded(prompts, PAD, left=True), tokens_response], -1),
-            "tokens_response": tokens_response,
-            "attention_mask": torch.cat(
-                [
-                    padded([torch.ones_like(row) for row in prompts], PAD, left=True),
-                    padded([torch.ones_like(row) for row in responses], PAD),
-                ],
-                -1,
-            ),
+            "tokens": tokens["full"],
+            "tokens_response": tokens["response"],
+            "attention_mask": token_fields(before, after, torch.int64, PAD)["full"],
             "log_probs": padded(log_probs, PAD),
             "done": over,
             "terminated": over.clone(),

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jinja2.exceptions import TemplateError
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
 from rlpost.data.columns import fields_of, grid, own, settle
 from rlpost.data.conversation import PADDING_ROLE, Message
-from rlpost.data.ragged import ragged
-from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages, template_name
+from rlpost.data.ragged import padded, padding_id, ragged
+from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages
 from rlpost.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
 _FIELDS = frozenset((*_COLUMNS, "is_complete"))
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # what templates raise
 
 
 class History(TensorClass["nocast"]):
@@ -33,6 +31,14 @@ class History(TensorClass["nocast"]):
     those of an assistant's message, `tool_responses` results that follow a message as further ones
     of role "tool"; `more` holds a message's other entries, such as `tool_call_id`. All are None where
     a message has none.
+
+    >>> from rlpost.data import History
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> [text] = chats.apply_chat_template(tokenizer=tokenizer, add_generation_prompt=False)
+    >>> History.from_text([text]).to_chats()
+    [[{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]]
     """
 
     role: Any
@@ -234,7 +240,7 @@ class History(TensorClass["nocast"]):
         if return_assistant_tokens_mask:
             mask = ChatMask(tokenizer, template, template_kwargs)
             rows = [_masked(mask, chat, number, tools, prompt) for number, (chat, prompt) in enumerate(pairs)]
-            rendered = _fields(tokenizer, rows, padding)
+            rendered = _fields(tokenizer, padding, *zip(*rows, strict=True))
         else:
             rendered = [
                 _written(tokenizer, chat, number, add_generation_prompt=prompt, **options)
@@ -243,9 +249,9 @@ class History(TensorClass["nocast"]):
             if tokenize or return_dict:
                 rendered = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
             if return_dict:
-                rendered = _fields(tokenizer, [(ids,) for ids in rendered], padding)
+                rendered = _fields(tokenizer, padding, rendered)
             elif padding:
-                rendered = _padded(rendered, _pad_id(tokenizer), torch.int64)
+                rendered = _fields(tokenizer, padding, rendered)["input_ids"]
         return rendered if self.ndim == 2 else rendered[0]
 
 
@@ -285,6 +291,8 @@ def _check_asked(tokenizer: Any, as_ids: bool, padding: bool, return_dict: bool,
         raise ConfigError(
             f"{type(tokenizer).__name__} makes ids of a text and its images together: take the text, and give it both"
         )
+    if padding and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has neither pad_token nor eos_token to pad with: set its pad_token")
 
 
 def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: Any) -> str:
@@ -296,10 +304,6 @@ def _written(tokenizer: Any, chat: Sequence[Message], number: int, **options: An
             check_parts_are_written(tokenizer, messages, text, **options)
     except DataError as error:
         raise DataError(f"chat {number + 1}: {error}") from error
-    except _REFUSALS as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        template = template_name(tokenizer) if options["template"] is None else "the chat template"
-        raise DataError(f"{template} refuses chat {number + 1}: {said}") from error
     return text
 
 
@@ -315,32 +319,19 @@ def _masked(
         raise MaskError(error.fault, f"chat {number + 1}: {error}") from error
 
 
-def _fields(tokenizer: Any, rows: Sequence[Sequence[Sequence[Any]]], padding: bool) -> TensorDict:
-    """The TensorDict (B,) of ids, attention and, where the rows have one, the assistant's mask."""
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    ones = [[1] * len(ids) for ids in columns[0]]
-    shaped: dict[str, Any] = {}
-    masked = columns[1] if len(columns) > 1 else None
-    for name, column, dtype, fill in (
-        ("input_ids", columns[0], torch.int64, _pad_id(tokenizer) if padding else 0),
-        ("attention_mask", ones, torch.int64, 0),
-        ("assistant_masks", masked, torch.bool, False),
-    ):
-        if column is not None:
-            tensors = [torch.tensor(row, dtype=dtype) for row in column]
-            shaped[name] = _padded(column, fill, dtype) if padding else ragged(tensors)
-    return TensorDict(shaped, batch_size=[len(rows)])
+def _fields(
+    tokenizer: Any, padding: bool, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] = ()
+) -> TensorDict:
+    """The TensorDict (B,) of ids, attention and, where there are `masks`, the assistant's."""
 
+    def together(rows: Sequence[torch.Tensor], fill: int = 0) -> torch.Tensor:
+        return padded(rows, fill, left=True) if padding else ragged(rows)
 
-def _padded(rows: Sequence[Sequence[Any]], fill: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The rows as (B, T), `fill` on the left of the shorter ones."""
-    width = max(len(row) for row in rows)
-    return torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], dtype=dtype)
-
-
-def _pad_id(tokenizer: Any) -> int:
-    """What rows are padded with. Raises ConfigError for a tokenizer without any such token."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return token_id
-    raise ConfigError("the tokenizer has neither pad_token nor eos_token to pad with: set its pad_token")
+    rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
+    fields = {
+        "input_ids": together(rows, padding_id(tokenizer)),
+        "attention_mask": together([torch.ones_like(row) for row in rows]),
+    }
+    if masks:
+        fields["assistant_masks"] = together([torch.tensor(mask, dtype=torch.bool) for mask in masks])
+    return TensorDict(fields, batch_size=[len(rows)])

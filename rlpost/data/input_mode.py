@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from rlpost.errors import ConfigError
+from rlpost.nearest import member
 
 
 class InputMode(Enum):
@@ -17,8 +17,4 @@ class InputMode(Enum):
     @classmethod
     def of(cls, given: InputMode | str) -> InputMode:
         """The mode that is called `given`. Raises ConfigError for none."""
-        names = [mode.value for mode in cls]
-        name = given.value if isinstance(given, InputMode) else given
-        if name not in names:
-            raise ConfigError(f"input_mode={given!r} is none of {', '.join(names)}")
-        return cls(name)
+        return member(cls, "input_mode", given)

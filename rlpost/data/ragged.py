@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +37,33 @@ def padded(rows: Sequence[torch.Tensor], fill: float = 0, *, left: bool = False)
     return pad_sequence(list(rows), batch_first=True, padding_value=fill, padding_side=side)
 
 
+def token_fields(
+    prompts: Sequence[Sequence[float]],
+    responses: Sequence[Sequence[float]],
+    dtype: torch.dtype,
+    fill: float | None = None,
+) -> dict[str, torch.Tensor]:
+    """`prompt`, `response` and `full`, both one after the other, of a value per token: ragged (B, *).
+
+    With `fill` padded: prompts on the left (B, P), responses on the right (B, R), and full is both, (B, P + R).
+    """
+    before, after = ([torch.tensor(row, dtype=dtype) for row in rows] for rows in (prompts, responses))
+    if fill is not None:
+        left, right = padded(before, fill, left=True), padded(after, fill)
+        return {"prompt": left, "response": right, "full": torch.cat([left, right], 1)}
+    full = [torch.cat(pair) for pair in zip(before, after, strict=True)]
+    return {"prompt": ragged(before), "response": ragged(after), "full": ragged(full)}
+
+
 def padding_id(tokenizer: Any) -> int:
     """The id that fills rows: the tokenizer's pad token, its end of turn where it has none, else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in candidates if token is not None)
+
+
+def one_each(values: Sequence[float | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(B, 1) of a number, or a bool, a row; NaN for None."""
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype).unsqueeze(-1)
 
 
 def strings(values: Sequence[Any]) -> NonTensorStack:

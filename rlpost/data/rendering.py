@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
 from rlpost.data.content import ContentBase
 from rlpost.data.conversation import Message
 from rlpost.errors import DataError
 
 _PROBE = "probe"
+# what templates raise over messages that are not as they expect, besides their own complaints
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 def is_processor(tokenizer: Any) -> bool:
@@ -18,10 +22,14 @@ def is_processor(tokenizer: Any) -> bool:
     return getattr(tokenizer, "tokenizer", None) is not None
 
 
+def tokenizer_name(tokenizer: Any) -> str:
+    """What messages call `tokenizer`."""
+    return Path(str(getattr(tokenizer, "name_or_path", "") or "")).name or type(tokenizer).__name__
+
+
 def template_name(tokenizer: Any) -> str:
     """What messages call the chat template of `tokenizer`."""
-    name = Path(str(getattr(tokenizer, "name_or_path", "") or "")).name
-    return f"the chat template of {name or type(tokenizer).__name__}"
+    return f"the chat template of {tokenizer_name(tokenizer)}"
 
 
 def template_messages(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Message]:
@@ -61,19 +69,24 @@ def render(
     """The text that the tokenizer's chat template, or `template`, writes of `messages`.
 
     A message with `is_complete` False ends with its content: what the template writes behind any
-    message of that role is left out. Raises what the template raises, and DataError where a message
-    cannot be left unfinished.
+    message of that role is left out. Raises DataError where the template refuses the messages, or one of
+    them cannot be left unfinished.
     """
+    name = template_name(tokenizer) if template is None else "the chat template"
 
     def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            list(shown),
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=prompt,
-            tokenize=False,
-            **(variables or {}),
-        )
+        try:
+            return tokenizer.apply_chat_template(
+                list(shown),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **(variables or {}),
+            )
+        except _REFUSALS as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} refuses this conversation: {said}") from error
 
     unfinished = [number for number, message in enumerate(messages) if not message.get("is_complete", True)]
     shown = messages
@@ -87,11 +100,17 @@ def render(
         _, found, behind = write([*shown[:number], probe]).rpartition(_PROBE)
         if not found or not until.endswith(behind) or not text.startswith(until):
             raise DataError(
-                f"message {number + 1} is unfinished (is_complete=False), and {template_name(tokenizer)} does not let "
-                "it end there: set is_complete=True"
+                f"message {number + 1} is unfinished (is_complete=False), and {name} does not let it end there: set "
+                "is_complete=True"
             )
         text = until.removesuffix(behind) + text[len(until) :]
     return text
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """`text` as ids, with what the tokenizer begins a text with, unless a template has written that already."""
+    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
 
 
 def check_parts_are_written(tokenizer: Any, messages: Sequence[Message], text: str, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,10 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import ragged_rows
-from rlpost.data.selection import Selection, places_of_each
+from rlpost.data.selection import Selection, Waiting, places_of_each
 from rlpost.errors import ConfigError, PolicyError
-
-log = logging.getLogger("rlpost")
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
 Rule = Callable[[TensorDictBase], bool]  # the dense tensors of a group (G,) -> whether it may be trained on
@@ -99,10 +96,6 @@ def _valid_rewards(group: Selection) -> list[float]:
     return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
 
 
-def _oldest(group: Selection) -> int:
-    return int(group.column("policy_version").min())
-
-
 class ReplayBuffer:
     """Groups of finished conversations, first in first out; one thread may write while another takes.
 
@@ -113,6 +106,15 @@ class ReplayBuffer:
     - `draw_limit` bounds how often in a row `take` asks the source for more before it gives up.
     - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
       since its last row is given up, logged and counted in `num_evicted`.
+
+    >>> import torch
+    >>> from rlpost.data import ReplayBuffer
+    >>> from tensordict import TensorDict
+    >>> rows = {"group_id": torch.tensor([0, 0, 1]), "valid": torch.ones(3, dtype=torch.bool)}
+    >>> buffer = ReplayBuffer(group_size=2)
+    >>> buffer.extend(TensorDict(rows | {"next": {"reward": torch.rand(3, 1)}}, batch_size=[3]))
+    >>> buffer.take(1)["group_id"].tolist()  # group 1 waits for its second completion
+    [0, 0]
     """
 
     def __init__(
@@ -124,19 +126,18 @@ class ReplayBuffer:
         draw_limit: int = 32,
         max_waiting: int = 4096,
     ) -> None:
-        if (group_size is not None and group_size < 1) or max_waiting < 1:
-            raise ValueError(f"group_size={group_size} and max_waiting={max_waiting} must be at least 1")
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"group_size={group_size} must be at least 1")
         self.transforms = list(transforms)
         self.group_key = group_key
         self.group_size = group_size
         self.draw_limit = draw_limit
-        self.max_waiting = max_waiting
         self.source: GroupSource | None = None
-        self.num_dropped_by_age = self.num_evicted = 0  # groups
+        self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self.write_count = 0  # rows written since the buffer was built
         self._groups: list[Selection] = []
-        self._waiting: dict[int, Selection] = {}  # groups that lack rows, by number
+        self._waiting: Waiting[int, Selection] = Waiting(max_waiting, group_size, "completions")  # by number
         self._lock = threading.RLock()  # of everything but `source`, which may write from its own thread
 
     def __len__(self) -> int:
@@ -146,6 +147,11 @@ class ReplayBuffer:
     def num_incomplete(self) -> int:
         """Groups that still wait for rows."""
         return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were given up, since too many waited."""
+        return self._waiting.num_evicted
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,) whose rows carry `group_key`.
@@ -163,45 +169,20 @@ class ReplayBuffer:
             if current is None:
                 return
         places = places_of_each(current[self.group_key].tolist())
-        for number, own in places.items():
-            self._check_size(number, len(own))
-        for number, own in places.items():
-            if group := self._completed(number, Selection.of(current, own)):
+        groups = {number: self._waiting.with_more(number, Selection.of(current, own)) for number, own in places.items()}
+        for number, group in groups.items():
+            if self.group_size is not None and len(group) > self.group_size:
+                raise ValueError(
+                    f"group {number} has {len(group)} rows, more than the {self.group_size} a group can have"
+                )
+        for number, group in groups.items():
+            if self.group_size is None or len(group) == self.group_size:
+                self._waiting.pop(number, None)
                 self._groups.append(group)
                 self.drawn.add(group)
-        self._evict()
-
-    def _completed(self, number: int, rows: Selection) -> Selection | None:
-        """The group `number` with `rows` added; None where it still lacks some, and is held until they come."""
-        if self.group_size is None:
-            return rows
-        waited = self._waiting.pop(number, None)
-        group = Selection.joined([waited, rows]) if waited else rows
-        if len(group) == self.group_size:
-            return group
-        self._waiting[number] = group
-        return None
-
-    def _check_size(self, number: int, new: int) -> None:
-        """Raise ValueError where `new` rows are more than group `number` can take."""
-        if self.group_size is None:
-            return
-        size = new + (len(self._waiting[number]) if number in self._waiting else 0)
-        if size > self.group_size:
-            raise ValueError(f"group {number} has {size} rows, more than the {self.group_size} a group can have")
-
-    def _evict(self) -> None:
-        """Give up the groups that have waited longest for a row, until `max_waiting` are left."""
-        while len(self._waiting) > self.max_waiting:
-            group = self._waiting.pop(next(iter(self._waiting)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %d completions, since %d others wait (max_waiting); %d given up so far",
-                len(group),
-                self.group_size,
-                self.max_waiting,
-                self.num_evicted,
-            )
+            else:
+                self._waiting.hold(number, group)
+        self._waiting.evict()
 
     def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.
@@ -239,22 +220,19 @@ class ReplayBuffer:
         `groups/evicted`, and what the transforms count.
         """
         with self._lock:
-            return self._counts()
-
-    def _counts(self) -> dict[str, float]:
-        counts = {
-            "groups/drawn": float(self.drawn.groups),
-            "groups/dropped": float(self.drawn.turned_down),
-            "reward/mean_drawn": self.drawn.reward_mean,
-            "buffer/dropped_by_age": float(self.num_dropped_by_age),
-        }
-        if self.group_size is not None:
-            counts["groups/evicted"] = float(self.num_evicted)
-        self.drawn = Drawn()
-        for transform in self.transforms:
-            if isinstance(transform, Counting):
-                counts |= transform.counts()
-        return counts
+            drawn, self.drawn = self.drawn, Drawn()
+            counts = {
+                "groups/drawn": float(drawn.groups),
+                "groups/dropped": float(drawn.turned_down),
+                "reward/mean_drawn": drawn.reward_mean,
+                "buffer/dropped_by_age": float(self.num_dropped_by_age),
+            }
+            if self.group_size is not None:
+                counts["groups/evicted"] = float(self.num_evicted)
+            for transform in self.transforms:
+                if isinstance(transform, Counting):
+                    counts |= transform.counts()
+            return counts
 
     def state_dict(self) -> dict[str, Any]:
         """The groups, those that lack rows and what transforms hold back, as JSON-compatible values."""
@@ -271,10 +249,11 @@ class ReplayBuffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same transforms."""
         self._groups = [Selection.whole(from_plain(group)) for group in state["groups"]]
-        waiting = [Selection.whole(from_plain(group)) for group in state["waiting"]]
-        self._waiting = {int(group.column(self.group_key)[0]): group for group in waiting}
+        self._waiting.clear()
+        for group in (Selection.whole(from_plain(plain)) for plain in state["waiting"]):
+            self._waiting.hold(int(group.column(self.group_key)[0]), group)
         self.num_dropped_by_age = state["num_dropped_by_age"]
-        self.num_evicted = state["num_evicted"]
+        self._waiting.num_evicted = state["num_evicted"]
         self.drawn = Drawn(**state["drawn"])
         for transform, saved in zip(self.transforms, state["transforms"], strict=True):
             if isinstance(transform, Stateful):
@@ -283,7 +262,14 @@ class ReplayBuffer:
     def _drop(self, max_policy_lag: int | None, accept: Rule | None) -> None:
         """Drop and count what may not be trained on."""
         with self._lock:
-            self._drop_older_than(max_policy_lag)
+            version = None if self.source is None else self.source.policy_version
+            if max_policy_lag is not None and version is not None:
+                if not isinstance(version, int):
+                    raise ConfigError("max_policy_lag needs integer policy versions: uuids have no order")
+                oldest = version - max_policy_lag
+                fresh = [group for group in self._groups if int(group.column("policy_version").min()) >= oldest]
+                self.num_dropped_by_age += len(self._groups) - len(fresh)
+                self._groups = fresh
             if accept is None:
                 return
             kept = []
@@ -308,13 +294,3 @@ class ReplayBuffer:
             f"{drawn.turned_down} of {drawn.groups} groups were turned down ({spread}); give prompts that the model "
             "answers well now and then, a larger group_size, or a higher dynamic.draw_limit"
         )
-
-    def _drop_older_than(self, max_policy_lag: int | None) -> None:
-        version = self.source.policy_version if self.source is not None else None
-        if max_policy_lag is None or version is None:
-            return
-        if not isinstance(version, int):
-            raise ConfigError("max_policy_lag needs integer policy versions: uuids have no order")
-        fresh = [g for g in self._groups if version - _oldest(g) <= max_policy_lag]
-        self.num_dropped_by_age += len(self._groups) - len(fresh)
-        self._groups = fresh

@@ -6,9 +6,10 @@ happens to it; what waits for more rows, or for its turn, therefore remembers wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,7 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.data.ragged import Key, ragged, ragged_rows
 
+log = logging.getLogger("rlpost")
+
 L = TypeVar("L", bound=Hashable)
+G = TypeVar("G")  # a group that waits: it has a length, and `+` adds members
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,10 @@ class Selection:
 
     def __len__(self) -> int:
         return sum(len(places) for _, places in self.parts)
+
+    def __add__(self, more: Selection) -> Selection:
+        """The rows of this selection and then those of `more`."""
+        return Selection.joined([self, more])
 
     def pick(self, which: Iterable[int]) -> Selection:
         """The rows at `which`, counted within this selection, in that order."""
@@ -79,8 +87,53 @@ class Selection:
 
     def copied(self) -> TensorDict:
         """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
-        copies = [_copied(batch, places) for batch, places in self.parts]
+        copies = [
+            batch.copy()
+            if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0]))
+            else select_rows(batch, places)
+            for batch, places in self.parts
+        ]
         return copies[0] if len(copies) == 1 else concat_rows(copies)
+
+
+class Waiting(dict[L, G]):
+    """Groups that lack some of their `size` members, the one that has longest gained none first.
+
+    More than `most` never wait. Raises ValueError for a `most` below 1.
+    """
+
+    def __init__(self, most: int, size: int | None, members: str) -> None:
+        super().__init__()
+        if most < 1:
+            raise ValueError(f"max_waiting={most} lets no group wait: it must be at least 1")
+        self.most = most
+        self.size = size
+        self.members = members  # what the log calls them
+        self.num_evicted = 0
+
+    def with_more(self, key: L, new: G) -> G:
+        """The group `key` with `new` behind what waits of it, which goes on waiting."""
+        waiting: Any = self.get(key)
+        return new if waiting is None else waiting + new
+
+    def hold(self, key: L, group: G) -> None:
+        """Let `group` wait, behind all others."""
+        self.pop(key, None)
+        self[key] = group
+
+    def evict(self) -> None:
+        """Give up the groups that have waited longest since they last gained a member, logged and counted."""
+        while len(self) > self.most:
+            group: Any = self.pop(next(iter(self)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                self.size,
+                self.members,
+                self.most,
+                self.num_evicted,
+            )
 
 
 def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
@@ -89,12 +142,6 @@ def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
     for place, label in enumerate(labels):
         places.setdefault(label, []).append(place)
     return places
-
-
-def _copied(batch: TensorDictBase, places: tuple[int, ...]) -> TensorDict:
-    if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0])):
-        return batch.copy()
-    return select_rows(batch, places)
 
 
 def _dense(batch: TensorDictBase) -> TensorDict:

@@ -14,29 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
-from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpost.data.rendering import render, template_name
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
 TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
-PLAIN = "plain"
-# for a tokenizer that has no special token but the end of a text
-PLAIN_TEMPLATE = r"""
-{%- for m in messages -%}
-  {{- '### ' + m.role | capitalize + ':\n' -}}
-  {%- if m.role == 'assistant' -%}
-    {%- generation -%}{{- (m.content or '') + eos_token -}}{%- endgeneration -%}
-  {%- else -%}
-    {{- m.content or '' -}}
-  {%- endif -%}
-  {{- '\n\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '### Assistant:\n' -}}{%- endif -%}
-"""
+PLAIN = "plain"  # for a tokenizer that has no special token but the end of a text
 THINKING_TOKENS = 1024  # fewer seldom hold a thought and the answer behind it
 _FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
 _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -50,9 +36,10 @@ def named_template(name: str) -> str:
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
         from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
+        from rlpost.data.templates import jinja
 
         try:
-            return PLAIN_TEMPLATE if name == PLAIN else chat_template(name).template
+            return jinja(PLAIN) if name == PLAIN else chat_template(name).template
         except UnknownTemplateError:
             known = [PLAIN, *sorted(TEMPLATES)]
             hint = did_you_mean(nearest(name, known))
@@ -122,7 +109,7 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
             render(tokenizer, _QUESTION, add_generation_prompt=True, variables={"enable_thinking": value})
             for value in (True, False)
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+    except DataError:
         return None  # a template that refuses a question says so where one is asked
     can_be_told = on != off
     if not (can_be_told and text == on) and text.rfind("<think>") <= text.rfind("</think>"):

@@ -27,37 +27,9 @@ if TYPE_CHECKING:
     from rlpost.envs.mlgym_env import make_mlgym as make_mlgym
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
-    from rlpost.envs.tools import ToolCall as ToolCall
-    from rlpost.envs.tools import ToolLimits as ToolLimits
-    from rlpost.envs.tools import ToolResult as ToolResult
-    from rlpost.envs.tools import ToolTransform as ToolTransform
+    from rlpost.envs.tool import ToolCall as ToolCall
+    from rlpost.envs.tool import ToolLimits as ToolLimits
+    from rlpost.envs.tool import ToolResult as ToolResult
+    from rlpost.envs.tool import ToolTransform as ToolTransform
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "ArithmeticEnv": "arithmetic",
-        "ChatEnv": "chat",
-        "CountdownEnv": "countdown",
-        "DatasetChatEnv": "chat",
-        "EnvBase": "base",
-        "GSM8KEnv": "gsm8k",
-        "GSM8KPrepareQuestion": "gsm8k",
-        "GSM8KRewardParser": "gsm8k",
-        "IFBenchEnv": "ifeval",
-        "IFEvalEnv": "ifeval",
-        "IFEvalScoreData": "ifeval",
-        "IfEvalScorer": "ifeval",
-        "LLMEnv": "llm_env",
-        "LLMHashingEnv": "hashing",
-        "ToolCall": "tools",
-        "ToolLimits": "tools",
-        "ToolResult": "tools",
-        "ToolTransform": "tools",
-        "MathEnv": "math_problems",
-        "ReasoningGymEnv": "reasoning",
-        "TextGameEnv": "text_game",
-        "MLGymWrapper": "mlgym_env",
-        "make_gsm8k_env": "gsm8k",
-        "make_mlgym": "mlgym_env",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -8,12 +8,13 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
+from rlpost.nearest import member
 from rlpost.rewards import arithmetic
 from rlpost.rewards.score import Score
+from rlpost.settings import ArithmeticSettings, Operation
 
 PROMPT_TEMPLATE = "What is {question}?"
-SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 HELD_OUT = 0.2  # share of the pairs of operands
 PROVED_AT_MOST = 10_000  # problems that `rlpost env test` tries
 COUNTED_OPERANDS = 1000  # a million pairs take half a second
@@ -34,21 +35,15 @@ class ArithmeticEnv(DatasetChatEnv):
         *,
         operations: Sequence[str] = ("add",),
         digits: int = 2,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         max_completion_tokens: int = 48,
         held_out: float = HELD_OUT,
         **chat: Any,
     ) -> None:
-        unknown = [name for name in operations if name not in SYMBOLS]
-        if unknown or not operations:
-            raise ConfigError(f"env.operations={list(operations)}: choose among {', '.join(SYMBOLS)}, at least one")
-        if not 1 <= digits <= 9:
-            raise ConfigError(f"env.digits={digits} is out of range: it must lie between 1 and 9")
-        if not 0 <= held_out < 1:
-            raise ConfigError(f"env.held_out={held_out} is out of range: it must be at least 0 and below 1")
-        template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
+        chosen = [member(Operation, "env.operations", name) for name in operations]
+        ArithmeticSettings(operations=chosen, digits=digits, held_out=held_out)  # refuses what cannot be
         super().__init__(
-            (), prompt_template=template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
+            (), prompt_template=prompt_template, max_completion_tokens=max_completion_tokens, held_out=held_out, **chat
         )
         self.operations = tuple(operations)
         self.digits = digits
@@ -164,7 +159,7 @@ def problem(operation: str, a: int, b: int) -> dict[str, Any]:
     """The task `a operation b`."""
     answer = {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]
     return {
-        "question": f"{a} {SYMBOLS[operation]} {b}",
+        "question": f"{a} {Operation[operation].value} {b}",
         "answer": str(answer),
         "a": a,
         "b": b,

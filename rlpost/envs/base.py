@@ -14,7 +14,7 @@ from rlpost.data.batch import batch_from_conversations
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.input_mode import InputMode
-from rlpost.envs.tools import ToolTransform
+from rlpost.envs.tool import ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
 

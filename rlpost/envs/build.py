@@ -36,7 +36,7 @@ def build_env(
             f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
         )
     if tools is not None and tools.use:
-        from rlpost.envs.tool_choice import add_tools
+        from rlpost.tools.choice import add_tools
 
         add_tools(env, tools)
     elif settings.max_turns > 1 and not env.answers:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.conversation import CUT, Conversation, Message
-from rlpost.data.datasets import HELD_OUT, load_rows
+from rlpost.data.datasets import HELD_OUT, Complaint, Row, located_rows
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
-from rlpost.envs.rows import OrderedRows, order_seed
+from rlpost.envs.rows import OrderedRows, filled, order_seed
 from rlpost.envs.scoring import record_scores
-from rlpost.envs.tools import ToolLimits, Tools, ToolTransform
+from rlpost.envs.tool import ROLES, ToolLimits, ToolTransform
 from rlpost.envs.transforms.base import Transform
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
@@ -22,6 +22,7 @@ from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
+    from rlpost.tools.calls import Tools
 
 
 class ChatEnv(EnvBase):
@@ -36,6 +37,15 @@ class ChatEnv(EnvBase):
     with the `max_steps`-th turn when there was more to say, whose calls are not run (`truncated`), or
     when nothing is left to say (`terminated`); with `max_steps=None` the latter leaves it open.
     `score` gives the reward when it ends.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from tensordict import TensorDict
+    >>> env = ChatEnv(system_prompt="Be brief.")
+    >>> asked = env.reset(TensorDict({"text": ["Who are you?"]}, batch_size=[1]))
+    >>> asked["text_response"] = ["A model."]
+    >>> [chat] = env.step(asked)["next", "history"].to_chats()
+    >>> [f"{message['role']}: {message['content']}" for message in chat]
+    ['system: Be brief.', 'user: Who are you?', 'assistant: A model.']
     """
 
     takes_tools = True
@@ -69,6 +79,8 @@ class ChatEnv(EnvBase):
         )
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps={max_steps} leaves the policy no turn: it must be at least 1")
+        if tool_role not in ROLES:
+            raise ConfigError(f"tool_role={tool_role!r} is unknown: it must be {' or '.join(ROLES)}")
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
         self.data_key = data_key
@@ -76,7 +88,9 @@ class ChatEnv(EnvBase):
         self.system_role = system_role
         self.user_role = user_role
         self.policy_role = policy_role
-        self.tools = Tools(tool_role, tool_limits or ToolLimits())
+        self.tool_role = tool_role
+        self.tool_limits = tool_limits or ToolLimits()
+        self.tools: Tools | None = None  # those appended, once there is one
         self.primer: DataLoadingPrimer | None = None
         self._begun = 0  # conversations begun about rows from outside
 
@@ -102,7 +116,8 @@ class ChatEnv(EnvBase):
         """See `EnvBase.start`: the transforms are started."""
         for transform in self.transforms:
             transform.start()
-        self.tools.check_names()
+        if self.tools is not None:
+            self.tools.check_names()
 
     def append_transform(self, transform: Transform) -> Self:
         """Add `transform`; a `DataLoadingPrimer` becomes the source of the prompts."""
@@ -110,6 +125,9 @@ class ChatEnv(EnvBase):
             self.primer = transform
             return self
         if isinstance(transform, ToolTransform):
+            from rlpost.tools.calls import Tools
+
+            self.tools = self.tools or Tools(self.tool_role, self.tool_limits)
             self.tools.add(transform)
         return super().append_transform(transform)
 
@@ -158,18 +176,11 @@ class ChatEnv(EnvBase):
 
     def user_message(self, task: Mapping[str, Any]) -> str:
         """What the user says about `task`. Raises ConfigError, or DataError, for a field it has not."""
-        if self.prompt_template is None:
-            if self.data_key not in task:
-                raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
-            return str(task[self.data_key])
-        try:
-            return self.prompt_template.format(**task)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            wrong = f"{{{error.args[0]}}} is no field" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(
-                f"env.prompt_template={self.prompt_template!r} does not fit: {wrong}; "
-                f"the fields are {', '.join(map(str, task))}; write {{{{ and }}}} for braces"
-            ) from error
+        if self.prompt_template is not None:
+            return filled(self.prompt_template, task)
+        if self.data_key not in task:
+            raise DataError(f"a task has no field {self.data_key!r}: it has {', '.join(map(str, task))}")
+        return str(task[self.data_key])
 
     # Going on
 
@@ -179,7 +190,8 @@ class ChatEnv(EnvBase):
             conversation.truncated |= conversation.finish_reason in CUT
         for transform in self.transforms:
             transform.on_reply(conversations)
-        self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
+        if self.tools is not None:
+            self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
         for conversation in conversations:
             if not conversation.done:
                 self._answer(conversation)
@@ -200,7 +212,7 @@ class ChatEnv(EnvBase):
         """End the conversation, or let the environment speak."""
         spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform or a tool
         last = self._was_last(conversation)
-        calling = last and bool(self.tools.calls_of(conversation.response_text))
+        calling = last and self.tools is not None and bool(self.tools.calls_of(conversation.response_text))
         answer = None if spoken or calling else self.next_message(conversation)
         if not spoken and not calling and answer is None:
             conversation.terminated = self.max_steps is not None
@@ -230,13 +242,16 @@ class ChatEnv(EnvBase):
 class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
 
-    `dataset` is a sequence of mappings, or a path or hub id as `load_rows` takes. It keeps
+    `dataset` is a sequence of mappings, or a path or hub id as `located_rows` takes. It keeps
     `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
     `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
     The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
-    fetched from the dataset at a time. `held_out` is the share of the prompts that `load_rows` keeps
+    fetched from the dataset at a time. `held_out` is the share of the prompts that `located_rows` keeps
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
+
+    config: str | None = None  # of a dataset on the hub
+    test_path: str | None = None  # where the split test is, if not in `dataset`
 
     def __init__(
         self,
@@ -309,10 +324,32 @@ class DatasetChatEnv(ChatEnv):
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
         if isinstance(self.dataset, str):
-            return load_rows(self.dataset, split, (self.data_key,), self.limit, held_out=self.held_out)
+            return [row for _, row in self.located(split)]
         if self.limit is None:
             return self.dataset
         return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
+
+    def located(
+        self,
+        split: str,
+        check: Callable[[Row], Complaint | None] | None = None,
+        prompt: Callable[[Row], str] | None = None,
+    ) -> list[tuple[str, Row]]:
+        """The rows of one split with their places, as `located_rows` reads, checks and divides them.
+
+        Without `prompt` a row's `data_key` is its prompt, and has to be text.
+        """
+        return located_rows(
+            self.dataset,
+            split,
+            (self.data_key,) if prompt is None else (),
+            self.limit,
+            config=self.config,
+            check=check,
+            held_out=self.held_out,
+            test_path=self.test_path,
+            prompt=prompt,
+        )
 
     @property
     def num_tasks(self) -> int:
@@ -375,4 +412,4 @@ class DatasetChatEnv(ChatEnv):
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(element) for element in value]
-    return value.value if isinstance(value, Enum) else value
+    return value.name if isinstance(value, Enum) else value

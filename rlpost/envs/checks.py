@@ -22,6 +22,6 @@ def check_template(env: ChatEnv, tokenizer: Any) -> None:
     """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
     if env.max_steps is not None and env.max_steps < 2:
         return
-    tools = env.tools.transforms
+    tools = env.tools.transforms if env.tools else []
     schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
-    Continuation(tokenizer).check(env.tools.role if tools else env.user_role, schemas)
+    Continuation(tokenizer).check(env.tool_role if tools else env.user_role, schemas)

@@ -8,17 +8,17 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.errors import ConfigError
+from rlpost.envs.scoring import check_tiers
+from rlpost.nearest import member
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
+from rlpost.settings import CountdownOperation, CountdownSettings
 
 PROMPT_TEMPLATE = (
     "Make {target} out of the numbers {numbers}: use each of them exactly once, with the operations {operations} and "
     "parentheses. Write the expression alone between <answer> and </answer>, such as "
     "<answer>(7 + 1) - 2</answer>."
 )
-SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
-MOST_NUMBERS = 10
 
 
 class CountdownEnv(EndlessEnv):
@@ -37,28 +37,25 @@ class CountdownEnv(EndlessEnv):
         max_numbers: int = 3,
         max_number: int = 25,
         max_target: int = 100,
-        operations: Sequence[str] = tuple(SIGNS),
+        operations: Sequence[str] = tuple(CountdownOperation.__members__),
         tiers: tuple[float, float, float] = countdown.TIERS,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         **chat: Any,
     ) -> None:
-        unknown = [name for name in operations if name not in SIGNS]
-        if unknown or not operations:
-            raise ConfigError(f"env.operations={list(operations)}: choose among {', '.join(SIGNS)}, at least one")
-        if not 2 <= min_numbers <= max_numbers <= MOST_NUMBERS:
-            raise ConfigError(
-                f"env.min_numbers={min_numbers} and env.max_numbers={max_numbers} do not fit: the first must be at "
-                f"least 2, the second no smaller than it and at most {MOST_NUMBERS}"
-            )
-        if max_number < 1 or max_target < 1:
-            raise ConfigError(f"env.max_number={max_number} and env.max_target={max_target} must be at least 1")
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
-        super().__init__(prompt_template=PROMPT_TEMPLATE if prompt_template is None else prompt_template, **chat)
+        chosen = [member(CountdownOperation, "env.operations", name) for name in operations]
+        CountdownSettings(  # refuses what cannot be
+            min_numbers=min_numbers,
+            max_numbers=max_numbers,
+            max_number=max_number,
+            max_target=max_target,
+            operations=chosen,
+        )
+        check_tiers(tiers)
+        super().__init__(prompt_template=prompt_template, **chat)
         self.num_numbers = (min_numbers, max_numbers)
         self.max_number = max_number
         self.max_target = max_target
-        self.signs = "".join(SIGNS[name] for name in SIGNS if name in operations)
+        self.signs = "".join(operation.value for operation in CountdownOperation if operation in chosen)
         self.tiers = tiers
         self.max_reward = tiers[0]
 

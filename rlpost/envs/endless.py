@@ -9,7 +9,8 @@ from typing import Any
 
 from rlpost.data.datasets import held_out_of
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
+from rlpost.settings.env import MadeSettings
 
 Task = dict[str, Any]
 HELD_OUT = 0.2  # share of the problems kept for test
@@ -77,8 +78,7 @@ class EndlessEnv(DatasetChatEnv):
     """A `DatasetChatEnv` on problems made on the spot; a subclass says which in `open_rows`."""
 
     def __init__(self, *, held_out: float = HELD_OUT, **chat: Any) -> None:
-        if not 0 <= held_out < 1:
-            raise ConfigError(f"env.held_out={held_out} is out of range: it must be at least 0 and below 1")
+        MadeSettings(held_out=held_out)  # refuses what cannot be
         super().__init__((), held_out=held_out, **chat)
 
     @abstractmethod

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import HELD_OUT, Complaint, Row, load_rows
+from rlpost.data.datasets import Row
 from rlpost.data.ragged import strings
 from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.replies import column, strip_end_of_turn
-from rlpost.envs.scoring import record_score
+from rlpost.envs.row_checks import gsm8k_complaint
+from rlpost.envs.scoring import check_tiers, record_score
 from rlpost.envs.transforms.base import Transform
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import ConfigError
 from rlpost.rewards import gsm8k
 from rlpost.rewards.numbers import last_number
 from rlpost.rewards.score import Score
@@ -76,8 +77,7 @@ class GSM8KRewardParser(Transform):
     """
 
     def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+        check_tiers(tiers)
         self.tiers = tiers
 
     def score(self, reply: str, truth: str) -> Score:
@@ -129,6 +129,13 @@ class GSM8KEnv(DatasetChatEnv):
     questions is the split test. A task has the row's fields, `answer` being the final number
     and `solution` what the dataset reasons before it. With `compute_reward=False` replies are not
     scored. Other arguments are `DatasetChatEnv`'s.
+
+    >>> from rlpost.envs import GSM8KEnv
+    >>> env = GSM8KEnv([{"question": "How much is 3 + 4?", "answer": "#### 7"}], num_envs=2)
+    >>> asked = env.reset()
+    >>> asked["text_response"] = ["<answer>7</answer>", "It is 8."]
+    >>> env.step(asked)["next", "reward"].squeeze(-1).tolist()
+    [1.0, 0.0]
     """
 
     def __init__(
@@ -141,24 +148,23 @@ class GSM8KEnv(DatasetChatEnv):
         **chat: Any,
     ) -> None:
         super().__init__(dataset, system_prompt=system_prompt, **chat)
+        self.config = HUB_CONFIG if dataset == HUB_ID else None
         self.parser = GSM8KRewardParser(tiers)
         self.compute_reward = compute_reward
         self.max_reward = tiers[0]
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        return load_tasks(self.dataset, split, self.limit, self.held_out)
+        rows = self.located(split, gsm8k_complaint)
+        for _, row in rows:
+            row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
+        return [row for _, row in rows]
 
     def score(self, conversation: Conversation) -> Score | None:
         """Only the reply is read, never the system prompt's example."""
         if not self.compute_reward:
             return None
         return self.parser.score(conversation.response_text, conversation.task["answer"])
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`."""
-        for number, task in enumerate(self.load(self.split), start=1):
-            yield f"{self.split} row {number}", task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the dataset's solution, without the calls of a calculator (`<<48/2=24>>`) in it."""
@@ -174,62 +180,16 @@ class GSM8KEnv(DatasetChatEnv):
         return ["", f"{task['solution']}\nThe answer is {right}1.", *tagged]
 
 
-def make_gsm8k_env(
-    dataset: str | Sequence[Mapping[str, Any]] = HUB_ID,
-    *,
-    split: str = "train",
-    num_envs: int = 1,
-    repeats: int = 1,
-    batch_size_dl: int = 1,
-    seed: int = 0,
-    group_repeats: bool = False,
-    tokenizer: Any = None,
-) -> DatasetChatEnv:
+def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: Any) -> DatasetChatEnv:
     """GSM8K put together from its transforms: no system prompt, and a prompt to complete.
 
-    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect.
+    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect. Other
+    arguments are `DatasetChatEnv`'s, such as `num_envs`, `repeats` and `tokenizer`.
     """
-    env = GSM8KEnv(
-        dataset,
-        system_prompt=None,
-        compute_reward=False,
-        split=split,
-        num_envs=num_envs,
-        repeats=repeats,
-        batch_size_dl=batch_size_dl,
-        seed=seed,
-        group_repeats=group_repeats,
-        tokenizer=tokenizer,
-    )
+    env = GSM8KEnv(dataset, system_prompt=None, compute_reward=False, **chat)
     return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
-
-
-def load_tasks(
-    dataset: str | Sequence[Mapping[str, Any]], split: str, limit: int | None = None, held_out: float = HELD_OUT
-) -> list[Row]:
-    """The tasks of one split. Raises DataError naming file or dataset, row and field."""
-    if isinstance(dataset, str):
-        config = HUB_CONFIG if dataset == HUB_ID else None
-        required = ("question", "answer")
-        rows: list[Row] = load_rows(dataset, split, required, limit, config=config, check=_complaint, held_out=held_out)
-    else:
-        rows = [dict(row) for row in dataset][:limit]
-        for number, row in enumerate(rows, start=1):
-            if complaint := _complaint(row):
-                raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
-    for row in rows:
-        row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
-    return rows
 
 
 def final_answer(truth: str) -> str:
     """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
     return truth.rpartition("####")[2].strip()
-
-
-def _complaint(row: Row) -> Complaint | None:
-    try:
-        gsm8k.split_solution(row["answer"])
-    except (KeyError, ValueError) as error:
-        return "answer", "missing" if isinstance(error, KeyError) else str(error)
-    return None

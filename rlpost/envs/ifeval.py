@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorClass, TensorDictBase
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, load_rows
+from rlpost.data.datasets import Complaint, Row, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.ragged import ragged
 from rlpost.envs.chat import DatasetChatEnv
@@ -258,14 +258,8 @@ class IFEvalEnv(DatasetChatEnv):
                 raise ConfigError(
                     f"env.leave_out names {kind!r}, which is no instruction of {self.instructions.name}{near}"
                 )
-        if isinstance(self.dataset, str):
-            rows = load_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
-        else:
-            rows = [dict(row) for row in self.dataset]
-            for number, row in enumerate(rows, start=1):
-                if complaint := self._complaint(row):
-                    raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
-        kept = [row for row in rows if not self._is_left_out(row)]
+        rows = located_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
+        kept = [row for _, row in rows if not self._is_left_out(row)]
         if not kept:
             raise DataError(f"env.leave_out={self.leave_out} leaves none of {len(rows)} rows: name fewer kinds")
         return kept[: self.limit]

@@ -2,14 +2,14 @@ r"""MATH and its like: competition problems, one turn each, answered in `\boxed{
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Complaint, Row, load_rows, missing
+from rlpost.data.datasets import Row
 from rlpost.envs.chat import DatasetChatEnv
-from rlpost.envs.scoring import record_score
-from rlpost.errors import ConfigError, DataError
+from rlpost.envs.row_checks import math_answer, math_complaint, math_question
+from rlpost.envs.scoring import check_tiers, record
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"
@@ -17,7 +17,6 @@ SYSTEM_PROMPT = (
     "You solve mathematics problems. Reason step by step, then write the final answer, and nothing else, "
     "within \\boxed{}."
 )
-QUESTIONS = ("problem", "question")  # the first of them that a row has
 
 
 class MathEnv(DatasetChatEnv):
@@ -41,8 +40,7 @@ class MathEnv(DatasetChatEnv):
         verify_seconds: float = 5.0,
         **chat: Any,
     ) -> None:
-        if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
-            raise ConfigError(f"tiers={tiers} must be three rewards: right box (the highest), another box, none")
+        check_tiers(tiers)
         super().__init__(dataset, system_prompt=system_prompt, **chat)
         self.config = config
         self.tiers = tiers
@@ -61,37 +59,16 @@ class MathEnv(DatasetChatEnv):
 
     def load(self, split: str) -> list[Row]:
         """See `DatasetChatEnv.load`; raises DataError for a row without a problem or a right answer."""
-        if isinstance(self.dataset, str):
-            rows = load_rows(
-                self.dataset,
-                split,
-                (),
-                self.limit,
-                config=self.config,
-                check=_complaint,
-                held_out=self.held_out,
-                prompt=_question,
-            )
-        else:
-            rows = [dict(row) for row in self.dataset][: self.limit]
-            for number, row in enumerate(rows, start=1):
-                if complaint := _complaint(row):
-                    raise DataError(f"the dataset, row {number}, field {complaint[0]!r}: {complaint[1]}")
         return [
-            {**row, "question": _question(row), "answer": _right_answer(row), "solution": str(row.get("solution", ""))}
-            for row in rows
+            row | {"question": math_question(row), "answer": math_answer(row), "solution": str(row.get("solution", ""))}
+            for _, row in self.located(split, math_complaint, math_question)
         ]
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once."""
         pairs = [(conversation.response_text, conversation.task["answer"]) for conversation in conversations]
         for conversation, score in zip(conversations, self.verifier.score(pairs, self.tiers), strict=True):
-            record_score(conversation, lambda _, score=score: score)
-
-    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """See `EnvBase.all_tasks`."""
-        for number, task in enumerate(self.load(self.split), start=1):
-            yield f"{self.split} row {number}", task
+            record(conversation, score)
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the dataset's solution, if it ends in the right answer."""
@@ -103,34 +80,3 @@ class MathEnv(DatasetChatEnv):
         boxes = ["", "\\text{unknown}", "-98765432.1", "\\left\\{98765, 43210\\right\\}"]
         after = f"\\boxed{{{task['answer']}}} is wrong: it is \\boxed{{-98765432.1}}"
         return ["", "I do not know.", after, *(f"\\boxed{{{box}}}" for box in boxes)]
-
-
-def _question(row: Mapping[str, Any]) -> str:
-    return next(str(row[name]) for name in QUESTIONS if name in row)
-
-
-def _right_answer(row: Mapping[str, Any]) -> str | None:
-    r"""The right answer of a row, None where it has none or an empty one."""
-    told = str(row.get("answer", "")).rpartition("####")[2].strip()
-    if not told or "\\boxed" in told:
-        told = math_answers.last_box(told or str(row.get("solution", ""))) or ""
-    return told or None
-
-
-def _complaint(row: Row) -> Complaint | None:
-    if not isinstance(row, Mapping):
-        return QUESTIONS[0], f"the row is no object of named fields but {type(row).__name__}"
-    name = next((name for name in QUESTIONS if name in row), None)
-    if name is None:
-        return QUESTIONS[0], missing(QUESTIONS[0], row)
-    if not isinstance(row[name], str) or not row[name].strip():
-        return name, "must be text, and not empty"
-    answer = _right_answer(row)
-    if answer is None:
-        field = "answer" if "answer" in row else "solution"
-        if field not in row:
-            return field, missing(field, row)
-        return field, "has no right answer: no text in answer, and no \\boxed{} at the end of solution"
-    if len(answer) > math_answers.MAX_CHARACTERS:
-        return "answer", f"has {len(answer)} characters: at most {math_answers.MAX_CHARACTERS} are compared"
-    return None

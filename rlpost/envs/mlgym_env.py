@@ -45,7 +45,7 @@ class MLGymWrapper(TextGameEnv):
         *,
         reward_wrong_format: float | None = None,
         system_prompt: str | None = SYSTEM_PROMPT,
-        prompt_template: str | None = "{observation}",
+        prompt_template: str = "{observation}",
         start_seconds: float = START_SECONDS,
         step_seconds: float = STEP_SECONDS,
         replays: bool = False,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.envs.scoring import record_score
+from rlpost.envs.scoring import record
 from rlpost.errors import DataError
 from rlpost.rewards.reasoning_tasks import Generator, Problem, may_be_scored
 from rlpost.rewards.score import Score
@@ -88,8 +88,7 @@ class ReasoningGymEnv(EndlessEnv):
         unsettled = [None if one == 1.0 else other for one, (_, other) in zip(strict, answers, strict=True)]
         lenient = self._scores(list(zip(unsettled, entries, strict=True)))
         for place, conversation in enumerate(conversations):
-            score = _score(answers[place][0], strict[place], lenient[place])
-            record_score(conversation, lambda _, score=score: score)
+            record(conversation, _score(answers[place][0], strict[place], lenient[place]))
 
     def _answers_in(self, reply: str) -> tuple[str | None, str | None]:
         """The answer of a reply, and what lenient accuracy tries besides."""

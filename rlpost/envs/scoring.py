@@ -34,6 +34,12 @@ def record_scores(conversations: Sequence[Conversation], scorer: Scorer, seconds
     log_failures([c.error for c in conversations if not c.valid], len(conversations))
 
 
+def check_tiers(tiers: Sequence[float]) -> None:
+    """Raise ConfigError unless `tiers` are the rewards of a right answer, of another one and of none."""
+    if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
+        raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+
+
 def fail(conversation: Conversation, error: str) -> None:
     """Make the conversation invalid: it keeps its place in its group, and has no reward."""
     conversation.valid, conversation.error, conversation.reward = False, error, None
@@ -52,8 +58,12 @@ def record_score(conversation: Conversation, scorer: Scorer) -> None:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
         score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
-    if score is None:
-        return
+    if score is not None:
+        record(conversation, score)
+
+
+def record(conversation: Conversation, score: Score) -> None:
+    """Write `score` into `conversation` as `record_score` does."""
     total = score.reward + (conversation.reward or 0.0)
     if score.valid and (wrong := why_untrainable(total)):
         score.valid, score.error = False, f"the reward is {total:g}, {wrong}"

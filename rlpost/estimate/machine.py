@@ -1,4 +1,4 @@
-"""How much memory and disk there is, and how much of it is free."""
+"""What this machine has: memory and disk, how much of it is free, and what samples where nobody says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from rlpost.extras import is_installed
+from rlpost.settings import AutoPolicySettings, PolicySettings, TransformersSettings, VLLMSettings
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,10 @@ def _limit(group: Path, *, new: bool) -> list[tuple[int, int]]:
         return []
     cached = sum(int(line.split()[1]) for line in lines if line.split()[:1] == [droppable])
     return [(most, held - cached)] if most < os.sysconf("SC_PAGE_SIZE") * 2**50 else []
+
+
+def chosen_policy(settings: PolicySettings) -> PolicySettings:
+    """`auto` resolved: vLLM where it is installed, else transformers."""
+    if not isinstance(settings, AutoPolicySettings):
+        return settings
+    return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.shape import Shape
-from rlpost.extras import is_installed
 from rlpost.settings import (
     AdamW8bitSettings,
     Autocast,
-    AutoPolicySettings,
     DType,
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
     MinorSFTLossSettings,
     SFTSettings,
-    TransformersSettings,
     VLLMSettings,
 )
+from rlpost.settings.policy import ModelPolicySettings
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
@@ -30,8 +29,8 @@ PROGRAM = 500_000_000  # Python, torch and what a training imports
 VLLM_PROGRAM = 430_000_000  # that vLLM adds
 LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
 ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch where it is not set
-KV_BLOCK = 32  # tokens that vLLM gives a conversation at once on a CPU
-LARGEST_KV_CACHE = 10**9  # of a CPU, where policy.kv_cache_gb is not set
+KV_BLOCK = 32  # tokens whose keys and values vLLM keeps together on a CPU, a conversation in whole blocks
+LARGEST_KV_CACHE = 10**9  # bytes, on a CPU where nobody asks for more
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,9 @@ class Part:
 
 def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
     """What `settings` ask for; `gpu_bytes` None: trained on the CPU."""
-    model, policy, on_gpu = settings.model, settings.policy, gpu_bytes is not None
-    if isinstance(policy, AutoPolicySettings):
-        chosen = VLLMSettings if is_installed("vllm") else TransformersSettings
-        policy = chosen(max_num_seqs=policy.max_num_seqs)
-    samples = settings.eval.accuracy if isinstance(settings, SFTSettings) else True
-    kinds: list[tuple[type, str]] = [(VLLMSettings, "vllm"), (TransformersSettings, "transformers")]
-    sampler = next((name for kind, name in kinds if samples and isinstance(policy, kind)), None)
+    model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
+    samples = settings.uses_policy and isinstance(policy, ModelPolicySettings)
+    sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
     lora = settings.lora
     targets = None if lora.target_modules is None else tuple(lora.target_modules)
     longest, completions, group = _lengths(settings)
@@ -90,7 +85,11 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
     asked = settings.tokens_per_microbatch or unset
     # what is measured when a run starts is taken for bfloat16 on a GPU, and for float32, which takes more, on a CPU
     autocast = model.autocast is Autocast.bfloat16 or (model.autocast is Autocast.auto and on_gpu)
-    sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast) if isinstance(policy, VLLMSettings) else 0
+    sampler_bytes = kv_cache = 0
+    if isinstance(policy, VLLMSettings):
+        sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
+        each = shape.kv_bytes(sampler_bytes)
+        kv_cache, _ = kv_cache_bytes(policy, each, conversation_length(settings.env, settings.env.max_prompt_tokens))
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # where the steps follow from data that nobody has read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
@@ -103,10 +102,8 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         reference=_needs_reference(settings) and not lora.enabled,
         sampler=sampler,
         sampler_bytes=sampler_bytes,
-        kv_cache_bytes=(
-            _kv_cache_bytes(policy, settings.env, shape, sampler_bytes) if isinstance(policy, VLLMSettings) else 0
-        ),
-        gpu_share=policy.gpu_memory_utilization if isinstance(policy, VLLMSettings) else 0.0,
+        kv_cache_bytes=kv_cache,
+        gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
         together=min(completions, getattr(policy, "max_num_seqs", completions)),
         longest=longest,
         microbatch=min(max(asked, longest), completions * longest),
@@ -190,7 +187,7 @@ def _sampler_parts(work: Work) -> list[Part]:
         return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]
     if work.sampler == "transformers":
         number = 2 if work.autocast else work.weight_bytes
-        cache = 2 * shape.layers * shape.kv_width * number * work.together * work.longest
+        cache = shape.kv_bytes(number) * work.together * work.longest
         logits = 3 * 4 * shape.vocab * work.together
         return [Part("sampling", cache + logits + _cast_weights(work), work.on_gpu, lasting=False)]
     return []
@@ -226,9 +223,9 @@ def _lengths(settings: TrainingSettings) -> tuple[int, int, int]:
     return longest, settings.prompts_per_step * settings.group_size, longest + beside
 
 
-def conversation_length(env: EnvSettings) -> int:
-    """Tokens of a conversation as long as the settings let the model make it, with a prompt of common length."""
-    prompt = min(env.max_prompt_tokens, COMMON_PROMPT)
+def conversation_length(env: EnvSettings, longest_prompt: int = COMMON_PROMPT) -> int:
+    """Tokens of a conversation as long as the settings let the model make it, with such a prompt at most."""
+    prompt = min(env.max_prompt_tokens, longest_prompt)
     return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
 
 
@@ -242,11 +239,14 @@ def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast
     return 2 if autocast else BYTES[settings.model.dtype.value]
 
 
-def _kv_cache_bytes(policy: VLLMSettings, env: EnvSettings, shape: Shape, number: int) -> int:
-    """What vLLM is given on a CPU: what is asked for, else what as many whole conversations fill as it has at once."""
+def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, int]:
+    """(what vLLM is given for its KV cache on a CPU, what one conversation of `longest` tokens of `each` bytes takes).
+
+    Given is what `policy.kv_cache_gb` asks for, else what as many conversations fill as there are at once.
+    """
+    conversation = ceil(longest / KV_BLOCK) * KV_BLOCK * each
+    spare = KV_BLOCK * each  # vLLM keeps one block to itself
+    least = conversation + spare
     if policy.kv_cache_gb is not None:
-        return int(policy.kv_cache_gb * 10**9)
-    longest = conversation_length(env) - min(env.max_prompt_tokens, COMMON_PROMPT) + env.max_prompt_tokens
-    tokens = ceil(longest / KV_BLOCK) * KV_BLOCK
-    one = 2 * shape.layers * shape.kv_width * number * tokens
-    return max(one, min(LARGEST_KV_CACHE, policy.max_num_seqs * one))
+        return round(policy.kv_cache_gb * 10**9), least
+    return max(least, min(LARGEST_KV_CACHE, policy.max_num_seqs * conversation + spare)), least

@@ -9,7 +9,6 @@ from typing import Any
 
 from rlpost.config.hub_sizes import HUB_MODELS
 from rlpost.errors import ResourceError
-from rlpost.estimate.hub import readable
 from rlpost.estimate.machine import Room, disk, host_memory
 from rlpost.estimate.needs import (
     MARGIN,
@@ -25,6 +24,7 @@ from rlpost.estimate.needs import (
     work_of,
 )
 from rlpost.estimate.shape import Shape, shape_of_config
+from rlpost.text import readable
 
 
 @dataclass(frozen=True)

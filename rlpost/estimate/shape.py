@@ -34,6 +34,10 @@ class Shape:
     vocab: int
     linear: Mapping[str, int]
 
+    def kv_bytes(self, number: int) -> int:
+        """Bytes of the keys and values of one token in all layers, each number of them in `number` bytes."""
+        return 2 * self.layers * self.kv_width * number
+
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None) -> int:
         """A and B of a LoRA adapter of `rank` beside the layers of these names; None: beside all of them."""
         names = self.linear if targets is None else {target.rpartition(".")[2] for target in targets}

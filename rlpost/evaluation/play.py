@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import groupby, product
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
@@ -152,6 +152,7 @@ def play(
     They begin from the same first task every time. `progress` is told how many are played, of how many.
     """
     env.load_state_dict(env.initial_state())
+    player = Player(env, policy)
     total = num_prompts * samples
     played: list[Conversation] = []
     waiting: list[Conversation] = []
@@ -163,34 +164,19 @@ def play(
             drawn += len(fresh)
             waiting += [replace(c.copy(), sample=i) for c in fresh for i in range(samples)]
         together, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-        _play_out(env, policy, together, sampling, partial(_tell, progress, len(played), total))
+        if getattr(env, "max_steps", None) == 1:  # else a completion that has ended need not be the last
+            player.on_sampled = _telling(progress, len(played), total)
+        under_way = together
+        while under_way:
+            player.turn(under_way, sampling)
+            under_way = [c for c in under_way if not c.done]
+            progress(len(played) + len(together) - len(under_way), total)
         played += together
     return played
 
 
-def _play_out(
-    env: EnvBase,
-    policy: Policy,
-    conversations: Sequence[Conversation],
-    sampling: SamplingSettings,
-    progress: Callable[[int], None],
-) -> None:
-    """Turn after turn until every conversation is over; `progress` is told how many are, as they end."""
-    under_way = list(conversations)
-    if getattr(env, "max_steps", None) == 1:  # else a completion that has ended need not be the last
-        policy.on_ended = progress
-    try:
-        while under_way:
-            policy.reply(under_way, sampling)
-            env.advance(under_way)
-            under_way = [c for c in under_way if not c.done]
-            progress(len(conversations) - len(under_way))
-    finally:
-        policy.on_ended = None
-
-
-def _tell(progress: Callable[[int, int], None], before: int, total: int, ended: int) -> None:
-    progress(before + ended, total)
+def _telling(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int, int], None]:
+    return lambda ended, of, tokens: progress(before + ended, total)
 
 
 def chosen_sampling(settings: EvalSamplingSettings, samples: int) -> SamplingSettings:

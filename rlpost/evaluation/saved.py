@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from rlpost.config.paths import (
     EVALS,
     RESULT,
+    RUNS,
     SAMPLES,
     SWEEP_FILE,
     evaluation_names,
@@ -24,8 +24,10 @@ from rlpost.config.paths import (
 )
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
+from rlpost.files import replaced
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.text import first_line
 
 SCHEMA = pa.schema(
     [
@@ -105,19 +107,12 @@ def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[C
     table = pa.Table.from_pylist(sample_rows(played), schema=SCHEMA)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / SAMPLES, lambda making: pq.write_table(table, making))
-        _replace(folder / RESULT, lambda making: making.write_text(json.dumps(record, indent=1) + "\n"))
+        with replaced(folder / SAMPLES) as making:
+            pq.write_table(table, making)
+        with replaced(folder / RESULT) as making:
+            making.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    making = path.with_name(f".{path.name}.incomplete")
-    try:
-        write(making)
-        os.replace(making, path)
-    finally:
-        making.unlink(missing_ok=True)
 
 
 def find_evaluation(name: str) -> Path:
@@ -132,7 +127,7 @@ def find_evaluation(name: str) -> Path:
     for folder in (path, EVALS / name) if is_path else (EVALS / name, path):
         if is_evaluation_folder(folder):
             return folder / SAMPLES
-    runs = (path,) if is_path else (path, Path("runs") / name)
+    runs = (path,) if is_path else (path, RUNS / name)
     if run := next((folder for folder in runs if is_run_folder(folder)), None):
         raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={_as_model(run)}")
     if (path / SWEEP_FILE).is_file():
@@ -166,7 +161,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
         missing = [name for name in COMPARED if name not in pq.read_schema(samples).names]
         rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{samples} cannot be read ({str(error).splitlines()[0]}): evaluate again") from error
+        raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is no table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)

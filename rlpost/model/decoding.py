@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from rlpost.data.ragged import padded
+
 CACHES = ("past_key_values", "cache_params")  # what models call the cache that they give and take
 
 
@@ -41,7 +43,7 @@ class Padded:
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
         self._model = model
         self._cache = DynamicCache() if cache is None else cache
-        tokens, self._mask = left_padded(prompts, _device(model))
+        tokens, self._mask = left_padded(prompts, next(model.parameters()).device)
         self._tokens = tokens[:, self._cache.get_seq_length() :]
 
     def next_logits(self) -> torch.Tensor:
@@ -73,7 +75,7 @@ class Alike:
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
         if cache is not None:
             raise ValueError(f"{type(model).__name__} is not sampled with a cache of keys and values that was kept")
-        device = _device(model)
+        device = next(model.parameters()).device
         lengths = sorted({len(ids) for ids in prompts})
         places = [[place for place, ids in enumerate(prompts) if len(ids) == length] for length in lengths]
         self._parts = [
@@ -135,14 +137,6 @@ def takes(model: nn.Module, name: str) -> bool:
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and attention mask, both (B, T) with the prompts at the right."""
-    longest = max(len(ids) for ids in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row, ids in enumerate(prompts):
-        tokens[row, longest - len(ids) :] = torch.tensor(ids)
-        mask[row, longest - len(ids) :] = 1
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+    tokens, mask = padded(rows, left=True), padded([torch.ones_like(row) for row in rows], left=True)
     return tokens.to(device), mask.to(device)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import cache_folder
+from rlpost.extras import installed_version
+from rlpost.files import remembered
 from rlpost.model.packing import Microbatch
 
 Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
@@ -58,17 +57,13 @@ class Verdict:
 def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
     """What is right for `model`: its architecture's verdict from the cache, else found out and kept there."""
     file = cache_folder() / "families" / f"{_fingerprint(model)}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):  # not there, or not whole
-        return Verdict(**json.loads(file.read_text()))
-    from rlpost.model.family_probe import tried_on_a_small_copy
 
-    verdict = tried_on_a_small_copy(model, readers)
-    with contextlib.suppress(OSError):  # what cannot be kept is found out again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as writing:
-            json.dump(dataclasses.asdict(verdict), writing)
-        os.replace(writing.name, file)
-    return verdict
+    def found_out() -> dict[str, Any]:
+        from rlpost.model.family_probe import tried_on_a_small_copy
+
+        return dataclasses.asdict(tried_on_a_small_copy(model, readers))
+
+    return remembered(file, found_out, lambda kept: Verdict(**kept), "what is right for the model is found out")
 
 
 def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -> str | None:
@@ -102,16 +97,9 @@ def _fingerprint(model: nn.Module) -> str:
     """What a verdict depends on: the configuration, the device, and the versions and files that read it."""
     own = plain_model(model)
     config = {key: value for key, value in own.config.to_dict().items() if key not in ("_name_or_path", "dtype")}
-    versions = {name: _version(name) for name in VERSIONS}
+    versions = {name: installed_version(name) for name in VERSIONS}
     known: list[Any] = [type(own).__name__, config, own.config._attn_implementation, own.device.type, versions]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
     for name in OWN_FILES:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

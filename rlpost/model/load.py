@@ -47,6 +47,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.model.lora import MergedWeights, is_adapted, merged_with
 from rlpost.settings import ModelSettings
 from rlpost.settings.chat_template import template_variables
+from rlpost.text import first_line
 
 hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
 
@@ -162,7 +163,7 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
         tokenizer = with_choice(tokenizer, settings.chat_template, variables)
@@ -193,7 +194,7 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
             trust_remote_code=False,
         )
     except Exception as error:
-        raise ConfigError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     _check_complete(folder, found["missing_keys"])
     return model.to(device).eval()
 
@@ -208,10 +209,6 @@ def _check_complete(source: Path, missing: Any) -> None:
     if names := sorted(missing):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise ConfigError(f"{source} lacks the weights {names[0]}{more}, which its model has: take a whole copy of it")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -234,7 +231,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"model.device={name} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model.device={name} cannot be used here: {first_line(error)}") from error
     return device
 
 
@@ -293,7 +290,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=gguf.name)
         except Exception as error:
             raise ConfigError(
-                f"{gguf} cannot be converted: {_first_line(error)}; take the model as a HF folder"
+                f"{gguf} cannot be converted: {first_line(error)}; take the model as a HF folder"
             ) from error
     _check_complete(gguf, found["missing_keys"])
     # what GGUF loading leaves behind would make save_pretrained write a quantized model
@@ -355,7 +352,7 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise DataError(
-            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({_first_line(error)}): "
+            f"model.path={hub_id} is neither a local folder nor to be had from the hub ({first_line(error)}): "
             "give a local HF folder, or connect and try again"
         ) from error
 

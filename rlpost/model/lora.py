@@ -110,7 +110,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {PEFT_PREFIX + name: p.detach().cpu().contiguous() for name, p in _adapter_parameters(model).items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(model).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(folder)
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -131,17 +131,16 @@ def load_adapter(model: Any, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} holds no adapter ({error}): its run was without lora.enabled=true, go on without it"
         ) from error
-    own = {PEFT_PREFIX + name: parameter for name, parameter in _adapter_parameters(model).items()}
-    if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in own.items()}:
+    own = _adapter_tensors(model)
+    if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
         raise CheckpointError(
             f"the adapter in {folder} does not fit the model: go on with the lora.rank and lora.target_modules "
             "it was begun with"
         )
     if alpha != model.peft_config[NAME].lora_alpha:
         raise CheckpointError(f"the adapter in {folder} was begun with lora.alpha={alpha}: go on with that")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(saved[name])
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
 
 
 def merged_with(model: Any, folder: Path) -> Any:
@@ -169,19 +168,17 @@ def describe_adapter(model: Any) -> str:
     """Rank, layers and trained share of an adapted model in one phrase."""
     config = model.peft_config[NAME]
     layers = sum(_has_adapter(module) for module in model.modules())
-    trained = sum(p.numel() for p in _adapter_parameters(model).values())
+    trained = sum(tensor.numel() for tensor in _adapter_tensors(model).values())
     whole = sum(tensor.numel() for tensor in model.parameters()) - trained
     return f"rank {config.r}, alpha {config.lora_alpha}, {layers} layers, {trained / whole:.2%} as many parameters"
 
 
-def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A and B of every adapted layer, named as in an adapter's file but for its prefix."""
-    return {
-        f"{name}.{factor}.weight": getattr(module, factor)[NAME].weight
-        for name, module in model.named_modules()
-        if _has_adapter(module)
-        for factor in ("lora_A", "lora_B")
-    }
+def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """A and B of every adapted layer, named as in an adapter's file; they are the model's own, detached."""
+    import peft
+
+    tensors = peft.get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
 def _has_adapter(module: Any) -> bool:

@@ -1,11 +1,13 @@
-"""AdamW, in full or with its state in 8 bits, and its learning rate."""
+"""AdamW, in full or with its state in 8 bits, its learning rate, and what resuming needs of it as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import cos, pi
 
 import torch
 
+from rlpost.errors import CheckpointError
 from rlpost.extras import require_bitsandbytes
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
@@ -55,3 +57,33 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
     """The rate of the last update, or the one it was built with."""
     return optimizer.param_groups[0]["lr"]
+
+
+def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The RNG, and the optimizer's moments by the names of their parameters."""
+    tensors = {"rng": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            saved = torch.as_tensor(value)  # a count may be an int
+            # what all parameters share is written for each of them: a file takes no tensor twice
+            tensors[f"optimizer/{key}/{name}"] = saved.clone() if key in SHARED_STATE else saved
+    return tensors
+
+
+def restore_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_tensors` took. Raises CheckpointError if it is of another model."""
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        if key == "rng":
+            continue
+        _, moment, name = key.split("/", 2)
+        parameter = parameters.get(name)
+        if parameter is None or (value.ndim and moment not in OTHER_SHAPES and value.shape != parameter.shape):
+            raise CheckpointError(f"the checkpoint's optimizer state {key} does not fit the model: another model's?")
+        # AdamW keeps its step count on the CPU in float32, unless it is fused on a GPU
+        on_cpu = not value.ndim and parameter.device.type != "cuda"
+        device = torch.device("cpu") if on_cpu else parameter.device
+        optimizer.state[parameter][moment] = value.item() if value.dtype is torch.int64 else value.to(device)
+    torch.set_rng_state(tensors["rng"])

@@ -11,7 +11,7 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.model.products import product_speeds
-from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings, VLLMSettings
+from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings
 
 CLEARLY_FASTER = 1.2  # times float32's speed from which bfloat16 is worth its lost digits
 MUCH_SLOWER = 4.0  # times below the fastest format: somebody is told
@@ -69,7 +69,7 @@ def choose_numbers(
     What is given stands, and the other of the two follows it. Where neither says anything, a run that
     goes on has what it `kept`, else `device` decides.
     """
-    given = policy.dtype if isinstance(policy, VLLMSettings) else DType.auto
+    given = getattr(policy, "dtype", DType.auto)
     said = _said(model, given)
     chosen = _given_autocast(model, given)
     reasons = [f"as {' and '.join(said)} {'says' if len(said) == 1 else 'say'}"] if said else []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
 import re
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from rlpost.config.paths import cache_folder
+from rlpost.files import remembered
 from rlpost.settings import DType
 
 MEASURED = (DType.float32, DType.bfloat16)
@@ -41,8 +40,6 @@ LIMITS = (  # variables that say which kernels torch takes, and on how many core
 
 Speeds = dict[DType, float]  # GFLOP/s of matrix products
 
-log = logging.getLogger("rlpost")
-
 
 def product_speeds() -> Speeds:
     """GFLOP/s of this machine's products in float32 and bfloat16, on one core.
@@ -55,18 +52,11 @@ def product_speeds() -> Speeds:
     asked = conditions(threads)
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     file = cache_folder() / "products" / f"{digest}.json"
-    try:
-        return _read(file)
-    except FileNotFoundError:
-        pass  # not measured yet
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%s): the speed of products is measured again", file, error)
-    speeds = measure()
-    try:
-        _write(file, asked, speeds)
-    except OSError as error:
-        log.warning("%s cannot be written (%s): the speed of products is measured each time", file, error)
-    return speeds
+
+    def measured() -> dict[str, Any]:
+        return {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in measure().items()}}
+
+    return remembered(file, measured, _speeds, "the speed of products is measured")
 
 
 def measure() -> Speeds:
@@ -118,18 +108,10 @@ def _cpu() -> list[str]:
     return [platform.machine(), platform.processor(), *(line[1] for line in found if line)]
 
 
-def _read(file: Path) -> Speeds:
-    """What `_write` wrote. Raises ValueError or LookupError for anything else."""
-    kept = json.loads(file.read_text(encoding="utf-8"))["gflops"]
+def _speeds(content: Any) -> Speeds:
+    """What is kept of them. Raises ValueError or LookupError for anything else."""
+    kept = content["gflops"]
     speeds = {dtype: float(kept[dtype.value]) for dtype in MEASURED}
     if not all(math.isfinite(speed) and speed > 0 for speed in speeds.values()):
         raise ValueError(f"these are no speeds: {kept}")
     return speeds
-
-
-def _write(file: Path, asked: dict[str, Any], speeds: Speeds) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content = {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in speeds.items()}}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".new", delete=False, encoding="utf-8") as making:
-        json.dump(content, making, indent=1)
-    os.replace(making.name, file)

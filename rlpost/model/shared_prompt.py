@@ -41,24 +41,26 @@ def shared_prompt_attention(
             raise ConfigError(
                 f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
             )
-    repeat = query.shape[1] // key.shape[1]
+    if (repeat := query.shape[1] // key.shape[1]) > 1:  # each key head serves so many query heads
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     sizes = [size for block in prompt_blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
     sizes.append(query.shape[2] - sum(sizes))  # tokens after the last block only fill the row up
     # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
-    queries, keys, values = (
-        states[0].transpose(0, 1).split(sizes) for states in (query, _repeat(key, repeat), _repeat(value, repeat))
-    )
+    queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
     outputs = []
     for index, block in enumerate(prompt_blocks):
         at_prompts, at_completions = 2 * index, 2 * index + 1
-        causal = _prompt_mask(block.prompt_length, sliding_window, query.device)
+        length = block.prompt_length
+        # without a mask, plain causal attention is the same thing up to the window, and faster
+        in_window = sliding_window is None or length <= sliding_window
+        causal = None if in_window else _causal_mask(length, 0, sliding_window, query.device)
         q_prompt, k_prompt, v_prompt = (block.prompts(states[at_prompts]) for states in (queries, keys, values))
         attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
         # pads follow their row's tokens, so a causal mask alone hides them
-        mask = _causal_mask(max(block.lengths), block.prompt_length, sliding_window, query.device)
-        if dropout == 0 and _is_short_on_cpu(query.device, mask.shape[1]):
+        mask = _causal_mask(max(block.lengths), length, sliding_window, query.device)
+        if dropout == 0 and query.device.type == "cpu" and mask.shape[1] <= SHORT:
             attended = _attend_beside(k_prompt, v_prompt, padded, mask, scaling)
         else:
             all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
@@ -105,10 +107,6 @@ def _by_completion(states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return states.unflatten(2, (-1, shape[2])).transpose(1, 2).flatten(0, 1)
 
 
-def _is_short_on_cpu(device: torch.device, length: int) -> bool:
-    return device.type == "cpu" and length <= SHORT
-
-
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -118,15 +116,10 @@ def _attend(
     scaling: float | None,
 ) -> torch.Tensor:
     """torch's attention on (B, H, T, D); causal where there is no mask."""
-    short_on_cpu = _is_short_on_cpu(query.device, key.shape[2])
+    short_on_cpu = query.device.type == "cpu" and key.shape[2] <= SHORT
     # the CPU's flash kernel is slow backward on short sequences; on long ones it saves the memory
     with sdpa_kernel(SDPBackend.MATH) if short_on_cpu else nullcontext():
         return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
-
-
-def _repeat(states: torch.Tensor, times: int) -> torch.Tensor:
-    """(1, H_kv, N, D) -> (1, H, N, D): each key head serves `times` query heads."""
-    return states if times == 1 else states.repeat_interleave(times, 1)
 
 
 def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -136,10 +129,3 @@ def _causal_mask(length: int, offset: int, window: int | None, device: torch.dev
     )
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
-
-
-def _prompt_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """None where plain causal attention is the same thing, and faster."""
-    if window is None or length <= window:
-        return None
-    return _causal_mask(length, 0, window, device)

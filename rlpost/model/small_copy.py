@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from rlpost.text import first_line
+
 VOCABULARY = 64
 WINDOW = 4  # shorter than what the copy is shown, so that a window shows
 EVEN = 16  # what a hidden size stays a multiple of: some kernels take no other
@@ -85,8 +87,7 @@ def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
         # what the model's own code raises for sizes that it does not expect
-        line = next(iter(str(error).strip().splitlines()), "")
-        raise CannotCopyError(f"{type(error).__name__}: {line}") from error
+        raise CannotCopyError(f"{type(error).__name__}: {first_line(error)}") from error
     _draw_wide(small)
     return small.to(model.device).eval()
 

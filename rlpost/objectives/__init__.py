@@ -14,14 +14,4 @@ if TYPE_CHECKING:
     from rlpost.objectives.sft import SFTLoss as SFTLoss
     from rlpost.objectives.sft import SFTLossOutput as SFTLossOutput
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "GRPOLoss": "grpo",
-        "GRPOLossOutput": "grpo",
-        "MCAdvantage": "mc_advantage",
-        "SFTLoss": "sft",
-        "SFTLossOutput": "sft",
-        "functional": "",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from rlpost.data.ragged import padded
-from rlpost.model.logprobs import token_log_probs
-from rlpost.model.packing import Row, pack
+from rlpost.model.sequences import read
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
@@ -37,20 +36,7 @@ def read_sequences(
 
     Raises ValueError where no token is trained.
     """
-    device = next(model.parameters()).device
-    rows = []
-    for row, mask in zip(ids, trained, strict=True):
-        if mask.any():
-            first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
-            rest = row[first:]
-            rows.append(Row(row[:first], rest, mask[first:], torch.zeros(rest.numel()), 0.0))
-    if not rows:
-        raise ValueError("no token of the batch is trained: all masks are empty")
-    size = sum(row.prompt.numel() + row.response.numel() for row in rows)
-    [microbatch] = pack(rows, size, device)
-    places = padded(trained).to(device)
-    log_probs, entropy = (
-        values.new_zeros(places.shape).masked_scatter(places, values)
-        for values in token_log_probs(model, microbatch, temperature)
-    )
+    values = read(model, ids, trained, temperature)
+    places = padded(trained).to(values[0].device)
+    log_probs, entropy = (each.new_zeros(places.shape).masked_scatter(places, each) for each in values)
     return log_probs, entropy

@@ -10,8 +10,9 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.settings import Aggregation
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")
+AGGREGATIONS = tuple(Aggregation.__members__)
 
 
 def check_choice(what: str, word: str, known: tuple[str, ...]) -> None:

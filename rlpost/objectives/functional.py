@@ -19,11 +19,11 @@ from rlpost.objectives.kl import sequence_kl_divergence as sequence_kl_divergenc
 from rlpost.objectives.mismatch import SAMPLER_CORRECTIONS as SAMPLER_CORRECTIONS
 from rlpost.objectives.mismatch import sampler_weights as sampler_weights
 from rlpost.objectives.overlong import soft_overlong_penalty as soft_overlong_penalty
-from rlpost.objectives.policy import PolicyTerms as PolicyTerms
-from rlpost.objectives.policy import effective_sample_size as effective_sample_size
-from rlpost.objectives.policy import policy_loss as policy_loss
-from rlpost.objectives.policy import policy_metrics as policy_metrics
-from rlpost.objectives.policy import policy_terms as policy_terms
+from rlpost.objectives.policy_loss import PolicyTerms as PolicyTerms
+from rlpost.objectives.policy_loss import effective_sample_size as effective_sample_size
+from rlpost.objectives.policy_loss import policy_loss as policy_loss
+from rlpost.objectives.policy_loss import policy_metrics as policy_metrics
+from rlpost.objectives.policy_loss import policy_terms as policy_terms
 from rlpost.objectives.supervised import minor_sft_loss as minor_sft_loss
 from rlpost.objectives.supervised import minor_sft_terms as minor_sft_terms
 from rlpost.objectives.supervised import sft_loss as sft_loss

@@ -10,10 +10,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rlpost.data.ragged import padded
+from rlpost.errors import DataError
+from rlpost.model.sequences import REF_LOG_PROBS, Sequences
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
-from rlpost.objectives.fields import aligned, numbers, per_token, trained_masks
-from rlpost.objectives.policy import PolicyTerms, policy_metrics, policy_terms
+from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.variants import VARIANTS
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
@@ -62,11 +63,29 @@ class GRPOLoss(nn.Module):
     `masking_strategy` says which tokens are trained: "sft" all but those of `("tokens", "prompt")`,
     or those of the assistant mask where there are no prompt tokens; "rlhf" those of
     `("masks", "all_assistant_mask")`; "generic" all. A sequence's first id, which nothing predicts, never is.
-    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none.
+    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none;
+    None: the variant's own, which for "grpo" is token_mean.
     `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
     loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
 
     Raises ConfigError (a ValueError) for an unknown word, ValueError for impossible clip bounds.
+
+    >>> import torch
+    >>> from rlpost.models import load_model, locate_model
+    >>> from rlpost.objectives import GRPOLoss
+    >>> from rlpost.settings import ModelSettings
+    >>> from tensordict import TensorDict
+    >>> model = load_model(locate_model("builtin:tiny"), ModelSettings())
+    >>> batch = TensorDict(
+    ...     {
+    ...         "tokens": {"full": torch.tensor([[5, 6, 7], [5, 6, 8]])},
+    ...         "masks": {"all_attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+    ...         "log_probs": {"full": torch.full((2, 3), -5.0)},
+    ...         "advantage": torch.tensor([1.0, -1.0]),
+    ...     },
+    ...     batch_size=[2],
+    ... )
+    >>> GRPOLoss(model, masking_strategy="generic")(batch).loss.backward()
     """
 
     def __init__(
@@ -75,7 +94,7 @@ class GRPOLoss(nn.Module):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         kl_mask_threshold: float | None = None,
-        aggregation: str = "token_mean",
+        aggregation: str | None = None,
         entropy_bonus: bool = True,
         entropy_coeff: float = 0.01,
         kl_to_ref_coeff: float | None = None,
@@ -85,10 +104,12 @@ class GRPOLoss(nn.Module):
         temperature: float | None = None,
     ) -> None:
         super().__init__()
-        aggregation = ALSO_CALLED.get(aggregation, aggregation)
-        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
-        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
         check_choice("clipping loss", variant, CLIPPING)
+        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
+        aggregation = (
+            VARIANTS[variant].aggregation if aggregation is None else ALSO_CALLED.get(aggregation, aggregation)
+        )
+        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
         self.actor, self.temperature = model_and_temperature(actor, temperature)
         self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
         self.kl_mask_threshold = kl_mask_threshold
@@ -107,15 +128,15 @@ class GRPOLoss(nn.Module):
         masks that are all empty; KeyError where log-probs are missing that a term needs; RuntimeError
         for old log-probs that require a gradient.
         """
-        ids = numbers(batch, ("tokens", "full"), missing=ValueError)
-        advantage = per_token(batch, "advantage", ids)
-        old = aligned(batch, ("log_probs", "full"), ids)
+        sequences = Sequences.of(batch, needs_mask=False)
+        advantage = sequences.field_or_expanded(batch, "advantage", "MCAdvantage writes it")
+        old = sequences.field(batch, ("log_probs", "full"), missing=KeyError)
         if any(row.requires_grad for row in old):
             raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
         wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
-        ref = aligned(batch, ("next", "ref_log_probs", "full"), ids) if wants_ref else None
-        trained = trained_masks(batch, ids, self.masking_strategy)
-        log_probs, entropy = read_sequences(self.actor, ids, trained, self.temperature)
+        ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
+        trained = self._trained(batch, sequences)
+        log_probs, entropy = read_sequences(self.actor, sequences.ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
         mask = padded(trained).to(device)
         old_padded = keep(padded(old).to(device, dtype), mask)
@@ -133,6 +154,21 @@ class GRPOLoss(nn.Module):
             clip_high=self.clip_high,
         )
         return self._output(terms, entropy)
+
+    def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
+        """Which ids are trained, bool; never a sequence's first, which nothing predicts."""
+        prompts = batch.get(("tokens", "prompt"), None)
+        if self.masking_strategy != "sft" or prompts is None:
+            return sequences.masks(batch, assistant_only=self.masking_strategy != "generic")
+        masks = []
+        for row, prompt in zip(sequences.ids, prompts.unbind(), strict=True):
+            if not torch.equal(row[: prompt.numel()], prompt):
+                raise DataError(
+                    "('tokens', 'full') does not begin with ('tokens', 'prompt'): give the prompts ragged, without "
+                    "pads, or masking_strategy='rlhf' and an assistant mask"
+                )
+            masks.append(torch.arange(row.numel(), device=row.device) >= max(prompt.numel(), 1))
+        return masks
 
     def _output(self, terms: PolicyTerms, entropy: torch.Tensor) -> GRPOLossOutput:
         def share(values: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from rlpost.objectives.aggregation import check_choice, keep, sequence_sum
+from rlpost.settings import KLEstimator
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3_k2grad")
+KL_ESTIMATORS = tuple(KLEstimator.__members__)
 
 
 def k1(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:

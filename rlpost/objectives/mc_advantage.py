@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +11,18 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import Key, ragged, ragged_rows
-from rlpost.data.selection import Selection
-from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
-from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
-from rlpost.objectives.trajectories import (
+from rlpost.data.selection import Selection, Waiting
+from rlpost.data.trajectories import (
     REDUCTIONS,
     Trajectories,
     hashable,
     like_rewards,
     reward_entries,
-    split_trajectories,
+    trajectories_by,
     values_of,
 )
-
-log = logging.getLogger("rlpost")
+from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
+from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
 
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
 
@@ -63,6 +60,14 @@ class MCAdvantage:
     At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,
     logged and counted. `num_complete` groups came together, of which `num_written` were delivered
     and `num_dropped` not, by bounds or selector; `num_evicted` were given up.
+
+    >>> import torch
+    >>> from rlpost.objectives import MCAdvantage
+    >>> from tensordict import TensorDict
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    >>> batch = TensorDict({"query": ["3 + 4"] * 4, "next": {"reward": rewards, "done": rewards >= 0}}, batch_size=[4])
+    >>> MCAdvantage(grpo_size=4)(batch)["advantage"].round(decimals=2)
+    tensor([ 0.8700, -0.8700, -0.8700,  0.8700])
     """
 
     def __init__(
@@ -101,11 +106,10 @@ class MCAdvantage:
         self.estimator = estimator
         self.shuffle_rewards = shuffle_rewards
         self.seed = seed
-        self.max_waiting = max_waiting
         self._check()
         self.candidate_selector = _selector(candidate_selector)
-        self.num_complete = self.num_written = self.num_dropped = self.num_evicted = 0
-        self._waiting: dict[GroupKey, Trajectories] = {}
+        self.num_complete = self.num_written = self.num_dropped = 0
+        self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, self.candidate_group_size, "trajectories")
         self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there
 
     def _check(self) -> None:
@@ -132,8 +136,6 @@ class MCAdvantage:
             )
         if self.candidate_group_size > self.grpo_size and self.trajectory_return is None:
             raise ValueError("candidates are chosen by their return: say with trajectory_return what that is")
-        if self.max_waiting < 1:
-            raise ValueError(f"max_waiting={self.max_waiting} lets no group wait: it must be at least 1")
 
     def __call__(self, batch: TensorDictBase) -> TensorDict | None:
         """The groups that `batch` completes, one after the other, with their advantage; None if there are none.
@@ -143,24 +145,24 @@ class MCAdvantage:
         done, ValueError for a numbered group with more trajectories than belong to one, KeyError
         for a batch with neither `group_key` nor `prompt_key`.
         """
-        steps, spans = split_trajectories(batch, self.done_key)
-        numbered = self._is_numbered(steps)
-        values = values_of(steps, self.group_key if numbered else self.prompt_key)
-        spans_of: dict[GroupKey, list[range]] = {}
-        for span in spans:
-            spans_of.setdefault((numbered, values[span.start]), []).append(span)
         written: list[_Written] = []
-        for key, own in spans_of.items():
-            if new := own[self._take_late(key, len(own)) :]:
-                rows = Selection.of(steps, [place for span in new for place in span])
-                written += self._add(key, Trajectories(rows, [len(span) for span in new]))
-        self._evict()
+        for key, own in trajectories_by(batch, self.done_key, self._keys).items():
+            if new := range(self._take_late(key, len(own)), len(own)):
+                written += self._add(key, own.part(new))
+        while len(self._late) > self._waiting.most:
+            self._late.pop(next(iter(self._late)))
+        self._waiting.evict()
         return self._joined(written) if written else None
 
     @property
     def num_incomplete(self) -> int:
         """Groups that still wait for trajectories."""
         return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were given up, since too many waited."""
+        return self._waiting.num_evicted
 
     def clear(self) -> None:
         """Forget the trajectories that wait; the counts stay."""
@@ -181,14 +183,17 @@ class MCAdvantage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._waiting = {}
+        self._waiting.clear()
         for plain, lengths in state["waiting"]:
             steps = from_plain(plain)
-            numbered = self._is_numbered(steps)
-            [value, *_] = values_of(steps, self.group_key if numbered else self.prompt_key)
-            self._waiting[numbered, value] = Trajectories(Selection.whole(steps), lengths)
+            self._waiting.hold(self._keys(steps)[0], Trajectories(Selection.whole(steps), lengths))
         self._late = {(True, hashable(value)): count for value, count in state["late"]}
-        self.num_complete, self.num_written, self.num_dropped, self.num_evicted = state["counts"]
+        self.num_complete, self.num_written, self.num_dropped, self._waiting.num_evicted = state["counts"]
+
+    def _keys(self, steps: TensorDictBase) -> list[GroupKey]:
+        """The group of each step."""
+        numbered = self._is_numbered(steps)
+        return [(numbered, value) for value in values_of(steps, self.group_key if numbered else self.prompt_key)]
 
     def _is_numbered(self, steps: TensorDictBase) -> bool:
         return self.group_key in steps.keys()  # noqa: SIM118  of a TensorDict, where `in` alone is not defined
@@ -198,9 +203,9 @@ class MCAdvantage:
     def _add(self, key: GroupKey, new: Trajectories) -> Iterator[_Written]:
         """Add trajectories to their group; the groups that this completes."""
         numbered, value = key
-        waited = self._waiting.pop(key, None)
-        tried = len(waited) if waited else 0  # with so many, no group was to be made
-        group = waited.joined(new) if waited else new
+        tried = len(self._waiting.get(key, ()))  # with so many, no group was to be made
+        group = self._waiting.with_more(key, new)
+        self._waiting.pop(key, None)
         if numbered and len(group) > self.candidate_group_size:
             raise ValueError(
                 f"group {value} has {len(group)} rows, more than the {self.candidate_group_size} a group can have"
@@ -296,21 +301,6 @@ class MCAdvantage:
         expected = self._late.pop(key, 0)
         self._expect_late(key, max(expected - count, 0))
         return min(expected, count)
-
-    def _evict(self) -> None:
-        """Give up the groups that have waited longest, until `max_waiting` are left."""
-        while len(self._late) > self.max_waiting:
-            self._late.pop(next(iter(self._late)))
-        while len(self._waiting) > self.max_waiting:
-            group = self._waiting.pop(next(iter(self._waiting)))
-            self.num_evicted += 1
-            log.warning(
-                "gave up a group with %d of %d trajectories, since %d others wait (max_waiting); %d given up so far",
-                len(group),
-                self.candidate_group_size,
-                self.max_waiting,
-                self.num_evicted,
-            )
 
 
 def _selector(given: str | Selector) -> Selector:

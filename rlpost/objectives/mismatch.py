@@ -13,6 +13,7 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.objectives.aggregation import check_choice, keep, sequence_sum
+from rlpost.settings import SamplerCorrection
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ CORRECTIONS = {
     "mis_sequence": Correction(per_sequence=True, drops=True, low=0.0, high=3.0),
     "icepop": Correction(per_sequence=False, drops=True, low=0.5, high=5.0),
 }
-SAMPLER_CORRECTIONS = ("none", *CORRECTIONS)
+SAMPLER_CORRECTIONS = tuple(SamplerCorrection.__members__)
 
 
 def sampler_weights(

@@ -11,11 +11,9 @@ from torch import nn
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Microbatch, Row, by_row
 from rlpost.objectives.aggregation import aggregate
-from rlpost.objectives.policy import PolicyTerms, policy_terms
+from rlpost.objectives.policy_loss import PolicyTerms, policy_terms
 from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import KLPlace, PolicyLossSettings
-
-IN_THE_PAPER = {("two_sided", "max_ratio"): "delta", ("dual_clip", "max_ratio"): "c"}  # setting -> its symbol
 
 
 @dataclass(slots=True)
@@ -55,9 +53,7 @@ class PolicyObjective:
         self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
         shared = {field.name for field in fields(PolicyLossSettings)}
         self.coefficients: dict[str, float] = {
-            IN_THE_PAPER.get((self.variant, field.name), field.name): getattr(settings, field.name)
-            for field in fields(settings)
-            if field.name not in shared
+            field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in shared
         }
         self.temperature = temperature
         self.max_completion_tokens = max_completion_tokens
@@ -105,30 +101,24 @@ class PolicyObjective:
             sampler_ratio_high=high,
             **self.coefficients,
         )
-        losses = self._losses(terms, padded(entropy), normaliser)
+        assert terms.kl_to_ref is not None or not self.kl_coef, "a KL term needs the reference's log-probs"
+        weighted = {  # by their names in metrics.jsonl
+            "loss/policy": (1.0, terms.loss),
+            "loss/kl": (self.kl_coef, terms.kl_to_ref),
+            "loss/sampler_kl": (self.sampler_kl_coef, terms.kl_to_sampler),
+            "loss/entropy": (-self.entropy_coef, padded(entropy)),
+        }
+        losses = {
+            name: coef * aggregate(values, mask, self.aggregation, normaliser)
+            for name, (coef, values) in weighted.items()
+            if coef and values is not None
+        }
         return PolicyOutput(
             loss=torch.stack(list(losses.values())).sum(),
             losses={name: share.detach() for name, share in losses.items()},
             terms=_detached(terms),
             entropy=entropy.detach(),
         )
-
-    def _losses(self, terms: PolicyTerms, entropy: torch.Tensor, normaliser: float) -> dict[str, torch.Tensor]:
-        """The terms that are minimised, each already times its coefficient."""
-
-        def share(values: torch.Tensor) -> torch.Tensor:
-            return aggregate(values, terms.mask, self.aggregation, normaliser)
-
-        losses = {"loss/policy": share(terms.loss)}
-        if self.kl_coef:
-            assert terms.kl_to_ref is not None, "a KL term needs the reference's log-probs"
-            losses["loss/kl"] = self.kl_coef * share(terms.kl_to_ref)
-        if self.sampler_kl_coef:
-            assert terms.kl_to_sampler is not None
-            losses["loss/sampler_kl"] = self.sampler_kl_coef * share(terms.kl_to_sampler)
-        if self.entropy_coef:
-            losses["loss/entropy"] = -self.entropy_coef * share(entropy)
-        return losses
 
 
 def _detached(terms: PolicyTerms) -> PolicyTerms:

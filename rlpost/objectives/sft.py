@@ -12,14 +12,12 @@ from torch import nn
 
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
-from rlpost.data.ragged import padded
+from rlpost.data.ragged import ATTENTION, padded
+from rlpost.model.sequences import HISTORY, REF_LOG_PROBS, Sequences
 from rlpost.objectives.actor import model_and_temperature, read_sequences
 from rlpost.objectives.aggregation import check_choice, masked_mean, sequence_mean, sequence_sum
-from rlpost.objectives.fields import aligned
 from rlpost.objectives.kl import kl_divergence
 from rlpost.objectives.supervised import minor_sft_terms, sft_terms
-
-HISTORY, REFERENCE = ("history", "full"), ("next", "ref_log_probs", "full")
 
 
 @dataclass(slots=True)
@@ -62,6 +60,17 @@ class SFTLoss(nn.Module):
     adds nothing: it compares with the reference already, so there the coefficient is 0, with a warning.
 
     Raises ConfigError (a ValueError) for an unknown word, ValueError without a tokenizer.
+
+    >>> from rlpost.data import History
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.objectives import SFTLoss
+    >>> from rlpost.settings import ModelSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> batch = TensorDict({"history": {"full": chats}}, batch_size=[1])
+    >>> SFTLoss(model, tokenizer)(batch).loss_sft.backward()
     """
 
     def __init__(
@@ -99,10 +108,10 @@ class SFTLoss(nn.Module):
         them; ValueError where those do not fit and for a conversation without a token to train;
         DataError for one that the chat template does not take.
         """
-        ids, trained = self._tokens(batch)
+        sequences, trained = self._tokens(batch)
         wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
-        given = aligned(batch, REFERENCE, ids) if wants_ref else None
-        log_probs, _ = read_sequences(self.actor, ids, trained, self.temperature)
+        given = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
+        log_probs, _ = read_sequences(self.actor, sequences.ids, trained, self.temperature)
         mask = padded(trained).to(log_probs.device)
         ref = None if given is None else padded(given).to(log_probs)
         if self.loss_function == "minor_sft":
@@ -121,16 +130,19 @@ class SFTLoss(nn.Module):
                 output.loss_kl_to_ref = self.kl_to_ref_coeff * kl
         return output
 
-    def _tokens(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _tokens(self, batch: TensorDictBase) -> tuple[Sequences, list[torch.Tensor]]:
         """The ids of each conversation, and which are trained."""
         history = batch.get(HISTORY, None)
         if not isinstance(history, History):
             raise KeyError(f"the batch has no History under {HISTORY}")
-        encoded = [self._mask.encode(chat) for chat in history.to_chats()]
-        for number, (_, mask) in enumerate(encoded):
-            if not any(mask):
+        reference = batch.get(REF_LOG_PROBS, None)
+        padded_reference = reference is not None and not reference.is_nested
+        attention = batch.get(ATTENTION, None) if padded_reference else None
+        sequences, masks = Sequences.of_history(history, self._mask, None if attention is None else attention.bool())
+        for number, mask in enumerate(masks):
+            if not mask.any():
                 raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
-        return [torch.tensor(ids) for ids, _ in encoded], [torch.tensor(mask) for _, mask in encoded]
+        return sequences, masks
 
     def _reduced(self, each: torch.Tensor) -> torch.Tensor:
         if self.reduction == "none":

@@ -19,19 +19,4 @@ if TYPE_CHECKING:
     from rlpost.policies.vllm_worker import stateless_init_process_group as stateless_init_process_group
     from rlpost.policies.vllm_worker import vLLMWorker as vLLMWorker
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Policy": "base",
-        "Request": "base",
-        "CategoricalSequential": "categorical",
-        "Face": "face",
-        "ScriptedPolicy": "scripted",
-        "TransformersWrapper": "transformers",
-        "vLLMWrapper": "vllm",
-        "LLMOnDevice": "vllm_devices",
-        "make_vllm_worker": "vllm_make",
-        "stateless_init_process_group": "vllm_worker",
-        "vLLMWorker": "vllm_worker",
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

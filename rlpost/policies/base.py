@@ -80,14 +80,23 @@ class Policy(ABC):
         A later turn for which the model's context has no room left is not taken: `finish_reason` says
         "context" then. Raises DataError for a first prompt longer than its environment or the context allows.
         """
+        for conversation, completion in zip(conversations, self.completions(conversations, sampling), strict=True):
+            if completion is None:
+                conversation.finish_reason = "context"
+            else:
+                conversation.add_completion(completion)
+
+    def completions(
+        self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None
+    ) -> list[Completion | None]:
+        """The model's turn in each conversation, which gains what the model read and not what it said.
+
+        None, and raises, as `requests` says.
+        """
         requests = self.requests(conversations)
         asked = [request for request in requests if request is not None]
         completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
-        for conversation, request in zip(conversations, requests, strict=True):
-            if request is None:
-                conversation.finish_reason = "context"
-            else:
-                conversation.add_completion(next(completions))
+        return [None if request is None else next(completions) for request in requests]
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.

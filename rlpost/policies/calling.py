@@ -52,14 +52,9 @@ def _several(conversations: list[Conversation], samples: int) -> list[Conversati
 
 def _taken(policy: Policy, conversations: list[Conversation]) -> list[Turn]:
     """The model's turn in each conversation, which gains what the model read and not what it said."""
-    requests = policy.requests(conversations)
-    asked = [request for request in requests if request is not None]
-    completions = iter(policy.generate(asked, policy.sampling) if asked else [])
     silent = Completion([], [], "", "context", policy.version)
-    return [
-        Turn(conversation, silent if request is None else next(completions))
-        for conversation, request in zip(conversations, requests, strict=True)
-    ]
+    completions = policy.completions(conversations)
+    return [Turn(c, completion or silent) for c, completion in zip(conversations, completions, strict=True)]
 
 
 def _score(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:

@@ -14,6 +14,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
 from rlpost.data.ragged import ragged_rows
+from rlpost.data.rendering import text_ids
 from rlpost.errors import DataError
 from rlpost.policies.face import Key
 
@@ -77,7 +78,8 @@ class Reader:
         if self.face.input_key is None and "conversation" in keys:
             return self._carried_on(tensordict)
         if self.face.mode is InputMode.tokens:
-            made = self._from_tokens(tensordict, self.face.prompt_key)
+            decode = self.policy.tokenizer.decode
+            made = [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, self.face.prompt_key)]
         elif self.face.mode is InputMode.text:
             texts = _of_kind(column(tensordict, self.face.prompt_key), str, self.face.prompt_key)
             made = [self._opened(text=text, ids=self._text_ids(text)) for text in texts]
@@ -119,10 +121,6 @@ class Reader:
             if not isinstance(chat, list) or not all(isinstance(m, dict) for m in chat):
                 raise DataError(f"{key!r} holds a {type(chat).__name__} and no History: set input_mode to what it is")
         return chats
-
-    def _from_tokens(self, tensordict: TensorDictBase, key: Key) -> list[Conversation]:
-        decode = self.policy.tokenizer.decode
-        return [self._opened(text=decode(ids), ids=ids) for ids in self.ids(tensordict, key)]
 
     def _opened(
         self, *, messages: list[dict[str, Any]] | None = None, text: str = "", ids: list[int] | None = None
@@ -212,10 +210,7 @@ class Reader:
     # Ids
 
     def _text_ids(self, text: str) -> list[int]:
-        """`text` as ids, with what the tokenizer begins a text with, unless a template has written that already."""
-        tokenizer = self.policy.tokenizer
-        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        return tokenizer(text, add_special_tokens=not begins)["input_ids"]
+        return text_ids(self.policy.tokenizer, text)
 
     def ids(self, tensordict: TensorDictBase, key: Key) -> list[list[int]]:
         """The ids of each row without padding, which is what an attention mask of the same shape leaves out.

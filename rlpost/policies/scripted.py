@@ -20,6 +20,17 @@ class ScriptedPolicy(Policy):
     Its ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows
     is cut, as a model's would be. Every id is certain, so each log-prob is 0. Other keyword
     arguments say how it is called on a TensorDict: see `Face`.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_tokenizer, locate_model
+    >>> from rlpost.policies import ScriptedPolicy
+    >>> from rlpost.settings import SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> tokenizer = load_tokenizer(locate_model("builtin:tiny"))
+    >>> policy = ScriptedPolicy(["It is 7.", "It is 8."], tokenizer, sampling=SamplingSettings())
+    >>> asked = ChatEnv().reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1]))
+    >>> list(policy(asked)["text", "response"])
+    ['It is 7.']
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
 
 
-class Draw(NamedTuple):
+class SampledToken(NamedTuple):
     """One sampled token: of which request, its log-prob as it was sampled, and whether it ends the completion."""
 
     request: int
@@ -46,6 +46,19 @@ class TransformersWrapper(Policy, CategoricalSequential):
     version. At most `max_num_seqs` completions are under way at once. Without a `tokenizer` it is
     that of the folder or hub id the model was loaded from. Other keyword arguments say how the
     policy is called on a TensorDict: see `Face`.
+
+    >>> from rlpost.envs import ChatEnv
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.policies import TransformersWrapper
+    >>> from rlpost.settings import ModelSettings, SamplingSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
+    >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
+    >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))
+    >>> answered["tokens", "response"][0].shape
+    torch.Size([3])
     """
 
     def __init__(
@@ -146,8 +159,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
 
     def draws(
         self, requests: Sequence[Request], sampling: SamplingSettings, cache: DynamicCache | None = None
-    ) -> Iterator[list[Draw]]:
-        """Sample token by token: in each step one `Draw` for every completion that is under way.
+    ) -> Iterator[list[SampledToken]]:
+        """Sample token by token: in each step one `SampledToken` for every completion that is under way.
 
         `cache` may hold the keys and values of the first ids of a single request's prompt, at most
         all but one of them; afterwards it holds those of the prompt and of what was drawn, the last
@@ -164,7 +177,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
             chosen, log_probs = draw(decoding.next_logits().float(), sampling, uniforms[alive, step])
             stop = torch.isin(chosen, self._stop_ids)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
-            yield [Draw(*one) for one in drawn]
+            yield [SampledToken(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
             if not going.any():
                 return

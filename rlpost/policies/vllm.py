@@ -5,7 +5,6 @@ vLLM is imported when an engine starts, never before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,22 +20,14 @@ from rlpost.extras import require_vllm
 from rlpost.model.precision import bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
-from rlpost.policies.kv_cache import kv_cache_arguments
-from rlpost.policies.vllm_engines import (
-    InProcessEngine,
-    OwnProcessEngine,
-    Telling,
-    VLLMEngine,
-    engine_around,
-    in_thread,
-    longest_context,
-    wait_for,
-)
+from rlpost.policies.kv_cache import kv_cache_arguments, longest_context
+from rlpost.policies.vllm_engines import VLLMEngine, engine_around, in_thread, start_engine, tokenizer_of, wait_for
 from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
-from rlpost.settings import DType, Engine, SamplingSettings, VLLMSettings
+from rlpost.settings import DType, SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
+PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
 SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and top-p
 
 
@@ -83,7 +74,7 @@ class vLLMWrapper(Policy):
         self.adapter = adapter
         self._applied: Any | None = None  # vLLM's request for the adapter that completions are sampled with
         self._engine: VLLMEngine | None = None
-        self._is_ours = True  # whether closing this policy closes its engine
+        self._given: Any = None  # an engine that somebody else built, and closes
         self._closed_because: str | None = None
         self._needed: set[str] = set()  # names that a complete weight push brings
         self._log_probs_mode = SAMPLER_LOG_PROBS
@@ -112,7 +103,7 @@ class vLLMWrapper(Policy):
                 f"vLLMWrapper was given a {type(model).__name__}: give it a folder, a vllm.LLM or what "
                 "make_vllm_worker returns"
             )
-        self._is_ours = False
+        self._given = model
         self._log_probs_mode = config.logprobs_mode
         self.folder = _folder_of(config.model)
         self.max_model_len = min(self.max_model_len or config.max_model_len, config.max_model_len)
@@ -121,23 +112,17 @@ class vLLMWrapper(Policy):
     def _tokenizer_of(self, model: Any) -> Any:
         if hasattr(model, "get_tokenizer"):
             return model.get_tokenizer()
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        return tokenizer_of(self.folder)
 
     def start(self) -> None:
         """Start the engine: 7 to 25 s on a CPU. Raises MissingExtraError, ConfigError or PolicyError."""
         if self._engine is not None:
             return
-        if not self._is_ours:
+        if self._given is not None:
             raise PolicyError(f"the engine this policy was given is closed ({self._closed_because}): build another")
         require_vllm()
         arguments = engine_arguments(
-            self.folder,
-            self.settings,
-            max_model_len=self.max_model_len,
-            seed=self.seed,
-            adapter_rank=self.adapter_rank,
+            self.folder, self.settings, max_model_len=self.max_model_len, seed=self.seed, adapter_rank=self.adapter_rank
         )
         self.max_model_len = arguments["max_model_len"]
         threads = torch.get_num_threads()
@@ -161,14 +146,14 @@ class vLLMWrapper(Policy):
 
     def rest(self) -> None:
         """See `Policy.rest`: the pages of the KV cache, on a CPU, and the prefixes that lie there."""
-        if self._engine is not None and self._is_ours and not torch.cuda.is_available():
+        if self._engine is not None and self._given is None and not torch.cuda.is_available():
             self._engine.reset_prefix_cache()
             self._engine.call_workers("give_back_kv_cache")
 
     def close(self) -> None:
         """Stop the engine, or let go of one that was given; a second call does nothing."""
         engine, self._engine = self._engine, None
-        if engine is not None and self._is_ours:
+        if engine is not None and self._given is None:
             engine.close()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
@@ -193,8 +178,15 @@ class vLLMWrapper(Policy):
             )
             for request in requests
         ]
-        before = self.tokens_sampled
-        outputs = self._ask([request.prompt_ids for request in requests], params, "sampling", self._told(before))
+        prompts = [request.prompt_ids for request in requests]
+        before, on_ended = self.tokens_sampled, self.on_ended
+
+        def told(ended: int, tokens: int) -> None:
+            self.tokens_sampled = before + tokens
+            if on_ended is not None:
+                on_ended(ended)
+
+        outputs = self._ask(f"sampling {len(prompts)} completions", prompts, params, told if on_ended else None)
         self.tokens_sampled = before + sum(len(output.outputs[0].token_ids) for output in outputs)
         completions = []
         for output in outputs:
@@ -224,40 +216,22 @@ class vLLMWrapper(Policy):
                 f"a sequence has {longest} tokens and vLLM reads at most {self.max_model_len - 1} of them: cut it"
             )
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        outputs = self._ask([list(ids) for ids in sequences], [params] * len(sequences), "reading")
+        prompts = [list(ids) for ids in sequences]
+        outputs = self._ask(f"reading {len(prompts)} sequences", prompts, [params] * len(prompts))
         read = []
-        for output, ids in zip(outputs, sequences, strict=True):
-            known = zip(output.prompt_logprobs[1:], list(ids)[1:], strict=True)  # nothing predicts the first
+        for output, ids in zip(outputs, prompts, strict=True):
+            known = zip(output.prompt_logprobs[1:], ids[1:], strict=True)  # nothing predicts the first
             read.append(torch.tensor([0.0, *(step[token].logprob for step, token in known)]))
         return read
 
-    def _told(self, before: int) -> Callable[[int, int], None] | None:
-        """Takes how many completions have ended and the tokens of all so far, where somebody wants to know."""
-        on_ended = self.on_ended
-        if on_ended is None:
-            return None
-
-        def told(ended: int, tokens: int) -> None:
-            self.tokens_sampled = before + tokens
-            on_ended(ended)
-
-        return told
-
     def _ask(
-        self, prompts: list[list[int]], params: list[Any], doing: str, told: Callable[[int, int], None] | None = None
+        self, doing: str, prompts: list[list[int]], params: list[Any], told: Callable[[int, int], None] | None = None
     ) -> list[Any]:
         """What vLLM makes of `prompts`; an engine that fails is closed. Raises PolicyError."""
         engine = self._running_engine()
-        if isinstance(engine, Telling):
-            engine.told = told
-        try:
+        engine.told = told
+        with self._closed_at_failure(doing):
             return engine.generate(prompts, params, self._applied)
-        except Exception as error:
-            self._discard(f"{doing} failed: {_first_line(error)}")
-            raise PolicyError(
-                f"vLLM failed while {doing} {len(prompts)} {'completions' if doing == 'sampling' else 'sequences'}: "
-                f"{_first_line(error)}"
-            ) from error
 
     def _check_log_probs_mode(self, sampling: SamplingSettings) -> None:
         """Raise ConfigError where the engine's log-probs are not those of what `sampling` draws from."""
@@ -272,7 +246,9 @@ class vLLMWrapper(Policy):
     @property
     def model(self) -> Any:
         """What samples: a `vllm.LLM`, vLLM's AsyncLLM or the engine that was given; None where none runs."""
-        return getattr(self._engine, "llm", self._engine)
+        if self._engine is None or self._given is not None:
+            return self._engine and self._given
+        return self._engine.llm
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the engine's workers, such as those of `vLLMWorker`; what each returned.
@@ -294,7 +270,7 @@ class vLLMWrapper(Policy):
         self._check_complete(weights)
         sent = [(name, weights[name]) for name in weights]
         metadata = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in sent]
-        with self._all_or_nothing():
+        with self._closed_at_failure(*PUSH):
             receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
             for _, weight in sent:
                 if receiving.done():
@@ -311,16 +287,14 @@ class vLLMWrapper(Policy):
             )
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Close the engine where a push inside fails half-way. Raises PolicyError then."""
+    def _closed_at_failure(self, doing: str, advice: str = "") -> Iterator[None]:
+        """Close the engine where the block fails. Raises PolicyError then, which says what it was `doing`."""
         try:
             yield
         except Exception as error:
-            self._discard(f"a weight push failed half-way: {_first_line(error)}")
-            raise PolicyError(
-                f"pushing weights to vLLM failed ({_first_line(error)}); the engine was closed, since it may hold "
-                "a mixture of weights: resume the run from its last checkpoint"
-            ) from error
+            self._closed_because = f"vLLM failed while {doing}: {_first_line(error)}"
+            self.close()
+            raise PolicyError(f"{self._closed_because}; the engine was closed{advice}") from error
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.
@@ -330,7 +304,7 @@ class vLLMWrapper(Policy):
         """
         engine = self._running_engine()
         self._check_complete(weights)
-        with self._all_or_nothing():
+        with self._closed_at_failure(*PUSH):
             engine.load_weights(weights.items())
 
     def load_adapter(self, folder: Path) -> None:
@@ -342,14 +316,9 @@ class vLLMWrapper(Policy):
         from vllm.lora.request import LoRARequest
 
         engine = self._running_engine()
-        try:
+        advice = ": go on from the last checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model"
+        with self._closed_at_failure("loading an adapter", advice):
             engine.load_adapter(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=True))
-        except Exception as error:
-            self._discard(f"loading an adapter failed: {_first_line(error)}")
-            raise PolicyError(
-                f"vLLM did not take the adapter ({_first_line(error)}); the engine was closed: go on from the last "
-                "checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model"
-            ) from error
         # the adapter is loaded and its folder may go; a request that said load_inplace would read it again
         self._applied = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder))
 
@@ -358,10 +327,6 @@ class vLLMWrapper(Policy):
             raise PolicyError(f"vLLM is not running ({self._closed_because or 'it was not started'}): call start()")
         return self._engine
 
-    def _discard(self, reason: str) -> None:
-        self._closed_because = reason
-        self.close()
-
     def _checkpoint_names(self) -> set[str]:
         """Names of the weights in the model folder: what a complete push has to bring."""
         names: set[str] = set()
@@ -369,20 +334,6 @@ class vLLMWrapper(Policy):
             with safe_open(file, framework="pt") as weights:
                 names.update(weights.keys())
         return names
-
-
-def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
-    """Start vLLM as `settings.engine` says."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would replace what the arguments say
-    in_process = settings.engine is Engine.in_process
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    if not in_process:
-        return OwnProcessEngine(arguments, settings.timeout_seconds)
-    from vllm import LLM
-
-    return InProcessEngine(LLM(**arguments))
 
 
 def engine_arguments(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.extras import require_vllm
-from rlpost.policies.vllm import engine_arguments, start_engine
-from rlpost.policies.vllm_engines import NamedWeights, OwnProcessEngine, environment
-from rlpost.settings import Engine, VLLMSettings
+from rlpost.policies.vllm import engine_arguments
+from rlpost.policies.vllm_engines import OwnProcessEngine, environment, set_environment, tokenizer_of
+from rlpost.settings import VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class LLMOnDevice:
+class LLMOnDevice(OwnProcessEngine):
     """A vLLM engine on `devices`, GPUs by their numbers on this machine, for a `vLLMWrapper` to sample with.
 
     It runs in a process of its own, which sees no other GPU; several devices share the model
@@ -40,51 +39,19 @@ class LLMOnDevice:
         **engine: Any,
     ) -> None:
         require_vllm()
+        self.folder = Path(folder)
         self.devices = None if devices is None else check_devices(devices)
-        settings = replace(settings or VLLMSettings(), engine=Engine.own_process)
-        arguments = engine_arguments(Path(folder), settings, max_model_len=max_model_len, seed=0)
+        settings = settings or VLLMSettings()
+        arguments = engine_arguments(self.folder, settings, max_model_len=max_model_len, seed=0)
         if self.devices is not None:
             arguments["tensor_parallel_size"] = len(self.devices)
+        set_environment(in_process=False)
         with _only(self.devices):
-            started = start_engine(arguments | engine, settings)
-        assert isinstance(started, OwnProcessEngine)
-        self._engine = started
-        self.folder = Path(folder)
-
-    @property
-    def model_config(self) -> Any:
-        """vLLM's configuration of the model that runs."""
-        return self._engine.model_config
+            super().__init__(arguments | engine, settings.timeout_seconds)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._engine.generate(prompts, params, adapter)
-
-    def load_weights(self, weights: NamedWeights) -> None:
-        """See `VLLMEngine`."""
-        self._engine.load_weights(weights)
-
-    def load_adapter(self, adapter: Any) -> None:
-        """See `VLLMEngine`."""
-        self._engine.load_adapter(adapter)
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._engine.call_workers(method, *args)
-
-    def reset_prefix_cache(self) -> None:
-        """See `VLLMEngine`."""
-        self._engine.reset_prefix_cache()
-
-    def close(self) -> None:
-        """See `VLLMEngine`."""
-        self._engine.close()
+        return tokenizer_of(self.folder)
 
 
 def check_devices(devices: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -18,15 +17,16 @@ import threading
 import time
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from rlpost.errors import ConfigError
 from rlpost.loop_thread import LoopThread
+from rlpost.settings import Engine, VLLMSettings
 
 TELL_EVERY = 0.5  # seconds
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
@@ -36,41 +36,53 @@ _setting = threading.RLock()  # held while variables are set: again by the threa
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
-class VLLMEngine(Protocol):
+class VLLMEngine(ABC):
     """What `vLLMWrapper` asks of every way of running vLLM."""
 
+    llm: Any  # vLLM's own class
+    told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
+
+    @abstractmethod
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
-        """vLLM's output for each prompt, in their order."""
-        ...
+        """vLLM's output for each prompt, in their order; tells how far it is."""
 
     def load_weights(self, weights: NamedWeights) -> None:
         """Replace every weight and clear the prefix cache; ends when both are done."""
-        ...
+        with exchange_folder() as folder:
+            save_one_by_one(weights, folder)
+            path = {"weights_path": str(folder)}
+            self._do("the weight push", lambda: self.llm.collective_rpc("reload_weights", kwargs=path))
+        self.reset_prefix_cache()
 
     def load_adapter(self, adapter: Any) -> None:
         """Load an adapter and clear the prefix cache; ends when both are done."""
-        ...
+        if not self._do("the adapter to be loaded", lambda: self._add_lora(adapter)):
+            raise RuntimeError("it was not loaded")
+        self.reset_prefix_cache()
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call `method` of each of the engine's workers; what each of them returned."""
-        ...
+        return self._do(f"the workers' {method}", lambda: self.llm.collective_rpc(method, args=args))
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of earlier weights."""
-        ...
+        if not self._do("the prefix cache to be reset", lambda: self.llm.reset_prefix_cache()):
+            raise RuntimeError("the prefix cache could not be reset")
 
+    @abstractmethod
     def close(self) -> None:
         """Stop what was started."""
-        ...
+
+    @abstractmethod
+    def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
+        """What `work` comes to; a message about a wait that is too long says what was `waited_for`."""
+
+    @abstractmethod
+    def _add_lora(self, adapter: Any) -> Any:
+        """vLLM's method, in `work` of `_do`."""
 
 
-class Telling:
-    """An engine that tells how far it is with what it was asked last."""
-
-    told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
-
-
-class InProcessEngine(Telling):
+class InProcessEngine(VLLMEngine):
     """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
 
     def __init__(self, llm: Any) -> None:
@@ -78,7 +90,8 @@ class InProcessEngine(Telling):
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
-        return generate_telling(self.llm, prompts, params, adapter, self.told)
+        work = f"{len(prompts)} completions"
+        return self._do(work, lambda: generate_telling(self.llm, prompts, params, adapter, self.told))
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
@@ -87,27 +100,18 @@ class InProcessEngine(Telling):
         )
         self.reset_prefix_cache()
 
-    def load_adapter(self, adapter: Any) -> None:
-        """See `VLLMEngine`."""
-        if not self.llm.llm_engine.add_lora(adapter):
-            raise RuntimeError("it was not loaded")
-        self.reset_prefix_cache()
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self.llm.collective_rpc(method, args=args)
-
-    def reset_prefix_cache(self) -> None:
-        """See `VLLMEngine`."""
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
-
     def close(self) -> None:
         """See `VLLMEngine`."""
         self.llm.llm_engine.engine_core.shutdown()
 
+    def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
+        return work()
 
-class SeparateEngine(Telling):
+    def _add_lora(self, adapter: Any) -> Any:
+        return self.llm.llm_engine.add_lora(adapter)
+
+
+class SeparateEngine(InProcessEngine):
     """A caller's `vllm.LLM` whose engine runs in a process of its own, as it does by default.
 
     Its methods wait for ever when that process dies, so they are called from a thread that is not
@@ -115,44 +119,12 @@ class SeparateEngine(Telling):
     """
 
     def __init__(self, llm: Any, timeout_seconds: float) -> None:
-        self.llm = llm
+        super().__init__(llm)
         self._timeout = timeout_seconds
 
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
-        """See `VLLMEngine`."""
-        work = f"{len(prompts)} completions"
-        return self._wait(lambda: generate_telling(self.llm, prompts, params, adapter, self.told), waited_for=work)
+    load_weights = VLLMEngine.load_weights  # by way of a folder
 
-    def load_weights(self, weights: NamedWeights) -> None:
-        """See `VLLMEngine`."""
-        with exchange_folder() as folder:
-            save_one_by_one(weights, folder)
-            self._wait(lambda: self._push_from(folder), waited_for="the weight push")
-
-    def _push_from(self, folder: Path) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        self.reset_prefix_cache()
-
-    def load_adapter(self, adapter: Any) -> None:
-        """See `VLLMEngine`."""
-
-        def load() -> None:
-            if not self.llm.llm_engine.add_lora(adapter):
-                raise RuntimeError("it was not loaded")
-            self.reset_prefix_cache()
-
-        self._wait(load, waited_for="the adapter to be loaded")
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._wait(lambda: self.llm.collective_rpc(method, args=args), waited_for=f"the workers' {method}")
-
-    def reset_prefix_cache(self) -> None:
-        """See `VLLMEngine`."""
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
-
-    def _wait(self, work: Callable[[], Any], *, waited_for: str) -> Any:
+    def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
         try:
             return wait_for(in_thread(work), self._timeout, waited_for, self._died)
         except Exception as error:
@@ -164,12 +136,8 @@ class SeparateEngine(Telling):
         core = self.llm.llm_engine.engine_core
         return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
 
-    def close(self) -> None:
-        """See `VLLMEngine`."""
-        self.llm.llm_engine.engine_core.shutdown()
 
-
-class OwnProcessEngine(Telling):
+class OwnProcessEngine(VLLMEngine):
     """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline.
 
     It is stopped by `close`, and else when nobody holds it any more or when Python ends.
@@ -192,7 +160,7 @@ class OwnProcessEngine(Telling):
 
         try:
             with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))):
-                self._running.append(self._wait(start(), "the engine to start"))
+                self._running.append(self._do("the engine to start", start))
         except BaseException:
             self._stop()
             raise
@@ -209,12 +177,6 @@ class OwnProcessEngine(Telling):
     def model_config(self) -> Any:
         """vLLM's configuration of the model that runs."""
         return self.llm.model_config
-
-    def _wait(self, work: Coroutine[Any, Any, Any], waited_for: str) -> Any:
-        return wait_for(self._thread.submit(work), self._timeout, waited_for, self._died)
-
-    def _died(self) -> bool:
-        return bool(self._running) and self.llm.errored
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""
@@ -237,49 +199,27 @@ class OwnProcessEngine(Telling):
             self._requests_sent += len(prompts)
             return await asyncio.gather(*map(one, prompts, params, names))
 
-        return self._wait(all_of_them(), f"{len(prompts)} completions")
-
-    def load_weights(self, weights: NamedWeights) -> None:
-        """See `VLLMEngine`."""
-        with exchange_folder() as folder:
-            save_one_by_one(weights, folder)
-            self._wait(self._push_from(folder), "the weight push")
-
-    async def _push_from(self, folder: Path) -> None:
-        await self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        await self._reset_prefix_cache()
-
-    def load_adapter(self, adapter: Any) -> None:
-        """See `VLLMEngine`."""
-        self._wait(self._add_lora(adapter), "the adapter to be loaded")
-
-    async def _add_lora(self, adapter: Any) -> None:
-        if not await self.llm.add_lora(adapter):
-            raise RuntimeError("it was not loaded")
-        await self._reset_prefix_cache()
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See `VLLMEngine`."""
-        return self._wait(self.llm.collective_rpc(method, args=args), f"the workers' {method}")
-
-    def reset_prefix_cache(self) -> None:
-        """See `VLLMEngine`."""
-        self._wait(self._reset_prefix_cache(), "the prefix cache to be reset")
-
-    async def _reset_prefix_cache(self) -> None:
-        if not await self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset")
+        return self._do(f"{len(prompts)} completions", all_of_them)
 
     def close(self) -> None:
         """See `VLLMEngine`."""
         self._stop()
         atexit.unregister(self._stop)
 
+    def _do(self, waited_for: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        return wait_for(self._thread.submit(work()), self._timeout, waited_for, self._died)
+
+    def _died(self) -> bool:
+        return bool(self._running) and self.llm.errored
+
+    def _add_lora(self, adapter: Any) -> Any:
+        return self.llm.add_lora(adapter)
+
 
 def generate_telling(
     llm: Any, prompts: list[list[int]], params: list[Any], adapter: Any | None, told: Callable[[int, int], None] | None
 ) -> list[Any]:
-    """What `llm.generate` gives; `told` is called about twice a second, as `Telling` says."""
+    """What `llm.generate` gives; `told` is called about twice a second, as `VLLMEngine.told` says."""
     inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     if told is None:
         return llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
@@ -383,6 +323,24 @@ def wait_for(
     return future.result()
 
 
+def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
+    """Start vLLM as `settings.engine` says."""
+    set_environment(in_process=settings.engine is Engine.in_process)
+    if settings.engine is Engine.own_process:
+        return OwnProcessEngine(arguments, settings.timeout_seconds)
+    from vllm import LLM
+
+    return InProcessEngine(LLM(**arguments))
+
+
+def set_environment(*, in_process: bool) -> None:
+    """The variables that vLLM reads when an engine starts."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would replace what the arguments say
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+
+
 def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:
     """The engine of a `vllm.LLM` that somebody else built and closes."""
     from vllm.v1.engine.core_client import InprocClient
@@ -397,6 +355,13 @@ def save_one_by_one(weights: NamedWeights, folder: Path) -> None:
         save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
 
 
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a model's folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
 @contextlib.contextmanager
 def exchange_folder() -> Iterator[Path]:
     """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
@@ -406,16 +371,3 @@ def exchange_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def longest_context(folder: Path) -> int | None:
-    """Tokens that the model of an HF folder was made for, None where its config does not say.
-
-    Raises ConfigError where there is no readable config.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no model folder: it has no readable config.json") from error
-    text = config.get("text_config") or config
-    return text.get("max_position_embeddings") or text.get("n_positions")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpost.extras import require
 from rlpost.policies.vllm_devices import LLMOnDevice
-from rlpost.policies.vllm_engines import NamedWeights
+from rlpost.policies.vllm_engines import NamedWeights, tokenizer_of
 from rlpost.settings import VLLMSettings
 
 
@@ -45,9 +45,7 @@ class RayLLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer in the model's folder."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        return tokenizer_of(self.folder)
 
     def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
         """See `VLLMEngine`."""

@@ -31,14 +31,11 @@ from rlpost.data.batch import select_rows
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
-from rlpost.data.ragged import padded, padding_id, ragged, strings, versions
-from rlpost.policies.face import Face
+from rlpost.data.ragged import padded, padding_id, ragged, strings, token_fields, versions
 
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy
     from rlpost.policies.reading import ScoredRow
-
-LOG_PROB_PADDING = 0.0
 
 
 @dataclass
@@ -63,14 +60,13 @@ class Turn:
 def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
     """The TensorDict (N,) described at the top of this module; `history` in its parts."""
     face, tokenizer = policy.face, policy.tokenizer
-    columns = _Columns(face, padding_id(tokenizer))
+    pad, nothing = (padding_id(tokenizer), 0) if face.pad_output else (None, None)
     conversations = [turn.conversation for turn in turns]
     completions = [turn.completion for turn in turns]
     prompts = [turn.prompt_ids for turn in turns]
     replies = [completion.token_ids for completion in completions]
     said = [[0] * len(c.prompt_ids) + c.mask for c in conversations]
     given = [[0.0] * len(c.prompt_ids) + c.log_probs for c in conversations]
-    sampled = [completion.log_probs for completion in completions]
     texts = [
         c.prompt_text if not c.turns else tokenizer.decode(ids) for c, ids in zip(conversations, prompts, strict=True)
     ]
@@ -84,16 +80,17 @@ def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
         full = [text + answer for text, answer in zip(texts, answers, strict=True)]
         written[face.text_key] = {"prompt": strings(texts), "response": strings(answers), "full": strings(full)}
     if face.tokens_key is not None:
-        written[face.tokens_key] = columns.parts(prompts, replies, torch.int64)
+        written[face.tokens_key] = token_fields(prompts, replies, torch.int64, pad)
     if face.masks_key is not None:
-        everywhere = columns.parts([[1] * len(p) for p in prompts], [[1] * len(r) for r in replies], torch.bool)
-        assistant = columns.parts(said, [[1] * len(r) for r in replies], torch.bool)
+        sampled = [[1] * len(reply) for reply in replies]
+        masks = {"all_attention_mask": [[1] * len(ids) for ids in prompts], "all_assistant_mask": said}
         written[face.masks_key] = {
-            "all_attention_mask": everywhere["full"],
-            "all_assistant_mask": assistant["full"],
+            name: token_fields(before, sampled, torch.bool, nothing)["full"] for name, before in masks.items()
         }
     if face.log_probs_key is not None and face.return_log_probs:
-        written[face.log_probs_key] = columns.parts(given, sampled, torch.float32)
+        written[face.log_probs_key] = token_fields(
+            given, [completion.log_probs for completion in completions], torch.float32, nothing
+        )
     if face.history_key is not None and face.mode is InputMode.history:
         before, after = [c.messages for c in conversations], [[turn.reply] for turn in turns]
         chats = [[*b, *a] for b, a in zip(before, after, strict=True)]
@@ -105,20 +102,20 @@ def turns_written(policy: Policy, turns: Sequence[Turn]) -> TensorDict:
 def sequences_written(policy: Policy, rows: Sequence[ScoredRow], log_probs: Sequence[torch.Tensor]) -> TensorDict:
     """`full` of text, tokens, masks and log-probs (N,); the assistant's mask where every row's is known."""
     face = policy.face
-    columns = _Columns(face, padding_id(policy.tokenizer))
     written: dict[str, Any] = {}
     if face.text_key is not None:
         written[face.text_key] = {"full": strings([row.text for row in rows])}
     if face.tokens_key is not None:
-        written[face.tokens_key] = {"full": columns.whole([row.ids for row in rows], torch.int64)}
+        pad = padding_id(policy.tokenizer)
+        written[face.tokens_key] = {"full": _whole(policy, [row.ids for row in rows], torch.int64, pad)}
     if face.masks_key is not None:
-        masks = {"all_attention_mask": columns.whole([[1] * len(row.ids) for row in rows], torch.bool)}
+        masks = {"all_attention_mask": _whole(policy, [[1] * len(row.ids) for row in rows], torch.bool, 0)}
         known = [row.sampled for row in rows if row.sampled is not None]
         if len(known) == len(rows):
-            masks["all_assistant_mask"] = columns.whole(known, torch.bool)
+            masks["all_assistant_mask"] = _whole(policy, known, torch.bool, 0)
         written[face.masks_key] = masks
     if face.log_probs_key is not None:
-        written[face.log_probs_key] = {"full": columns.whole(log_probs, torch.float32)}
+        written[face.log_probs_key] = {"full": _whole(policy, log_probs, torch.float32, 0)}
     return TensorDict(written, batch_size=[len(rows)])
 
 
@@ -151,30 +148,10 @@ def put(into: TensorDictBase, written: TensorDictBase) -> TensorDictBase:
     return into
 
 
-class _Columns:
-    """Rows of numbers as one tensor: ragged, or padded where the face says so."""
-
-    def __init__(self, face: Face, padding: int) -> None:
-        self._pad = face.pad_output
-        self._padding = {torch.int64: padding, torch.bool: False, torch.float32: LOG_PROB_PADDING}
-
-    def parts(
-        self, prompts: Sequence[Sequence[float]], responses: Sequence[Sequence[float]], dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """`prompt`, `response` and `full` of every row."""
-        before = [torch.tensor(row, dtype=dtype) for row in prompts]
-        after = [torch.tensor(row, dtype=dtype) for row in responses]
-        if not self._pad:
-            full = [torch.cat(pair) for pair in zip(before, after, strict=True)]
-            return {"prompt": ragged(before), "response": ragged(after), "full": ragged(full)}
-        padding = self._padding[dtype]
-        left, right = padded(before, padding, left=True), padded(after, padding)
-        return {"prompt": left, "response": right, "full": torch.cat([left, right], 1)}
-
-    def whole(self, rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-        """Every row, padded on the right."""
-        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        return padded(tensors, self._padding[dtype]) if self._pad else ragged(tensors)
+def _whole(policy: Policy, rows: Sequence[Any], dtype: torch.dtype, fill: float) -> torch.Tensor:
+    """Every row, padded on the right where the face says so."""
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return padded(tensors, fill) if policy.face.pad_output else ragged(tensors)
 
 
 def _group(value: Any) -> TensorDictBase | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,6 +25,7 @@ _Order = tuple[str, str, str, str, bool]
 _workers: WeakValueDictionary[_Order, Worker] = WeakValueDictionary()  # each ends with the last that uses it
 
 
+@dataclass(eq=False)
 class WorkerReward:
     """The function `name` of the file at `path`, or that this plugin `registered`, in a warm process of its own.
 
@@ -32,31 +34,26 @@ class WorkerReward:
     messages call what sets the deadline.
     """
 
-    limit = LIMIT
-
-    def __init__(
-        self,
-        name: str,
-        reference: str,
-        path: str,
-        function: str,
-        *,
-        registered: bool = False,
-        served: str = "rlpost.rewards.calls:serve",
-    ) -> None:
-        self.name = name
-        self.reference = reference
-        self.path = path
-        self._order: _Order = (served, reference, path, function, registered)
-        self._worker: Worker | None = None
+    name: str
+    reference: str
+    path: str
+    function: str
+    registered: bool = False
+    served: str = "rlpost.rewards.calls:serve"
+    limit: str = LIMIT
+    _worker: Worker | None = field(default=None, init=False)
 
     def named(self, name: str) -> WorkerReward:
         """The same function, called `name` in the metrics."""
-        return self._like(name, self._order[0])
+        return replace(self, name=name)
 
     def served_by(self, served: str) -> WorkerReward:
         """The same function, made by something else in its process."""
-        return self._like(self.name, served)
+        return replace(self, served=served)
+
+    @property
+    def _order(self) -> _Order:
+        return self.served, self.reference, self.path, self.function, self.registered
 
     @property
     def worker(self) -> Worker:
@@ -73,10 +70,6 @@ class WorkerReward:
         """One that nobody shares, with `environment` on top of this process's."""
         served, *arguments = self._order
         return Worker(served, arguments, environment=environment)
-
-    def _like(self, name: str, served: str) -> WorkerReward:
-        _, reference, path, function, registered = self._order
-        return WorkerReward(name, reference, path, function, registered=registered, served=served)
 
     def about(self) -> dict[str, Any]:
         """What the function takes, once its file is imported. Raises ConfigError where that fails."""

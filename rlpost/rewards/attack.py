@@ -71,11 +71,10 @@ class Attack:
     def score_gold(self) -> Check | None:
         """Score the gold replies, which every check compares with; the check that says why, where that fails."""
         self.gold = []
-        replies = [case.gold for case in self.cases]
-        said = self.values(replies)
-        for reply, value, error in zip(replies, said.values, said.errors, strict=True):
+        said = self.values([case.gold for case in self.cases])
+        for case, value, error in zip(self.cases, said.values, said.errors, strict=True):
             if error or value is None or not math.isfinite(value):
-                return Check("gold", Verdict.fault, error or f"returned {value} for it", reply)
+                return Check("gold", Verdict.fault, error or f"returned {value} for it", case.gold)
             self.gold.append(value)
         return None
 
@@ -85,11 +84,11 @@ class Attack:
         """What the function says of a reply to each case, in one call if that does not fail."""
         return call_apart([self.reward], self._offer(replies, cases), len(replies), self.seconds)[0]
 
-    def request(self, replies: Sequence[str], probe: str | None = None) -> dict[str, Any]:
-        """One call about a reply to each case, as the process takes it."""
-        offer = self._offer(replies, None)
-        _, request, _ = self.reward.request(offer, [range(len(replies))], self.seconds)
-        return request if probe is None else {**request, "probe": probe}
+    def request(self, probe: str = "") -> dict[str, Any]:
+        """One call about the gold reply to each case, as the process takes it."""
+        offer = self._offer([case.gold for case in self.cases], None)
+        _, request, _ = self.reward.request(offer, [range(len(self.cases))], self.seconds)
+        return request | {"probe": probe}
 
     def _offer(
         self, replies: Sequence[str], cases: Sequence[Case] | None

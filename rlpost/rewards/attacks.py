@@ -41,7 +41,7 @@ def attack_reward(attack: Attack) -> list[Check]:
 
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
-    told = _call(attack, attack.reward.worker, attack.request([case.gold for case in attack.cases]))
+    told = _call(attack, attack.reward.worker, attack.request())
     wrong = told if isinstance(told, str) else told[0].get("error")
     if wrong:
         return Check("returns", Verdict.fault, wrong)
@@ -175,10 +175,9 @@ def determinism(attack: Attack) -> Check:
             told = f"{how}, it earns {values[place - 1]} and not {first[place - 1]}"
             return Check("determinism", Verdict.fault, told, replies[place - 1])
     gold_alone = first[: len(attack.cases)]
-    request = attack.request([case.gold for case in attack.cases])
     for seed in ("1", "2"):
         with closing(attack.reward.new_worker({"PYTHONHASHSEED": seed})) as worker:
-            values = _values(worker.call(request, attack.seconds).value, 0)
+            values = _values(worker.call(attack.request(), attack.seconds).value, 0)
         if place := _differs(gold_alone, values):
             earned = values[place - 1] if values else "nothing"
             told = f"in a fresh process (PYTHONHASHSEED={seed}) it earns {earned} and not {first[place - 1]}"
@@ -200,7 +199,7 @@ def fork(attack: Attack) -> Check:
 
 def inputs(attack: Attack) -> Check:
     """Does it change what it is given?"""
-    outcome = _call(attack, attack.reward.worker, attack.request([case.gold for case in attack.cases], "watch"))
+    outcome = _call(attack, attack.reward.worker, attack.request("watch"))
     if isinstance(outcome, str):
         return Check("inputs", Verdict.weak, outcome)
     changed = outcome["changed"]
@@ -265,10 +264,9 @@ def _values(told: Any, place: int) -> list[float | None]:
 
 
 def _probed(attack: Attack, probe: str, how: str, tellings: Callable[[Any], Sequence[Any]]) -> Check:
-    request = attack.request([case.gold for case in attack.cases], probe)
     with closing(attack.reward.new_worker()) as worker:
-        _call(attack, worker, attack.request([case.gold for case in attack.cases]))  # what it sets up is there
-        told = _call(attack, worker, request)
+        _call(attack, worker, attack.request())  # what it sets up is there
+        told = _call(attack, worker, attack.request(probe))
     if isinstance(told, str):
         return Check(probe, Verdict.weak, f"{how}: {told}")
     for telling in tellings(told):

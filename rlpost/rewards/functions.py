@@ -132,12 +132,6 @@ class Rewards:
         if accuracy and not self.judge and accuracy.reference not in [f.reference for f in functions]:
             self._called.append(accuracy)
 
-    @property
-    def built_in(self) -> list[str]:
-        """The built-in rewards among them, the one for accuracy included."""
-        named = {f.reference for f in (*self.functions, self.accuracy) if f is not None}
-        return [name for name in BUILT_IN if name in named]
-
     def offer_columns(self, columns: Sequence[str], source: str) -> None:
         """Offer `columns` from now on, None for a row without one.
 

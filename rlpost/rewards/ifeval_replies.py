@@ -6,7 +6,7 @@ more lines are needed none of them helps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +70,8 @@ def _of_count(less: str, unit: str, count: int, relation: str) -> Replies | None
     return None if count < 1 else Replies(too_few.strip() or less, enough.strip())
 
 
-def _existence(keywords: Sequence[str]) -> Replies:
-    return Replies(" ".join(keywords), NEUTRAL)
-
-
 def _frequency(keyword: str, frequency: int, relation: str) -> Replies | None:
     return _of_count(NEUTRAL, f"{keyword.strip()} ", frequency, relation)
-
-
-def _forbidden_words(forbidden_words: Sequence[str]) -> Replies:
-    return Replies(NEUTRAL, " ".join(forbidden_words))
 
 
 def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Replies | None:
@@ -99,10 +91,6 @@ def _sentences(num_sentences: int, relation: str) -> Replies | None:
 def _paragraphs(num_paragraphs: int) -> Replies:
     one = "A paragraph."
     return Replies("\n***\n".join([one] * num_paragraphs), None if num_paragraphs == 1 else one)
-
-
-def _words(num_words: int, relation: str) -> Replies | None:
-    return _of_count("-", "word ", num_words, relation)
 
 
 def _nth_paragraph(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Replies:
@@ -137,14 +125,14 @@ def _capital_words(capital_frequency: int, capital_relation: str) -> Replies | N
 
 
 _WRITERS: dict[str, Callable[..., Replies | None]] = {
-    "keywords:existence": _existence,
+    "keywords:existence": lambda keywords: Replies(" ".join(keywords), NEUTRAL),
     "keywords:frequency": _frequency,
-    "keywords:forbidden_words": _forbidden_words,
+    "keywords:forbidden_words": lambda forbidden_words: Replies(NEUTRAL, " ".join(forbidden_words)),
     "keywords:letter_frequency": _letter_frequency,
     "language:response_language": _language,
     "length_constraints:number_sentences": _sentences,
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": _words,
+    "length_constraints:number_words": lambda num_words, relation: _of_count("-", "word ", num_words, relation),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
     "detectable_content:number_placeholders": _placeholders,
     "detectable_content:postscript": _postscript,

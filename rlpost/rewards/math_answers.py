@@ -18,7 +18,7 @@ from rlpost.extras import require
 from rlpost.rewards.gsm8k import first_block
 from rlpost.rewards.limits import MEMORY_BYTES, limit_memory
 from rlpost.rewards.score import Score
-from rlpost.rewards.workers import Outcome, Workers
+from rlpost.rewards.workers import Workers
 
 TIERS = (1.0, 0.1, 0.0)  # right boxed answer, some other boxed answer, none
 MAX_CHARACTERS = 500  # of an answer that is looked at, or of the end of a reply without one
@@ -144,7 +144,8 @@ class Verifier:
                 answers[question] = None
             else:
                 asked.append(question)
-        return answers | dict(zip(asked, map(_verdict, self._workers.map(asked)), strict=True))
+        compared = self._workers.map(asked)  # None where one was late or failed, as for a number of a million digits
+        return answers | {question: outcome.value for question, outcome in zip(asked, compared, strict=True)}
 
     def _unreadable(self, gold: str) -> str | None:
         """Why a right answer cannot be compared with itself, or None if it can."""
@@ -180,11 +181,6 @@ def comparer(memory_bytes: int) -> tuple[Callable[[Question], bool | None], None
 def _as_latex(answer: str) -> str:
     bare = answer.replace("\\$", "").replace("$", "")
     return f"${bare}$"
-
-
-def _verdict(outcome: Outcome) -> bool | None:
-    """The value; None where the comparison was late or failed, as for a number of a million digits."""
-    return outcome.value
 
 
 def _depth(text: str) -> int:

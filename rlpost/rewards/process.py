@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.rewards.worker import LENGTH
+from rlpost.child import ending, framed, kill_group, put, python_module, readable, taken, unframed
 
 STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
 OUTPUT_KEPT = 2000  # bytes of what a call prints
@@ -45,16 +43,14 @@ class Process:
         pipes = [os.pipe() for _ in range(4)]
         (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
         passed = (its_requests, its_answers, its_life)
-        # -P and this path: it imports what this process would, whatever lies in the current folder
-        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlpost.rewards.worker", *map(str, passed)],
+        popen = python_module(
+            "rlpost.rewards.worker",
+            *passed,
+            environment=environment,
             stdin=subprocess.DEVNULL,
             stdout=its_output,
             stderr=its_output,
             pass_fds=passed,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            start_new_session=True,  # Ctrl-C is for this process; and what it starts ends with it
         )
         for end in (*passed, its_output):
             os.close(end)
@@ -63,39 +59,25 @@ class Process:
         return cls(popen, requests, answers, output, life, os.getpid())
 
     def send(self) -> None:
-        """As much of what is to be sent as fits into the pipe."""
-        try:
-            sent = os.write(self.requests, self.outgoing)
-            del self.outgoing[:sent]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # it is gone, which the pipe of its answers tells
-            self.outgoing.clear()
+        """As much of what is to be sent as fits into the pipe; that it is gone, the pipe of its answers tells."""
+        del self.outgoing[: put(self.requests, self.outgoing)]
 
     def receive(self) -> Any:
         """The next answer, None while it is not whole; `has_hung_up` once there will be none."""
         received = os.read(self.answers, 1 << 20)
         self.has_hung_up = not received
         self.incoming += received
-        if len(self.incoming) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack(self.incoming[: LENGTH.size])[0]
-        if end > LONGEST_ANSWER:
-            return ()  # no answer of a worker's
-        if len(self.incoming) < end:
-            return None
-        content = bytes(self.incoming[LENGTH.size : end])
-        del self.incoming[:end]
         try:
-            return json.loads(content)
+            content = unframed(self.incoming, LONGEST_ANSWER)
+            return None if content is None else json.loads(content)
         except (ValueError, RecursionError):
-            return ()
+            return ()  # no answer of a worker's
 
     def keep_output(self) -> bool:
         """Take printed text out of the pipe and keep the first of it; whether there was any."""
-        taken = self._take_output()
-        self.printed += taken[: max(0, OUTPUT_KEPT - len(self.printed))]
-        return bool(taken)
+        output = self._take_output()
+        self.printed += output[: max(0, OUTPUT_KEPT - len(self.printed))]
+        return bool(output)
 
     def what_was_printed(self) -> str:
         """The first of what was printed since the last request, all that is in the pipe read."""
@@ -112,36 +94,29 @@ class Process:
         said = b""
         while self.output_is_open and len(said) < LONGEST_STACK:
             patience = STACK_SECONDS if not said else 0.02  # it is written in one go
-            if not select.select([self.output], [], [], patience)[0]:
+            if not readable(self.output, patience):
                 break
             said += self._take_output()
         return said.decode(errors="replace")
 
     def _take_output(self) -> bytes:
-        try:
-            taken = os.read(self.output, 1 << 16)
-        except BlockingIOError:
-            return b""
-        self.output_is_open = bool(taken)
-        return taken
+        output = taken(self.output, 1 << 16)
+        self.output_is_open = output is not None
+        return output or b""
 
     def ending(self) -> str:
         """How it ended, now that it has closed its pipes."""
         try:
-            code = self.popen.wait(1.0)
+            return f"its process {ending(self.popen.wait(1.0))}"
         except subprocess.TimeoutExpired:
             return "closed the pipe of its answers"
-        if code >= 0:
-            return f"its process ended with exit code {code}"
-        return f"its process was ended by {signal.Signals(-code).name}"
 
     def end(self) -> None:
         """Kill it and what it has started, and close the pipes; a second call does nothing."""
         if self.requests < 0:
             return
         if self.owner == os.getpid():  # a fork of that process has copies of the pipes alone
-            with suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
+            kill_group(self.popen.pid)
             self.popen.wait()
         for end in (self.requests, self.answers, self.output, self.life):
             os.close(end)
@@ -150,5 +125,4 @@ class Process:
 
 def frame(content: Any) -> bytes:
     """A request as it goes through the pipe."""
-    pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(pickled)) + pickled
+    return framed(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL))

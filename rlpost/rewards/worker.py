@@ -14,7 +14,6 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -24,10 +23,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from rlpost.child import LENGTH_BYTES, framed
 from rlpost.errors import RlpostError
 from rlpost.user_file import named
-
-LENGTH = struct.Struct(">Q")
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,12 @@ def _said(call: Callable[[], Any]) -> bytes:
 
 def _read(stream: IO[bytes]) -> Any:
     """The next request, None at the end."""
-    head = stream.read(LENGTH.size)
-    return pickle.loads(stream.read(LENGTH.unpack(head)[0])) if len(head) == LENGTH.size else None
+    head = stream.read(LENGTH_BYTES)
+    return pickle.loads(stream.read(int.from_bytes(head))) if len(head) == LENGTH_BYTES else None
 
 
 def _write(stream: IO[bytes], content: bytes) -> None:
-    stream.write(LENGTH.pack(len(content)) + content)
+    stream.write(framed(content))
     stream.flush()
 
 

@@ -18,10 +18,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import rlpost.errors
+from rlpost.child import readable
 from rlpost.errors import RewardError, RlpostError
 from rlpost.rewards.process import Process, frame
 from rlpost.rewards.worker import Order
@@ -100,7 +102,7 @@ class Worker:
         """
         self.start()
         assert self._process is not None
-        with _KilledIfInterrupted([self]):
+        with _killed_if_interrupted([self]):
             while not self._process.is_ready:
                 _look([self])
         return self.about
@@ -159,7 +161,7 @@ class Worker:
         process = self._process
         if process is None or self.outcome is not None:
             return
-        if process.popen.poll() is not None and not select.select([process.answers], [], [], 0)[0]:
+        if process.popen.poll() is not None and not readable(process.answers, 0):
             self._lose(process.ending())
         elif self.seconds_left() <= 0:
             waited = self._seconds if process.is_ready else self._start_seconds
@@ -234,7 +236,7 @@ class Workers:
         waiting = deque(enumerate(items))
         idle = list(self._workers)
         busy: dict[Worker, int] = {}
-        with self._lock, _KilledIfInterrupted(self._workers):
+        with self._lock, _killed_if_interrupted(self._workers):
             while waiting or busy:
                 while waiting and idle:
                     worker = idle.pop(0)
@@ -264,19 +266,15 @@ def call_each(calls: Sequence[tuple[Worker, Any, float]]) -> list[Outcome]:
     Raises an error of rlpost's own that a function raised, and RewardError where one cannot be imported.
     """
     workers = [worker for worker, _, _ in calls]
-    locks = [worker.lock for worker in sorted(workers, key=id)]  # in one order, so that no two threads wait for another
-    for lock in locks:
-        lock.acquire()
-    try:
-        with _KilledIfInterrupted(workers):
-            for worker, item, seconds in calls:
-                worker.begin(item, seconds)
-            while pending := [worker for worker in workers if worker.outcome is None]:
-                wait(pending)
-            return [worker.outcome for worker in workers if worker.outcome is not None]
-    finally:
-        for lock in locks:
-            lock.release()
+    with ExitStack() as held:
+        for worker in sorted(workers, key=id):  # in one order, so that no two threads wait for another
+            held.enter_context(worker.lock)
+        held.enter_context(_killed_if_interrupted(workers))
+        for worker, item, seconds in calls:
+            worker.begin(item, seconds)
+        while pending := [worker for worker in workers if worker.outcome is None]:
+            wait(pending)
+        return [worker.outcome for worker in workers if worker.outcome is not None]
 
 
 def wait(workers: Sequence[Worker]) -> list[Worker]:
@@ -302,19 +300,15 @@ def _look(workers: Sequence[Worker]) -> None:
         worker.check()
 
 
-class _KilledIfInterrupted:
+@contextmanager
+def _killed_if_interrupted(workers: Sequence[Worker]) -> Iterator[None]:
     """Kill the processes of `workers` where an error or Ctrl-C ends the block: their answers would come too late."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.workers = workers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            for worker in self.workers:
-                worker.close()
+    try:
+        yield
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
 
 
 def _known_error(kind: str, text: str) -> RlpostError:

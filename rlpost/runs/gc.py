@@ -6,7 +6,6 @@ A run that a process holds is left alone, and so is everything outside the folde
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from rlpost.config.paths import BEST, LATEST, checkpoints
 from rlpost.errors import CheckpointError
+from rlpost.files import bytes_of, locked
 from rlpost.runs.reader import RunState, find_runs, is_running, read_run
 from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone, keeps_the_model_alone
 
@@ -72,11 +72,11 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     if not record.commands:
         return  # somebody's own folder of checkpoints, or a record that was cut short
     if record.steps_done == 0 and not any(folder.glob("step-*")):
-        yield Removal(run, run, Rule.unstarted, _size(run))
+        yield Removal(run, run, Rule.unstarted, bytes_of(run))
         return
     kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
     for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
-        yield Removal(run, checkpoint, Rule.checkpoint, _size(checkpoint))
+        yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
     if record.state is RunState.finished:
         for checkpoint in sorted(kept & set(saved)):
             with contextlib.suppress(CheckpointError):  # a damaged one is for its owner to look at
@@ -95,17 +95,13 @@ def _pointed_at(folder: Path) -> Iterator[str]:
             yield (folder / link).readlink().name
 
 
-def _size(path: Path) -> int:
-    """Bytes of all files in a folder; links count as links."""
-    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
-
-
 @contextlib.contextmanager
 def _locked(run: Path) -> Iterator[bool]:
     """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
     try:
-        with (run / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-    except (BlockingIOError, FileNotFoundError):
+        lock = (run / ".lock").open("a")
+    except FileNotFoundError:
         yield False
+        return
+    with lock:
+        yield locked(lock)

@@ -6,9 +6,7 @@ missing, or a line that is not whole yet, leaves its part of the record empty.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.paths import SWEEP_FILE, is_run_folder
+from rlpost.config.paths import RUNS, SWEEP_FILE, is_run_folder
 from rlpost.config.registry import default_choices
 from rlpost.errors import ConfigError
+from rlpost.files import locked
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
 
-RUNS = Path("runs")
 LOG_END = 65536  # bytes of log.txt that are searched for its last word
 
-# what a run says of itself in log.txt
-BEGAN = "the run began"
-FINISHED = "the run finished"
-STOPPED = "the run was stopped by a signal"
-FAILED = "the run ended with"
-TOTAL_STEPS = "total_steps"  # in environment.json: how many steps there are, which may depend on the data
 _VERDICT = re.compile(rf"^\d{{4}}-\S+ \S+ [A-Z]+ ({BEGAN}|{FINISHED}|{STOPPED}|{FAILED})(.*)$", re.MULTILINE)
 
 
@@ -139,69 +132,13 @@ def _command(attempts: Sequence[str]) -> Command[Any] | None:
     return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
 
-def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of metrics.jsonl that are whole, and how many lines are not."""
-    lines = [line for line in _text(file).splitlines() if line.strip()]
-    rows = [row for line in lines if (row := metrics_row(line)) is not None]
-    return rows, len(lines) - len(rows)
-
-
-def metrics_row(line: str) -> dict[str, Any] | None:
-    """One line of metrics.jsonl; None for one that is not whole."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-class MetricsFile:
-    """metrics.jsonl as it grows; resuming a run replaces it, and what was read before is not read again."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self._inode = 0
-        self._offset = 0
-        self._read: set[int] = set()  # hashes of the lines that were given out
-
-    def new_rows(self) -> list[dict[str, Any]]:
-        """The rows that became whole since the last call."""
-        try:
-            with self.file.open("rb") as stream:
-                status = os.fstat(stream.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset = status.st_ino, 0
-                stream.seek(self._offset)
-                whole = stream.read().rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole) + 1 if whole else 0
-        fresh = [line for line in whole.splitlines() if hash(line) not in self._read]
-        self._read.update(map(hash, fresh))
-        return [row for line in fresh if (row := metrics_row(line.decode(errors="replace"))) is not None]
-
-
-def has_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a metrics row says what an evaluation found."""
-    return any(key.startswith("eval/") for key in row)
-
-
-def number(row: dict[str, Any], key: str) -> float | None:
-    """A figure of a metrics row; None where there is none, or it was not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of this run."""
     try:
         with (folder / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            return not locked(lock, shared=True)
     except OSError:  # no lock file, or not ours to read: nobody can be seen to hold it
         return False
-    return False
 
 
 def find_runs(folder: Path) -> list[Path]:

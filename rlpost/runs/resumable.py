@@ -10,6 +10,7 @@ from pathlib import Path
 from rlpost.config.manifest import read_manifest
 from rlpost.config.paths import MANIFEST, checkpoints
 from rlpost.errors import CheckpointError
+from rlpost.files import bytes_of, replaced
 
 ADVICE = "resume from another one"  # where a checkpoint is damaged
 STATE_FOLDER = "state"
@@ -47,9 +48,8 @@ def keep_the_model_alone(checkpoint: Path) -> int:
     }
     state, taken_out = checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT
     if len(left) < len(files):
-        replacement = checkpoint / f".{MANIFEST}.new"
-        replacement.write_text(json.dumps(left, indent=1))
-        os.replace(replacement, checkpoint / MANIFEST)
+        with replaced(checkpoint / MANIFEST) as making:
+            making.write_text(json.dumps(left, indent=1))
     freed = bytes_of_state(checkpoint)
     shutil.rmtree(taken_out, ignore_errors=True)  # of a process that died here
     if state.is_dir():
@@ -60,8 +60,7 @@ def keep_the_model_alone(checkpoint: Path) -> int:
 
 def bytes_of_state(checkpoint: Path) -> int:
     """Bytes that `keep_the_model_alone` would free."""
-    folders = (checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT)
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return bytes_of(checkpoint / STATE_FOLDER) + bytes_of(checkpoint / _TAKEN_OUT)
 
 
 def _is_state(file: Path, checkpoint: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlpost.errors import DataError
+from rlpost.files import replaced
+from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -28,12 +29,8 @@ def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
     when the disk does not take it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    making = path.with_suffix(".incomplete")
-    try:
+    with replaced(path) as making:
         pq.write_table(pa.Table.from_pylist(rollout_rows(step, batch), schema=SCHEMA), making)
-        os.replace(making, path)
-    finally:
-        making.unlink(missing_ok=True)
 
 
 SCHEMA = pa.schema(
@@ -140,15 +137,11 @@ def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool
     Read and written piece by piece; the file appears only when complete. Raises DataError when
     something cannot be read, or the disk does not take it.
     """
-    making = file.with_name(f".{file.name}.incomplete")
     try:
-        count = EXPORTS[file.suffix](run, steps, making, tokens)
-        os.replace(making, file)
+        with replaced(file) as making:
+            return EXPORTS[file.suffix](run, steps, making, tokens)
     except OSError as error:
         raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
-    finally:
-        making.unlink(missing_ok=True)
-    return count
 
 
 def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
@@ -216,5 +209,4 @@ def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterato
                 for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
                     yield batch.select(list(columns)).cast(schema)
         except (OSError, pa.ArrowException, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise DataError(f"{file} cannot be read: {reason}; leave the step out with --step") from error
+            raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error

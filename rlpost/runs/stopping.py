@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rlpost.errors import STOPPED_BY
 from rlpost.output import leave_dead_terminals
 from rlpost.screen import Screen
 from rlpost.screen.lines import AGAIN, STOPPING
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 LEAVING = f"stopping: nothing has been trained that is not saved, so this leaves without saving; {AGAIN}"
 ENDING = f"the training is done and saved, and ends now; {AGAIN}"
 
@@ -50,7 +50,7 @@ class Stoppable:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in EXIT_CODES:
+        for number in STOPPED_BY:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
@@ -81,7 +81,7 @@ class Stoppable:
         self._told = ENDING
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        code = EXIT_CODES[signal.Signals(number)]
+        code = STOPPED_BY[signal.Signals(number)]
         if number == signal.SIGHUP:
             leave_dead_terminals()
         elif self._leaves_next:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import importlib.metadata
 import json
 import logging
 import math
@@ -25,10 +23,12 @@ from tensordict import TensorDictBase
 from rlpost import __version__
 from rlpost.config.paths import newest_checkpoint
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.extras import installed_version
+from rlpost.files import locked, replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
-from rlpost.runs.reader import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped
@@ -162,13 +162,14 @@ class Run(Stoppable):
     def plan(self, total_steps: int) -> None:
         """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
         self.total_steps = total_steps
-        if self._is_ours:
-            with self._writing("free some space, then --resume auto"):
-                self._write_environment()
+        self._update_environment()
 
     def keep_numbers(self, numbers: dict[str, str]) -> None:
         """Record the formats that this run computes in: its checkpoints carry them, and it goes on with them."""
         self.numbers = numbers
+        self._update_environment()
+
+    def _update_environment(self) -> None:
         if self._is_ours:
             with self._writing("free some space, then --resume auto"):
                 self._write_environment()
@@ -240,9 +241,8 @@ class Run(Stoppable):
 
     def _hold(self, step: int, values: dict[str, float | None]) -> None:
         self._held = step, values
-        making = self.folder / f"{HELD}.new"
-        making.write_text(json.dumps({"step": step, **values}) + "\n")
-        os.replace(making, self.folder / HELD)
+        with replaced(self.folder / HELD) as making:
+            making.write_text(json.dumps({"step": step, **values}) + "\n")
 
     def _append(self, step: int, values: Mapping[str, float | None]) -> None:
         with (self.folder / "metrics.jsonl").open("a") as stream:
@@ -318,16 +318,10 @@ class Run(Stoppable):
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
-        for last_try in (False, True):
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if last_try:
-                    raise ConfigError(
-                        f"{self.folder} is in use by another rlpost process: give another --name"
-                    ) from error
-                time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+        if not locked(self._lock):
+            time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
+            if not locked(self._lock):
+                raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name")
 
     def _say_begun(self) -> None:
         log.info("%s: %s", BEGAN, shlex.join(self.request.command))
@@ -347,16 +341,10 @@ class Run(Stoppable):
 
 def environment(seed: int) -> dict[str, Any]:
     """Versions, machine and seed, as recorded with every run."""
-    versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "rlpost": __version__,
         "python": sys.version.split()[0],
-        "packages": versions,
+        "packages": {package: installed_version(package) for package in RECORDED_PACKAGES},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -374,15 +362,8 @@ def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
     if not file.is_file():
         return False
     lines = file.read_text().splitlines()
-    replacement = file.with_suffix(".new")
-    replacement.write_text("".join(line + "\n" for line in lines if keeps(_step_of(line))))
-    os.replace(replacement, file)
+    with replaced(file) as making:
+        # a line that a crash cut short counts as after every step
+        steps = [row["step"] if (row := metrics_row(line)) else sys.maxsize for line in lines]
+        making.write_text("".join(line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)))
     return bool(lines)
-
-
-def _step_of(line: str) -> int:
-    """The step of a metrics line; a line that a crash cut short counts as after every step."""
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError):
-        return sys.maxsize

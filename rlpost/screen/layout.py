@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from rlpost.folding import fold, one_line
 from rlpost.heartbeat import figures_of_pace
 from rlpost.screen.curves import area, line, range_around, range_from_zero
-from rlpost.screen.lines import clock, fold, one_line
-from rlpost.screen.sample import Sample
+from rlpost.screen.lines import clock
+from rlpost.screen.shown import Shown
 from rlpost.screen.state import CURVES, SPEED, State
 
 HINT = "Ctrl-C finishes the step, saves and stops"
@@ -265,7 +266,7 @@ def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] |
     return form.format(metrics[name]), interval, "before training" if step == 0 else f"after step {step}"
 
 
-def _completion(sample: Sample, width: int, room: int) -> list[Text]:
+def _completion(sample: Shown, width: int, room: int) -> list[Text]:
     """What a completion earned, what was asked, and as much of what came back as there is room for."""
     if room <= 0:
         return []

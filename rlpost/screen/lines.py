@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from rich.cells import cell_len
-
-from rlpost.screen.sample import Sample
-from rlpost.text import counted, printable
+from rlpost.folding import fold
+from rlpost.screen.shown import Shown
+from rlpost.text import counted
 
 WIDTH = 100  # columns of a plain line
 SAMPLE_LINES = 8
-MARKS_ON_ONE = 3  # combining characters a letter may carry
 AGAIN = "Ctrl-C again leaves at once"
 STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 
@@ -78,14 +76,14 @@ def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
     return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
 
 
-def sample_lines(sample: Sample) -> list[str]:
+def sample_lines(sample: Shown) -> list[str]:
     """A completion on at most a dozen plain lines."""
     prompt = fold(sample.prompt, WIDTH - 4, 2)
     body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
     return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {verdict(sample)}"]
 
 
-def verdict(sample: Sample) -> str:
+def verdict(sample: Shown) -> str:
     """What a completion earned and how it ended: `reward 1.1 (correct 1, format 0.1), stop`."""
     if sample.reward is None:
         return f"reward failed, {sample.finish_reason}"
@@ -98,78 +96,3 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
-def fold(text: str, width: int, most: int) -> list[str]:
-    """Anybody's text as one to `most` lines of at most `width` cells, safe to show; `…` ends it where it was cut.
-
-    Words stay whole where they fit on a line; several empty lines become one.
-    """
-    text, width = text.strip("\r\n"), max(1, width)
-    reach = 4 * width * most  # more than can be shown: what lies beyond is not looked at
-    lines: list[str] = []
-    for paragraph in printable(text[:reach].replace("\r\n", "\n").expandtabs(4)).split("\n"):
-        if not paragraph.strip() and (not lines or not lines[-1]):
-            continue
-        lines += _fold_line(_tamed(paragraph), width)
-        if len(lines) > most:
-            break
-    if len(lines) > most or len(text) > reach:
-        lines = lines[:most] or [""]
-        lines[-1] = cut(lines[-1], width - 1) + "…"
-    return lines or [""]
-
-
-def one_line(text: str, width: int = WIDTH) -> str:
-    """Anybody's text on one line of at most `width` cells, safe to show."""
-    shown = _tamed(printable(" ".join(text[: 4 * width].split())))
-    return shown if cell_len(shown) <= width and len(text) <= 4 * width else cut(shown, width - 1) + "…"
-
-
-def _fold_line(line: str, width: int) -> Iterator[str]:
-    """One line of text as lines of at most `width` cells."""
-    current = ""
-    for word in _words(line, width):
-        if current and cell_len((current + word).rstrip(" ")) > width:
-            yield current.rstrip(" ")
-            current = word.lstrip(" ")
-        else:
-            current += word
-    yield current.rstrip(" ")
-
-
-def _words(line: str, width: int) -> Iterator[str]:
-    """Words with the spaces before them; what is wider than a line in pieces that fit."""
-    rest = line
-    while rest:
-        spaces = len(rest) - len(rest.lstrip(" "))
-        end = rest.find(" ", spaces)
-        word, rest = (rest, "") if end < 0 else (rest[:end], rest[end:])
-        if cell_len(word) > width and spaces:
-            yield " " * min(spaces, width)
-            word = word[spaces:]
-        while cell_len(word) > width:
-            piece = cut(word, width)
-            yield piece or word[0]
-            word = word[len(piece) or 1 :]
-        if word:
-            yield word
-
-
-def cut(text: str, width: int) -> str:
-    """The longest beginning of `text` that fits `width` cells."""
-    text = text[: 4 * width]
-    while text and cell_len(text) > width:
-        text = text[: len(text) - max(1, (cell_len(text) - width) // 2)]
-    return text
-
-
-def _tamed(text: str) -> str:
-    """`text` without the combining characters that would pile up over other lines."""
-    kept: list[str] = []
-    marks = 0
-    for character in text:
-        marks = marks + 1 if cell_len(character) == 0 else 0
-        if marks <= MARKS_ON_ONE:
-            kept.append(character)
-    return "".join(kept)

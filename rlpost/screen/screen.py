@@ -8,17 +8,18 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from rlpost.heartbeat import Heartbeat
-from rlpost.output import leave_dead_terminals, where_it_leads
-from rlpost.screen.lines import STOPPING, clock, evaluation_line, one_line, sample_lines, step_line
-from rlpost.screen.sample import Sample
+from rlpost.folding import one_line
+from rlpost.heartbeat import Heartbeat, WaitingLine
+from rlpost.output import leave_dead_terminals, size_of, where_it_leads
+from rlpost.screen.lines import STOPPING, WIDTH, clock, evaluation_line, sample_lines, step_line
+from rlpost.screen.shown import Shown
 from rlpost.screen.state import Figures, State
 from rlpost.text import printable
 
@@ -92,39 +93,25 @@ class Screen:
         Wherever other output is sent meanwhile.
         """
         began = time.monotonic()
+        live = self._descriptor is not None
+
+        def line() -> str:
+            return f"{'' if live else 'still '}{printable(what)} ...  {time.monotonic() - began:.0f} s"
+
+        if not live:
+            self.line(f"{what} ...")
         with contextlib.ExitStack() as opened:
             self._said_to = opened.enter_context(where_it_leads(2))
             opened.callback(setattr, self, "_said_to", 2)
-            if self._descriptor is not None:
-                line = lambda: f"{printable(what)} ...  {time.monotonic() - began:.0f} s"  # noqa: E731
-                from rlpost.screen.terminal import Waiting
-
-                opened.enter_context(Waiting(self._descriptor, line))
-            else:
-                self.line(f"{what} ...")
-                say = opened.enter_context(self._saying())
-                opened.enter_context(Heartbeat(lambda: f"still {what} ... {time.monotonic() - began:.0f} s", say))
+            if (descriptor := _descriptor_of(self.console)) is not None:
+                opened.enter_context(WaitingLine(descriptor, line, live=live))
             yield
-
-    @contextlib.contextmanager
-    def _saying(self) -> Iterator[Callable[[str], None]]:
-        """Prints plain lines where stdout leads now."""
-        try:
-            number = self.console.file.fileno()
-        except (AttributeError, io.UnsupportedOperation):
-            yield self._print
-            return
-        with where_it_leads(number) as descriptor:
-
-            def say(text: str) -> None:
-                os.write(descriptor, f"{printable(text)}\n".encode(errors="replace"))
-
-            yield say
 
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
         """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
         with self._lock:
-            self.state.title, self.state.about, self.state.total = one_line(title), one_line(about), total_steps
+            self.state.title, self.state.about = one_line(title, WIDTH), one_line(about, WIDTH)
+            self.state.total = total_steps
         if self._descriptor is not None:
             from rlpost.screen.terminal import Picture
 
@@ -162,7 +149,7 @@ class Screen:
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
         """A finished step: its figures, and the first of its completions. Step 0 is what came before training."""
-        sample = None if batch is None else Sample.first_of(step, batch)
+        sample = None if batch is None else Shown.first_of(step, batch)
         with self._lock:
             self.state.total = total
             self.state.end_step(step, metrics, sample)
@@ -217,8 +204,6 @@ class Screen:
     def _width(self) -> int | None:
         """Columns that a line has; None: as many as it likes."""
         if self._descriptor is not None:
-            from rlpost.screen.terminal import size_of
-
             return size_of(self._descriptor)[0] if self._picture is None else self._picture.width
         return self.console.width if self.console.is_terminal else None
 
@@ -248,13 +233,18 @@ class Screen:
             print(printable(text), flush=True)  # stdout leads into the log while there is a picture
 
 
-def _descriptor_for_pictures(console: Console) -> int | None:
-    """The descriptor of the terminal that `console` writes to, where a picture can be painted on it."""
+def _descriptor_of(console: Console) -> int | None:
+    """The descriptor that `console` writes to; None for one that writes to no file."""
     try:
-        descriptor = console.file.fileno()
+        return console.file.fileno()
     except (AttributeError, io.UnsupportedOperation):
         return None
-    if not (console.encoding.startswith("utf") and os.isatty(descriptor)):
+
+
+def _descriptor_for_pictures(console: Console) -> int | None:
+    """The descriptor of the terminal that `console` writes to, where a picture can be painted on it."""
+    descriptor = _descriptor_of(console)
+    if descriptor is None or not (console.encoding.startswith("utf") and os.isatty(descriptor)):
         return None
     from rlpost.screen.terminal import takes_pictures
 

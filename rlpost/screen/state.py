@@ -12,7 +12,7 @@ from statistics import fmean
 from rlpost.heartbeat import progress_line
 from rlpost.screen.curves import Series
 from rlpost.screen.lines import tokens_per_second
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 
 RECENT = 8  # steps that the time left is estimated from
 NOTES = 20  # remembered for the picture
@@ -57,7 +57,7 @@ class State:
     latest: dict[str, float] = field(default_factory=dict)
     series: dict[str, Series] = field(default_factory=dict)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
-    sample: Sample | None = None
+    sample: Shown | None = None
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
     stopping: str = ""  # what a signal was answered with
     revision: int = 0
@@ -94,7 +94,7 @@ class State:
             self.revision += 1
         self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
 
-    def end_step(self, step: int, metrics: Figures, sample: Sample | None) -> None:
+    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
         """`step` is done; step 0 is the evaluation before training."""
         self._remember(step, metrics)
         self.done = step
@@ -141,13 +141,6 @@ class State:
     def step_seconds(self) -> float | None:
         """The pace of the last few steps."""
         return fmean(self._recent) if self._recent else None
-
-    def spent(self) -> dict[str, float]:
-        """Seconds by kind of phase so far, the one under way included."""
-        seconds = dict(self.seconds)
-        if self.phase is not None:
-            seconds[self.phase.kind] = seconds.get(self.phase.kind, 0.0) + self.now() - self.phase.since
-        return seconds
 
     def _end_phase(self, now: float) -> None:
         if self.phase is not None:

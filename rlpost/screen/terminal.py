@@ -17,13 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rlpost.output import descriptors_onto
-from rlpost.screen.lines import cut
+from rlpost.heartbeat import Ticker
+from rlpost.output import descriptors_onto, in_front, size_of
 
-EVERY = 0.5  # seconds between frames: painting competes with the training for the processor
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
-ERASE_LINE = b"\r\x1b[K"
 # what a child does that outlives us: wait until our end of the pipe is closed, then give the terminal back
 WATCH = 'cat >/dev/null; printf "\\033[0m\\033[?7h\\033[?25h\\033[?1049l%s\\n" "$0"'
 
@@ -31,76 +29,6 @@ WATCH = 'cat >/dev/null; printf "\\033[0m\\033[?7h\\033[?25h\\033[?1049l%s\\n" "
 def takes_pictures(descriptor: int) -> bool:
     """Whether somebody looks at `descriptor` through a terminal that can be painted, and it is ours to paint."""
     return os.isatty(descriptor) and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and in_front(descriptor)
-
-
-def in_front(descriptor: int) -> bool:
-    """Whether this process may paint the terminal: false in the background (`rlpost ... &`)."""
-    try:
-        return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # a terminal that is not the session's own
-        return True
-
-
-def size_of(descriptor: int) -> tuple[int, int]:
-    """Columns and lines of a terminal; 80 x 24 for one that does not know or has gone away."""
-    try:
-        size = os.get_terminal_size(descriptor)
-    except OSError:
-        return 80, 24
-    return size.columns or 80, size.lines or 24
-
-
-class Ticker:
-    """Calls `tick` at once and then twice a second, until stopped or until the terminal is gone.
-
-    If `tick` raises anything else, its traceback goes to stderr and `failed` is called.
-    """
-
-    def __init__(self, tick: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._tick = tick
-        self._failed = failed
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """No tick is under way when this returns, unless the terminal does not take what is written."""
-        self._done.set()
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        try:
-            self._tick()
-            while not self._done.wait(EVERY):
-                self._tick()
-            self._done.set()
-        except OSError:  # the terminal has gone away
-            self._done.set()
-        finally:
-            if not self._done.is_set():
-                self._failed()
-
-
-class Waiting:
-    """One line of a terminal that says what is being done and for how long; a context manager."""
-
-    def __init__(self, descriptor: int, line: Callable[[], str]) -> None:
-        self._descriptor = os.dup(descriptor)  # the one that stays while others are redirected
-        self._line = line
-
-    def __enter__(self) -> None:
-        self._ticker = Ticker(self._tick, failed=lambda: None)
-
-    def __exit__(self, *error: object) -> None:
-        self._ticker.stop()
-        with contextlib.suppress(OSError):  # there may be no terminal any more
-            os.write(self._descriptor, ERASE_LINE)
-        os.close(self._descriptor)
-
-    def _tick(self) -> None:
-        if in_front(self._descriptor):
-            width, _ = size_of(self._descriptor)
-            os.write(self._descriptor, ERASE_LINE + cut(self._line(), width - 1).encode())
 
 
 class Picture:

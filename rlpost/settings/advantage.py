@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlpost.settings.checks import at_least
+from rlpost.settings.checks import Settings, limited
 
 
 class Estimator(Enum):
@@ -32,7 +32,7 @@ class AdvantageSettings:
 
 
 @dataclass
-class DynamicSamplingSettings:
+class DynamicSamplingSettings(Settings, group="dynamic"):
     """DAPO's dynamic sampling (arXiv:2503.14476): groups whose rewards are all equal are drawn anew.
 
     Each step then trains on prompts_per_step groups that differ; `groups/drawn` and `groups/dropped`
@@ -40,18 +40,12 @@ class DynamicSamplingSettings:
     """
 
     enabled: bool = False  # true: groups with equal rewards are dropped and more are drawn
-    draw_limit: int = 32  # rounds of prompts_per_step prompts a step may take before the run gives up
-
-    def __post_init__(self) -> None:
-        at_least("dynamic.draw_limit", self.draw_limit, 1)
+    draw_limit: int = limited(32, at_least=1)  # rounds of prompts_per_step prompts in a step; then the run gives up
 
 
 @dataclass
-class OverlongSettings:
+class OverlongSettings(Settings, group="overlong"):
     """What becomes of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
     mask: bool = False  # true: a completion cut at the limit is not trained on; its reward still counts
-    penalty_tokens: int = 0  # the last so many tokens cost up to 1 of reward, on a straight line; 0: none do
-
-    def __post_init__(self) -> None:
-        at_least("overlong.penalty_tokens", self.penalty_tokens, 0)
+    penalty_tokens: int = limited(0, at_least=0)  # the last so many tokens cost up to 1 of reward, linearly; 0: none do

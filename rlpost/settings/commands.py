@@ -7,81 +7,113 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
-from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
-from rlpost.settings.lora import LoRASettings, check_push
+from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings
 from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, SamplingSettings, ScriptedSettings, TransformersSettings
+from rlpost.settings.policy import PolicySettings, SamplingSettings
 from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
 
 
 @dataclass
-class CheckpointSettings:
+class CheckpointSettings(Settings, group="checkpoint"):
     """When training is saved; the last step always is."""
 
-    every: int = 30  # steps; 0: none for their number
-    every_minutes: float = 5.0  # of training, the most that a crash can lose; 0: none for the time
-    keep_last: int = 2  # checkpoints; older ones are removed, and all but the newest keep the model alone
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.every", self.every, 0)
-        at_least("checkpoint.every_minutes", self.every_minutes, 0.0)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
+    every: int = limited(30, at_least=0)  # steps; 0: none for their number
+    every_minutes: float = limited(5.0, at_least=0.0)  # the most training a crash can lose; 0: none for the time
+    keep_last: int = limited(2, at_least=1)  # checkpoints, no older ones; all but the newest keep the model alone
 
 
 @dataclass
-class GRPOSettings:
-    """`rlpost train grpo`."""
-
-    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
+class TrainingSettings(Settings):
+    """What every training has."""
 
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
-    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     policy: PolicySettings = MISSING  # what samples the completions
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
-    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
-    dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
-    overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
-    loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
     lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
     optim: OptimSettings = MISSING  # what turns gradients into an update
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
-    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments and rewards
-
-    steps: int = 60  # each: sample, reward, update, push the weights
-    seed: int = 0  # of prompts, sampling and all else that is drawn
-    prompts_per_step: int = 8  # each is answered group_size times
-    group_size: int = 8  # completions a prompt, G in the paper
-    minibatch_size: int | None = None  # completions an optimizer step; None: all of a step's
-    passes: int = 1  # times each step's completions are trained on
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
-    max_policy_lag: int = 0  # weight pushes a completion may be older than the policy when it is trained on
-    max_failed_share: float = 0.5  # of a step's rewards; a step of which more fail stops the run
+    seed: int = limited(0, at_least=0)  # of prompts, sampling and all else that is drawn
+    tokens_per_microbatch: int | None = limited(
+        None, at_least=1
+    )  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
     deterministic: bool = False  # bitwise equal runs; needs policy=transformers
 
+    @property
+    def uses_policy(self) -> bool:
+        """Whether completions are sampled at all."""
+        return True
+
     def __post_init__(self) -> None:
-        at_least("steps", self.steps, 1)
-        at_least("seed", self.seed, 0)
-        between("max_failed_share", self.max_failed_share, 0.0, 1.0)
-        at_least("prompts_per_step", self.prompts_per_step, 1)
-        at_least("passes", self.passes, 1)
-        at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)
-        at_least("max_policy_lag", self.max_policy_lag, 0)
+        super().__post_init__()
+        shares_weights = getattr(self.policy, "shares_weights", False)  # of none while the policy is MISSING
+        if shares_weights and self.lora.push is Push.adapter:
+            raise ConfigError("lora.push=adapter is a way into vLLM: add policy=vllm, or leave it out")
+        if self.deterministic and self.uses_policy and not shares_weights:
+            raise ConfigError(
+                "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
+            )
+
+    def _check_split(self, measured: bool) -> None:
+        """Raise ConfigError for training on the split that an evaluation measures on."""
+        if isinstance(self.env, EnvSettings) and self.env.split == "test" and measured:
+            raise ConfigError(
+                "env.split=test would train on what is held out to measure it: leave it out, or add eval.enabled=false"
+            )
+
+
+@dataclass
+class SampledSettings(TrainingSettings):
+    """What every training has that learns from groups of completions of its own policy."""
+
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
+    eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
+    prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
+    group_size: int = 8  # completions a prompt, G in the paper
+    minibatch_size: int | None = limited(None, at_least=1)  # completions an optimizer step; None: all of a step's
+    passes: int = limited(1, at_least=1)  # times each step's completions are trained on
+    max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
             )
-        at_least("minibatch_size", self.minibatch_size, 1)
+        check_turns(self.env, self.tools)
+        if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
+            )
+        self._check_split(self.eval.enabled)
+
+
+@dataclass
+class GRPOSettings(SampledSettings):
+    """`rlpost train grpo`."""
+
+    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
+
+    advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become
+    dynamic: DynamicSamplingSettings = field(default_factory=DynamicSamplingSettings)  # which groups are trained on
+    overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
+    loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
+    steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
+    max_policy_lag: int = limited(0, at_least=0)  # weight pushes a trained completion may be older than the policy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         completions = self.prompts_per_step * self.group_size
         if self.minibatch_size is not None and (
             self.minibatch_size % self.group_size or completions % self.minibatch_size
@@ -90,20 +122,7 @@ class GRPOSettings:
                 f"minibatch_size={self.minibatch_size} does not fit: it must be a multiple of "
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
             )
-        check_push(self.lora, self.policy)
-        check_turns(self.env, self.tools)
         self._check_advantage()
-        if self.deterministic and not isinstance(self.policy, (TransformersSettings, ScriptedSettings)):
-            raise ConfigError(
-                "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
-            )
-        if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
-            raise ConfigError("sampling.temperature=0 samples each group G times alike: training needs it above 0")
-        if isinstance(self.env, EnvSettings) and self.env.split == "test" and self.eval.enabled:
-            raise ConfigError(
-                "env.split=test would train on the prompts that are held out to measure it: leave it out, or add "
-                "eval.enabled=false"
-            )
 
     def _check_advantage(self) -> None:
         if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:

@@ -7,86 +7,86 @@ from enum import Enum
 from string import Formatter
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE_UNLESS_NAMES
 
 
 class Operation(Enum):
-    """An operation of the arithmetic environment."""
+    """An operation of the arithmetic environment, by its name; its value is its sign."""
 
-    add = "add"
-    subtract = "subtract"
-    multiply = "multiply"
+    add = "+"
+    subtract = "-"
+    multiply = "*"
 
 
 @dataclass
-class EnvSettings:
+class EnvSettings(Settings, group="env"):
     """What every environment has; each environment's own class adds to it.
 
     `prompt_template` is a Python format string over the task's fields, such as `{question}`.
     """
 
     split: str = "train"  # train or test
-    limit: int | None = None  # use only the first rows
+    limit: int | None = limited(None, at_least=1)  # use only the first rows
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
-    max_prompt_tokens: int = 128  # a longer prompt is an error that names its row
-    max_completion_tokens: int = 48  # of each turn; a longer completion is cut
-    max_turns: int = 1  # of the model in a conversation; more for tools, and for environments that answer
-    max_observation_tokens: int = 256  # between two turns of the model, for which its context has room
-    eval_limit: int = 500  # held-out prompts an evaluation during training plays, unless eval.limit says
+    max_prompt_tokens: int = limited(128, at_least=1)  # a longer prompt is an error that names its row
+    max_completion_tokens: int = limited(48, at_least=1)  # of each turn; a longer completion is cut
+    max_turns: int = limited(1, at_least=1)  # of the model in a conversation; more for tools and games
+    max_observation_tokens: int = limited(256, at_least=1)  # between two turns, for which the context has room
+    eval_limit: int = limited(500, at_least=1)  # held-out prompts an evaluation in training plays, or eval.limit
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split not in ("train", "test"):
             raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
-        at_least("env.limit", self.limit, 1)
-        at_least("env.max_prompt_tokens", self.max_prompt_tokens, 1)
-        at_least("env.max_completion_tokens", self.max_completion_tokens, 1)
-        at_least("env.max_turns", self.max_turns, 1)
-        at_least("env.max_observation_tokens", self.max_observation_tokens, 1)
-        at_least("env.eval_limit", self.eval_limit, 1)
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
 
 
 @dataclass
-class ArithmeticSettings(EnvSettings):
+class RowsSettings(EnvSettings):
+    """What environments have whose tasks are the rows of a file, a folder or a data set of the hub."""
+
+    path: str = MISSING  # folder, file or hub id
+    held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test where no file of its own holds it
+    shuffle: bool = True  # false: rows in the order of the file
+    seed: int = 0  # of the order in which rows are drawn
+
+
+@dataclass
+class MadeSettings(EnvSettings):
+    """What environments have that make their problems on the spot."""
+
+    held_out: float = limited(0.2, 0.0, 0.99)  # share kept for test; 0: test is the problems of train too
+    seed: int = 0  # of the order in which problems are drawn
+
+
+@dataclass
+class ArithmeticSettings(MadeSettings):
     """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
 
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
-    digits: int = 2  # of each operand
-    held_out: float = 0.2  # share of the pairs of operands kept for test; 0: test is the problems of train too
-    seed: int = 0  # of the order in which problems are drawn
+    digits: int = limited(2, 1, 9)  # of each operand
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("env.digits", self.digits, 1)
-        if self.digits > 9:
-            raise ConfigError(f"env.digits={self.digits} is out of range: it must be at most 9")
-        between("env.held_out", self.held_out, 0.0, 0.99)
         if not self.operations:
             raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply")
 
 
 @dataclass
-class GSM8KSettings(EnvSettings):
+class GSM8KSettings(RowsSettings):
     """Grade-school word problems: a folder with train.jsonl and test.jsonl, one file, or the hub's."""
 
-    path: str = "openai/gsm8k"  # folder, file or hub id
-    held_out: float = 0.1  # share of the questions kept for test where no file of its own holds that split
-    shuffle: bool = True  # false: rows in the order of the file
-    seed: int = 0  # of the order in which problems are drawn
+    path: str = "openai/gsm8k"
     max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
     max_completion_tokens: int = 256  # a longer completion is cut
     eval_limit: int = 64
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("env.held_out", self.held_out, 0.0, 1.0)
-
 
 @dataclass
-class DatasetSettings(EnvSettings):
+class DatasetSettings(RowsSettings):
     """Rows of your own, scored by rewards of your own, or shown as demonstrations.
 
     For training on rewards a row is a prompt. As a demonstration it holds a conversation
@@ -102,20 +102,15 @@ class DatasetSettings(EnvSettings):
     completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
-    reward_timeout_seconds: float = 60.0  # longest wait for one call of a reward: a batch, or a row of one that failed
+    reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # of a call: a batch, or a row of one that failed
     test_path: str | None = None  # where the split test is; None: in path, or held out
-    held_out: float = 0.1  # share of the prompts kept for test where no file of its own holds that split
     config: str | None = None  # configuration of a hub dataset
-    shuffle: bool = True  # false: rows in the order of the file
-    seed: int = 0  # of the order in which rows are drawn
     max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
     max_completion_tokens: int = 256  # a longer completion is cut
     eval_limit: int = 200  # held-out prompts an evaluation during training plays, unless eval.limit says
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("env.held_out", self.held_out, 0.0, 1.0)
-        between("env.reward_timeout_seconds", self.reward_timeout_seconds, 0.001, 86400.0)
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward):
             raise ConfigError(
                 f"env.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} rewards: each "

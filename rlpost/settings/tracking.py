@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from rlpost.settings.checks import above
+from rlpost.settings.checks import Settings, limited
 
 
 class WandbMode(Enum):
@@ -20,7 +20,7 @@ class WandbMode(Enum):
 
 
 @dataclass
-class TrackingSettings:
+class TrackingSettings(Settings, group="tracking"):
     """What every option of tracking is."""
 
 
@@ -33,10 +33,7 @@ class NoTrackingSettings(TrackingSettings):
 class TrackerSettings(TrackingSettings):
     """What every tracker has."""
 
-    timeout_seconds: float = 60.0  # longest wait for one answer of the tracker, after which it is given up
-
-    def __post_init__(self) -> None:
-        above("tracking.timeout_seconds", self.timeout_seconds, 0.0)
+    timeout_seconds: float = limited(60.0, above=0.0)  # longest wait for an answer of the tracker, then it is given up
 
 
 @dataclass

@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlpost.config.keys import flat
+
 METRICS_FILE = "metrics.jsonl"  # of a run folder: what is followed
 MARK_FILE = "tracking.json"  # of a run folder: each tracker's id of the run and the last step it was told
 
@@ -57,12 +59,6 @@ def described(run: TrackedRun) -> dict[str, Any]:
     return {**run.config, "run_folder": str(run.folder)}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as text: `{"optim": {"lr": 0.1}}` becomes `{"optim.lr": "0.1"}`."""
-    texts: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            texts |= flat(value, f"{prefix}{key}.")
-        else:
-            texts[f"{prefix}{key}"] = str(value)
-    return texts
+def described_flat(run: TrackedRun) -> dict[str, str]:
+    """The same as text by dotted keys: `{"optim": {"lr": 0.1}}` becomes `{"optim.lr": "0.1"}`."""
+    return {key: str(value) for key, value in flat(described(run)).items()}

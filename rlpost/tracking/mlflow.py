@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.tracking.base import Status, TrackedRun, described, flat
+from rlpost.tracking.base import Status, TrackedRun, described_flat
 
 ENDINGS = {Status.finished: "FINISHED", Status.stopped: "KILLED", Status.failed: "FAILED"}
 PARAMS_AT_ONCE = 100  # MLflow's limits
@@ -44,7 +44,7 @@ class MLflowTracker:
             return self._id
         tags = {"rlpost.folder": str(run.folder)}
         self._id = self._client.create_run(self._experiment_id(own), run_name=run.name, tags=tags).info.run_id
-        params = [Param(key, text[:LONGEST_PARAM]) for key, text in flat(described(run)).items()]
+        params = [Param(key, text[:LONGEST_PARAM]) for key, text in described_flat(run).items()]
         for begin in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[begin : begin + PARAMS_AT_ONCE])
         return self._id

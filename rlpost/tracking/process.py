@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlpost.child import ending, kill_group, python_module
 from rlpost.tracking.base import Status
 from rlpost.tracking.choice import TrackerChoice
 from rlpost.tracking.worker import DONE, Order, read_mark
@@ -42,18 +40,10 @@ class TrackerProcess:
     def start(self, kept_step: int) -> None:
         """Begin to follow metrics.jsonl, which exists; `kept_step` is the last step kept on resuming, else -1."""
         order = Order(**asdict(self.choice), folder=str(self.folder.resolve()), config=self.config, kept_step=kept_step)
-        # -P and this path: the worker imports what this process would, whatever lies in the current folder
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)}
         try:
             with (self.folder / "log.txt").open("a") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "rlpost.tracking.worker"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env=environment,
-                    start_new_session=True,  # Ctrl-C is for the training; and its children end with it
+                self._process = python_module(
+                    "rlpost.tracking.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
                 )
         except OSError as error:
             self._given_up = f"its process did not start: {error}"
@@ -112,23 +102,17 @@ class TrackerProcess:
         """What the ended process has said."""
         assert self._process is not None
         assert self._process.stdout is not None
-        self._kill()  # whoever it left behind may hold the pipe open
+        kill_group(self._process.pid)  # whoever it left behind may hold the pipe open
         word = self._process.stdout.read().strip()
         if word != DONE:
-            self._given_up = word or f"its process ended with code {self._process.returncode}"
+            self._given_up = word or f"its process {ending(self._process.returncode)}"
         self._end()
-
-    def _kill(self) -> None:
-        """Kill the process and what it has started."""
-        assert self._process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _end(self) -> None:
         """End the process and what it has started, and close the pipes."""
         assert self._process is not None
         if self._process.returncode is None:
-            self._kill()
+            kill_group(self._process.pid)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

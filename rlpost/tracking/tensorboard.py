@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from rlpost.tracking.base import Status, TrackedRun, described, flat
+from rlpost.tracking.base import Status, TrackedRun, described_flat
 
 
 class TensorBoardTracker:
@@ -26,7 +26,7 @@ class TensorBoardTracker:
         self._writer.add_event(Event(session_log=mark, step=run.first_step, wall_time=time.time()))
         if run.known_as is None:
             # a markdown table: TensorBoard renders texts as such
-            rows = [f"| {key} | {_cell(value)} |" for key, value in flat(described(run)).items()]
+            rows = [f"| {key} | {_cell(value)} |" for key, value in described_flat(run).items()]
             event = Event(wall_time=time.time(), step=0)
             value = event.summary.value.add(tag="config", metadata=create_summary_metadata("config", ""))
             value.tensor.dtype = 7  # DT_STRING

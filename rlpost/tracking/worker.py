@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import threading
 import traceback
 from collections.abc import Iterator
@@ -19,6 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from rlpost.child import readable
+from rlpost.files import replaced
+from rlpost.record import MetricsFile
 from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
 
 DONE = "done"
@@ -78,17 +80,15 @@ def follow(order: Order, words: IO[bytes], report: IO[str]) -> None:
     with _within(order.timeout_seconds, "start", report):
         mark = Mark(tracker.start(tracked), first_step - 1)
     write_mark(folder, order.name, mark)
-    lines = _lines(folder / METRICS_FILE)
+    metrics = MetricsFile(folder / METRICS_FILE)
     status = None
     while status is None:
         status = _ending(words)  # before the look, so that nothing written before the end is missed
-        for line in lines:
-            if line is None:
-                break
-            step = line.pop("step")
+        for row in metrics.new_rows():
+            step = row.pop("step")
             if step >= first_step:
                 with _within(order.timeout_seconds, f"logging step {step}", report):
-                    tracker.log(step, {name: value for name, value in line.items() if value is not None})
+                    tracker.log(step, {name: value for name, value in row.items() if value is not None})
                 mark.step = step
                 write_mark(folder, order.name, mark)
     with _within(order.timeout_seconds, "finish", report):
@@ -115,27 +115,13 @@ def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
     marks.pop(tracker, None)
     if mark is not None:
         marks[tracker] = asdict(mark)
-    making = file.with_suffix(".new")
-    making.write_text(json.dumps(marks, indent=1) + "\n")
-    os.replace(making, file)
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a file that grows, as they become whole; None whenever there is no more for now."""
-    rest = ""
-    with file.open() as stream:
-        while True:
-            rest += stream.readline()
-            if not rest.endswith("\n"):
-                yield None
-                continue
-            yield json.loads(rest)
-            rest = ""
+    with replaced(file) as making:
+        making.write_text(json.dumps(marks, indent=1) + "\n")
 
 
 def _ending(words: IO[bytes]) -> Status | None:
     """How the run ended, or None while it goes on; waits a little for the word."""
-    if not select.select([words], [], [], LOOK_SECONDS)[0]:
+    if not readable(words.fileno(), LOOK_SECONDS):
         return None
     word = words.readline().decode().strip()
     return Status(word) if word else Status.failed

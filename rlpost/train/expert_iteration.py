@@ -47,7 +47,7 @@ def learn(session: ExpertIterationSession) -> None:
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)
         rows = [completions[place] for place in selected]
         session.metrics |= selection_metrics(sampled, selected)
-        fill_reference(parts.reference, microbatches, rows, kind=settings.model.autocast)
+        fill_reference(parts.reference, microbatches, rows)
         updates: list[Update[SFTOutput]] = []
         for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
             with session.diverging(sampled):

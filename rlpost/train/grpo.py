@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from tensordict import TensorDict
-from torch import nn
 
 from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.model.optim import learning_rate_of
@@ -95,25 +93,12 @@ def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[R
 
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
-    fill_reference(
-        parts.reference,
-        microbatches,
-        rows,
-        kind=settings.model.autocast,
-        temperature=settings.sampling.temperature,
-    )
+    temperature = settings.sampling.temperature
+    fill_reference(parts.reference, microbatches, rows, temperature)
     if updates_per_step(settings) > 1 or kl_in_reward(settings):
-        for row, log_probs in zip(rows, log_probs_of(settings, parts.model, microbatches, rows), strict=True):
+        read = read_log_probs(parts.model, microbatches, rows, temperature=temperature)
+        for row, log_probs in zip(rows, read, strict=True):
             row.old_log_probs = log_probs
-
-
-def log_probs_of(
-    settings: GRPOSettings, model: nn.Module, microbatches: Microbatches, rows: Sequence[Row]
-) -> list[torch.Tensor]:
-    """log π of `model` for each row, at the sampling temperature."""
-    return read_log_probs(
-        model, microbatches, rows, kind=settings.model.autocast, temperature=settings.sampling.temperature
-    )
 
 
 def update_metrics(
@@ -129,7 +114,8 @@ def update_metrics(
     norms = [u.grad_norm for u in updates if u.stepped]
     if not outputs:
         longest = max(rows, key=lambda row: row.num_trained)
-        [log_probs] = log_probs_of(settings, parts.model, microbatches, [longest])
+        temperature = settings.sampling.temperature
+        [log_probs] = read_log_probs(parts.model, microbatches, [longest], temperature=temperature)
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
     return metrics | {

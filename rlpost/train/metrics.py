@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.conversation import CUT, PolicyVersionLabel
 from rlpost.objectives.advantage import equal_up_to_rounding
-from rlpost.objectives.policy import policy_metrics
+from rlpost.objectives.policy_loss import policy_metrics
 from rlpost.objectives.policy_objective import PolicyOutput
 
 # what policy_metrics calls it -> its name in metrics.jsonl

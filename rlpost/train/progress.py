@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.paths import BEST
+from rlpost.record import has_evaluation, read_metrics
 from rlpost.runs.checkpoint import point_best
-from rlpost.runs.reader import has_evaluation, read_metrics
 from rlpost.runs.writer import Run
 from rlpost.text import counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,16 +12,17 @@ from tensordict import TensorDict
 from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
 from rlpost.errors import RewardError
 from rlpost.evaluation.play import EvalResult, evaluate
+from rlpost.evaluation.statistics import Share
+from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
+from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics
-from rlpost.train.narration import announce, conclude
-from rlpost.train.progress import LearningSoFar
+from rlpost.train.narration import model_line, name_of_data, open_screen, reading_lines, say_best, thinking_note
 from rlpost.train.session import Session
-from rlpost.train.state import collection_state, restore_collection
 
 Settings = GRPOSettings | ExpertIterationSettings
 S = TypeVar("S", GRPOSettings, ExpertIterationSettings)
@@ -45,7 +47,12 @@ class SamplingSession(Session[S, P]):
         Raises RewardError where more of their rewards failed than `max_failed_share` allows.
         """
         self.metrics |= batch_metrics(batch, self.settings.group_size, self.parts.policy.version)
-        check_failed(self.settings, self.step, self.metrics)
+        failed, count = self.metrics["reward/failed"], batch.batch_size[0]
+        if failed > self.settings.max_failed_share * count:
+            raise RewardError(
+                f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
+                f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
+            )
         self.metrics |= self.parts.buffer.take_counts()
         self.clock.lap()
         self.parts.policy.rest()
@@ -58,12 +65,33 @@ class SamplingSession(Session[S, P]):
     def finish(self, batch: Any = None) -> None:
         """See `Session.finish`."""
         self.clock.lap("time/sync")
-        self.metrics |= self.parts.collector.take_seconds()
+        self.metrics |= self.parts.collector.player.take_seconds()
         super().finish(batch)
 
     def announce(self, numbers: Numbers) -> None:
         """See `Session.announce`."""
-        announce(self.settings, self.parts, numbers, self.run)
+        settings, parts, env = self.settings, self.parts, self.settings.env
+        completions = settings.prompts_per_step * settings.group_size
+        data = name_of_data(env)
+        lines = [
+            model_line(settings.model, parts.model_folder, parts.model),
+            numbers.line,
+            *reading_lines(parts.model, settings.group_size),
+            f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
+            f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
+            f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
+            *settings.tools.told(env),
+            *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
+            f"lr      {settings.optim.lr:g}, seed {settings.seed}",
+        ]
+        notes = [thinking_note(env, parts.tokenizer)]
+        if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
+            notes.append(
+                f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called "
+                "held-out are not: take them out of one of the two"
+            )
+        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {type(parts.policy).__name__}")
         show_sampling(self.parts, self.screen.phase)
 
     def measure(self, when: str) -> dict[str, float]:
@@ -73,20 +101,45 @@ class SamplingSession(Session[S, P]):
         return result.metrics()
 
     def state(self) -> dict[str, Any]:
-        """See `Session.state`."""
-        return collection_state(self.parts)
+        """Data cursor, conversations under way, buffer and version."""
+        return {
+            "collector": self.parts.collector.state_dict(),
+            "buffer": self.parts.buffer.state_dict(),
+            "policy_version": self.parts.policy.version,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`."""
-        restore_collection(self.parts, state)
+        self.parts.collector.load_state_dict(state["collector"])
+        self.parts.buffer.load_state_dict(state["buffer"])
+        assert self.parts.collector.weight_updater is not None
+        self.parts.collector.weight_updater.restore_version(state["policy_version"])
 
     def keep_batch(self, folder: Path, batch: Any) -> None:
         """See `Session.keep_batch`."""
         write_rollouts(folder / "rollouts.parquet", self.step, batch)
 
     def why_nothing(self) -> str:
-        """See `Session.why_nothing`."""
-        return why_sampled(self.settings, self.run, self.progress, self.metrics)
+        """See `Session.why_nothing`: of a step's completions."""
+        settings, metrics, reward = self.settings, self.metrics, self.progress.same_reward
+        look = f"read some with rlpost rollouts show {self.run.folder}"
+        if metrics["completion/truncated"] == 1:
+            limit = settings.env.max_completion_tokens
+            return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+        if reward is not None and metrics.get("accuracy/lenient") == 1:
+            return "every completion is right; the task is too easy for this model"
+        if reward == 0:
+            return (
+                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+            )
+        if reward is not None:
+            return f"every reward is {reward:g}, which tells no completion from another; {look}"
+        if isinstance(settings, ExpertIterationSettings):
+            bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
+            return f"no completion was {bar}; {look}"
+        if metrics["groups/zero_std"] == 1:
+            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+        return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
 
     def remaining(self) -> str:
         """See `Session.remaining`."""
@@ -94,7 +147,27 @@ class SamplingSession(Session[S, P]):
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
-        conclude(self.run, self.progress, self.after)
+        run, screen, before, after = self.run, self.screen, self.progress.eval_before, self.after
+        if before is not None and after is not None:
+            screen.line("")
+            measured = (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict))
+            shares = {name: share for name, share in measured if share and f"eval/accuracy_{name}" in before}
+            if shares:
+                screen.line("held-out accuracy before and after training, 95% intervals", "bold")
+            else:
+                screen.line("held-out reward before and after training", "bold")
+                screen.line(f"  {before['eval/reward']:.3f}   ->   {after.reward_mean:.3f}", "bold")
+            for name, share in shares.items():
+                value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
+                was = Share(value, low, high, share.prompts)
+                screen.line(f"  {name:<8} {was}   ->  {share}{after.extent(share)}", "bold")
+        say_best(run, self.progress)
+        chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
+        screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
+
+    def _prompts(self) -> str:
+        held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""
+        return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
 
 
 def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
@@ -103,19 +176,8 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     def sampled(ended: int, total: int, tokens: int) -> None:
         phase("sampling", f"{total} completions", ended, total, tokens)
 
-    parts.collector.on_phase = phase
-    parts.collector.on_sampled = sampled
-
-
-def check_failed(settings: Settings, step: int, metrics: Mapping[str, float]) -> None:
-    """Raise RewardError where more rewards of a step failed than `max_failed_share` allows."""
-    count = settings.prompts_per_step * settings.group_size
-    failed = metrics["reward/failed"]
-    if failed > settings.max_failed_share * count:
-        raise RewardError(
-            f"step {step}: {failed:.0f} of {count} rewards failed, more than the share "
-            f"max_failed_share={settings.max_failed_share:g} allows; the run's log.txt says how"
-        )
+    parts.collector.player.on_phase = phase
+    parts.collector.player.on_sampled = sampled
 
 
 def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> EvalResult:
@@ -141,25 +203,3 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         samples=samples,
         progress=progress,
     )
-
-
-def why_sampled(
-    settings: GRPOSettings | ExpertIterationSettings, run: Run, learning: LearningSoFar, metrics: Mapping[str, float]
-) -> str:
-    """The likely reason why nothing is learned from a step's completions, and what to do."""
-    reward, look = learning.same_reward, f"read some with rlpost rollouts show {run.folder}"
-    if metrics["completion/truncated"] == 1:
-        limit = settings.env.max_completion_tokens
-        return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
-    if reward is not None and metrics.get("accuracy/lenient") == 1:
-        return "every completion is right; the task is too easy for this model"
-    if reward == 0:
-        return f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
-    if reward is not None:
-        return f"every reward is {reward:g}, which tells no completion from another; {look}"
-    if isinstance(settings, ExpertIterationSettings):
-        bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
-        return f"no completion was {bar}; {look}"
-    if metrics["groups/zero_std"] == 1:
-        return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
-    return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"

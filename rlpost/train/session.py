@@ -11,10 +11,12 @@ return session.run.exit_code
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -23,18 +25,27 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.errors import ConfigError
+from rlpost.estimate.hub import shape_of_model
+from rlpost.estimate.machine import Room
+from rlpost.estimate.report import needs_of
+from rlpost.estimate.shape import shape_of_folder
+from rlpost.model.load import locate_tokenizer, pick_device, save_model
+from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.model.memory import give_back_freed_memory, keep_freed_memory
+from rlpost.model.optim import learning_rate_of, optimizer_tensors, restore_optimizer, set_learning_rate
 from rlpost.model.precision import Numbers
 from rlpost.output import output_into
-from rlpost.runs.checkpoint import mark_best
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, save_checkpoint
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.needs import check_needs
+from rlpost.train.narration import say_stopped
 from rlpost.train.progress import Progress, evaluations_until, restore_best, say_at_end, watch
-from rlpost.train.state import load_run, must_stay, save_run
 from rlpost.train.update import Learner, Microbatches, Objective, diverged
+
+log = logging.getLogger("rlpost")
 
 
 class Parts(Protocol):
@@ -125,7 +136,7 @@ class Session(ABC, Generic[S, P]):
         torch.use_deterministic_algorithms(self.settings.deterministic)
         checkpoint = self.run.resume_from
         self.run.catch_signals()
-        check_needs(self.settings, self.run)
+        self._check_needs()
         self._opened.push(self._conclude)
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
@@ -137,7 +148,9 @@ class Session(ABC, Generic[S, P]):
                 self._restore(checkpoint)
         self.run.plan(self.total_steps())
         self.announce(numbers)
-        self.microbatches = Microbatches.shown_on(self.screen, self.tokens_per_microbatch, self.parts.device)
+        self.microbatches = Microbatches.shown_on(
+            self.screen, self.tokens_per_microbatch, self.parts.device, self.settings.model.autocast
+        )
         if checkpoint is None:
             self._begin()
         else:
@@ -147,9 +160,7 @@ class Session(ABC, Generic[S, P]):
     def learner(self, total_updates: int) -> Learner[Any]:
         """Who learns, over `total_updates` optimizer steps."""
         parts, settings = self.parts, self.settings
-        return Learner(
-            parts.model, parts.optimizer, parts.objective, settings.optim, settings.model.autocast, total_updates
-        )
+        return Learner(parts.model, parts.optimizer, parts.objective, settings.optim, total_updates)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, until the last or until a signal asks to stop."""
@@ -200,18 +211,31 @@ class Session(ABC, Generic[S, P]):
             mark_best(run.folder / "checkpoints", step, kept.keep_last)
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step."""
-        state = {**self.state(), "progress": asdict(self.progress), "must_stay": must_stay(self.settings)}
-        save_run(
-            self.run,
+        """Write a checkpoint of the last finished step: weights, optimizer, RNG, and the loop's own state as JSON.
+
+        An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+        """
+        run, model, optimizer = self.run, self.parts.model, self.parts.optimizer
+        run.screen.phase("saving checkpoint")
+        path = save_checkpoint(
+            run.folder / "checkpoints",
             self.progress.step,
-            self.parts.model,
-            self.parts.tokenizer,
-            self.parts.optimizer,
-            self.settings.checkpoint,
-            state,
+            write_model=partial(save_model, model, self.parts.tokenizer),
+            write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+            tensors=optimizer_tensors(model, optimizer),
+            state={
+                **self.state(),
+                "progress": asdict(self.progress),
+                "must_stay": {key: getattr(self.settings, key) for key in self.settings.must_stay},
+                "optimizer": type(optimizer).__name__,
+                "lr": learning_rate_of(optimizer),
+                NUMBERS: run.numbers,
+            },
+            keep_last=self.settings.checkpoint.keep_last,
             best=self.progress.best_step,
         )
+        log.info("saved %s", path)
+        run.saved()
 
     # What differs between the loops
 
@@ -257,9 +281,25 @@ class Session(ABC, Generic[S, P]):
 
     @abstractmethod
     def conclude(self) -> None:
-        """The result in a few lines, and what to do next."""
+        """The result of a run that was not stopped, in a few lines, and what to do next."""
 
     # Beginning, going on, ending
+
+    def _check_needs(self) -> None:
+        """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all.
+
+        Of a model of the hub whose size is not known, the configuration is fetched for it.
+        """
+        model = self.settings.model
+        shape = shape_of_model(model.path, model.revision)
+        shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
+        device = pick_device(model.device)
+        gpu = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
+        needs = needs_of(self.settings, shape, self.run.folder, gpu)
+        if needs is not None:
+            needs.check(model.path)
+            for line in needs.lines():
+                self.screen.line(line)
 
     def _begin(self) -> None:
         self.run.forget_after(-1)
@@ -269,8 +309,20 @@ class Session(ABC, Generic[S, P]):
             self.screen.line(evaluation_line(before, "before training"))
 
     def _restore(self, checkpoint: Path) -> None:
-        """The parts and the progress as they were at `checkpoint`, whose weights the model holds already."""
-        state = load_run(checkpoint, self.settings, self.parts.model, self.parts.optimizer)
+        """The parts, the RNG and the progress as they were at `checkpoint`, whose weights the model holds already.
+
+        Raises ConfigError for settings that would read the saved data position as another one.
+        """
+        tensors, state = load_checkpoint(checkpoint)
+        optimizer, own = self.parts.optimizer, type(self.parts.optimizer).__name__
+        for key, saved in state["must_stay"].items():
+            if (now := getattr(self.settings, key)) != saved:
+                raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
+        if state["optimizer"] != own:
+            raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
+        restore_optimizer(self.parts.model, optimizer, tensors)
+        if "lr" in state:  # a step without a gradient tells that of the last update
+            set_learning_rate(optimizer, state["lr"])
         self.restore(state)
         self.progress = Progress(**state["progress"])
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
@@ -305,6 +357,10 @@ class Session(ABC, Generic[S, P]):
     def _conclude(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is not None:
+            return
+        if self.run.stopping:
+            say_stopped(self.run, self.progress.step)
+        else:
             self.conclude()
-            say_at_end(self.run, self.progress)
+        say_at_end(self.run, self.progress)

@@ -38,7 +38,7 @@ def learn(session: SFTSession) -> None:
         samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
         session.screen.phase("training")
         rows = [row_of(sample) for sample in samples]
-        fill_reference(parts.reference, microbatches, rows, kind=settings.model.autocast)
+        fill_reference(parts.reference, microbatches, rows)
         with session.diverging(samples):
             updated = update(learner, microbatches, rows, number=step - 1)
         session.progress.position += len(samples)

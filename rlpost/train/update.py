@@ -61,7 +61,6 @@ class Learner(Generic[O]):
     optimizer: torch.optim.Optimizer
     objective: Objective[O]
     optim: OptimSettings
-    autocast: Autocast
     total_updates: int  # optimizer steps of the whole run, over which the schedule goes
 
 
@@ -75,7 +74,7 @@ class Update(Generic[O]):
 
 
 class Microbatches:
-    """How many tokens one forward and backward may hold; halves when memory runs out.
+    """How many tokens one forward and backward may hold, and in which format; halves when memory runs out.
 
     None asked for: 16384 on a GPU. On a CPU what the largest group takes, within 384 and 2048: fewer tokens take less
     memory and no more time, unless a prompt has to be read again for the rest of its group.
@@ -85,6 +84,7 @@ class Microbatches:
         self,
         tokens: int | None,
         device: torch.device,
+        kind: Autocast,
         note: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
@@ -93,17 +93,18 @@ class Microbatches:
         self._enough = FEWEST_ON_CPU if on_cpu and tokens is None else self.tokens  # unless a group takes more
         self._used = self.tokens  # what the work under way was split by
         self.device = device
+        self.kind = kind  # the format that forwards compute in
         self._note = note
         self.progress = progress  # told the completions that one update has gone through, and how many it has
 
     @classmethod
-    def shown_on(cls, screen: Screen, tokens: int | None, device: torch.device) -> Microbatches:
+    def shown_on(cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast) -> Microbatches:
         """Microbatches whose progress and notes a training's screen shows."""
 
         def progress(done: int, total: int) -> None:
             screen.phase("training", done=done, total=total)
 
-        return cls(tokens, device, note=screen.note, progress=progress)
+        return cls(tokens, device, kind, note=screen.note, progress=progress)
 
     def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
         """The microbatches of `rows`; a prompt counts once for each unless they `share_prompts`."""
@@ -177,7 +178,7 @@ def accumulate_gradient(
         with attempt:
             done = 0
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
-                with autocast(learner.autocast, microbatches.device):
+                with autocast(microbatches.kind, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
                 output.loss.backward()
                 output.loss = output.loss.detach()
@@ -193,7 +194,6 @@ def read_log_probs(
     microbatches: Microbatches,
     rows: Sequence[Row],
     *,
-    kind: Autocast,
     temperature: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[torch.Tensor]:
@@ -205,7 +205,7 @@ def read_log_probs(
     for attempt in microbatches.until_they_fit(read.clear):
         with attempt:
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(model).reads_packed):
-                with autocast(kind, microbatches.device):
+                with autocast(microbatches.kind, microbatches.device):
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
@@ -215,18 +215,13 @@ def read_log_probs(
 
 
 def fill_reference(
-    reference: Reference | None,
-    microbatches: Microbatches,
-    rows: Sequence[Row],
-    *,
-    kind: Autocast,
-    temperature: float = 1.0,
+    reference: Reference | None, microbatches: Microbatches, rows: Sequence[Row], temperature: float = 1.0
 ) -> None:
     """Give `rows` the log-probs of the reference, where the loss reads one."""
     if reference is None or not rows:
         return
     with reference() as model:
-        read = read_log_probs(model, microbatches, rows, kind=kind, temperature=temperature)
+        read = read_log_probs(model, microbatches, rows, temperature=temperature)
     for row, log_probs in zip(rows, read, strict=True):
         row.ref_log_probs = log_probs
 

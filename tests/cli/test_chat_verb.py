@@ -108,10 +108,10 @@ def test_a_pipe_is_one_message_or_one_a_line(pipe: Callable[[bytes], None]) -> N
         piped_messages(lines=False)
 
 
-def test_only_the_reply_goes_to_stdout(pipe: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_reply_goes_to_stdout(pipe: Callable[[bytes], None], capfd: pytest.CaptureFixture[str]) -> None:
     pipe(b"hello\n")
     assert rlpost(["chat", "tiny", "--max-tokens", "9"]) == 0
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert captured.out.endswith("\n")
     assert all(c.isprintable() or c in "\n\t" for c in captured.out)
     loading, numbers, loaded, _ = captured.err.splitlines()

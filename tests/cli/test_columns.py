@@ -7,25 +7,14 @@ import os
 import pytest
 
 from rlpost.cli import columns
-from rlpost.cli.columns import WordWrap, curve, fitted_table, one_line, paragraph
-
-
-def test_a_cut_line_says_how_much_is_missing() -> None:
-    assert one_line("a  b\nc", 10) == "a b c"
-    assert one_line("abcdefghijklmnop", 10) == "abcde… +11"
-    assert one_line("a\x1b[31m", 20) == "a\\x1b[31m"
-
-
-def test_wide_characters_count_as_two_columns() -> None:
-    assert one_line("漢字漢字", 8) == "漢字漢字"
-    assert one_line("漢字漢字", 7) == "漢… +3"
-    assert paragraph("漢字漢", 5) == ["漢字", "漢"]
+from rlpost.cli.columns import WordWrap, curve, fitted_table, paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
     assert paragraph("one two three\n  four", 8) == ["one two", "three", "  four"]
     assert paragraph("abcdefghij", 4) == ["abcd", "efgh", "ij"]
     assert paragraph("", 4) == [""]
+    assert paragraph("漢字漢", 5) == ["漢字", "漢"]
 
 
 def test_a_long_paragraph_is_cut_with_a_count() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rlpost.cli.data_view import preview_lines
 from rlpost.cli.main import run as rlpost
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.samples import Encoder
+from rlpost.data.encoding import Encoder
 
 WORDS = ["data", "preview", "model=tiny", "env=dataset", "env.path=rows.jsonl", "env.held_out=0"]
 GOOD = [{"role": "user", "content": "Hi \x1b[2J"}, {"role": "assistant", "content": "Ho\n[red]"}]

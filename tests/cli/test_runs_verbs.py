@@ -16,7 +16,7 @@ import pytest
 
 from rlpost.cli import run_report
 from rlpost.cli.main import run as rlpost
-from rlpost.runs.reader import BEGAN, FAILED, STOPPED
+from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.run_folders import evaluation, make_run, step_row, verdict
 
 ROWS = [{"step": 0, **evaluation(0.1, 0.0, 0.2)}, step_row(1, 0.25), step_row(2, 0.75, **evaluation(0.58, 0.5, 0.7))]

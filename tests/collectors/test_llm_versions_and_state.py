@@ -94,11 +94,11 @@ def test_seconds_are_of_sampling_and_scoring_and_start_again_when_taken() -> Non
     rows = [{"question": "q", "turns": 1}]
     collector = make(SlowEnv(rows, num_envs=2, max_steps=1), policy=policy, dialog_turns_per_batch=2)
     next_of(collector)
-    taken = collector.take_seconds()
+    taken = collector.player.take_seconds()
     assert list(taken) == ["time/rollout", "time/reward"]
     assert 0.05 <= taken["time/rollout"] < 1
     assert 0.04 <= taken["time/reward"] < 1
-    assert collector.take_seconds() == {"time/rollout": 0.0, "time/reward": 0.0}
+    assert collector.player.take_seconds() == {"time/rollout": 0.0, "time/reward": 0.0}
 
 
 MODES: list[dict[str, Any]] = [

@@ -188,7 +188,7 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         ("sampling.temperature=0", "training needs it above 0"),
         ("optim.lr=-1", "optim.lr=-1.0 is out of range: it must be above 0.0"),
         ("deterministic=true", "deterministic=true promises bitwise equal runs"),
-        ("env.split=test", "env.split=test would train on the prompts that are held out to measure it: leave it out"),
+        ("env.split=test", "env.split=test would train on what is held out to measure it: leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_nearest_right_word(word: str, message: str) -> None:

@@ -70,7 +70,7 @@ def test_files_of_conf_and_the_commands_own_values_are_layers() -> None:
 def test_a_users_own_file_of_a_command_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
-    defaults = "".join(f"  - {g}: {o}\n" for g, o in (TRAIN_GRPO.choices | {"model": "tiny"}).items())
+    defaults = "".join(f"  - {g}: {o}\n" for g, o in {**TRAIN_GRPO.choices, "model": "tiny"}.items())
     (tmp_path / "conf" / "grpo.yaml").write_text(f"defaults:\n  - grpo_schema\n{defaults}  - _self_\nsteps: 9\n")
     told = provenance(TRAIN_GRPO)
     assert told.groups["model"] == [Layer("tiny", "conf/grpo.yaml, line 3")]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
-from rlpost.data.samples import Encoder
+from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError
 from tests.chat_templates import CHATML, FAMILIES, PLAIN, SYSTEM_LAST, Family, bytes_tokenizer, merging_tokenizer
 

@@ -1,17 +1,22 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpost.data.datasets import load_rows
+from rlpost.data.datasets import Row, located_rows
 from rlpost.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
 LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
+
+
+def load_rows(dataset: Any, split: str, **options: Any) -> list[Row]:
+    return [row for _, row in located_rows(dataset, split, **options)]
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -206,3 +211,9 @@ def test_an_unreachable_hub_is_an_error_within_seconds(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match=r"nobody/nothing.*no route to the hub.*give env.path=<folder"):
         load_rows("nobody/nothing", "train")
     assert time.perf_counter() - started < 10
+
+
+def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:
+    assert located_rows(ROWS, "test", limit=1) == [("the dataset, row 1", ROWS[0])]
+    with pytest.raises(DataError, match="the dataset, row 2, field 'answer': missing; the row has question"):
+        load_rows([ROWS[0], {"question": "And?"}], "train")

@@ -12,9 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.envs import first_look
+from rlpost.envs.build import build_env
 from rlpost.envs.first_look import look_at_rows
 from rlpost.errors import DataError
-from rlpost.settings import DatasetSettings, GSM8KSettings
+from rlpost.settings import DatasetSettings, GSM8KSettings, MathSettings
 
 GOOD = {"question": "What is 1 + 1?", "answer": "#### 2"}
 BAD = {"question": "What is 1 + 1?", "reply": "2"}
@@ -88,6 +89,37 @@ def test_prompts_that_a_template_writes_need_no_column_of_their_own(tmp_path: Pa
         look_at_rows(settings, ["train"], demonstrated=False)
     settings.prompt_template, settings.answer_column = "{a} + 1?", "b"
     assert look_at_rows(settings, ["train"], demonstrated=False) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "good", "bad"),
+    [
+        (GSM8KSettings, GOOD, GOOD | {"answer": "two"}),
+        (MathSettings, {"problem": "?", "answer": "2"}, {"problem": "?", "solution": "two"}),
+        (DatasetSettings, {"prompt": "?", "answer": "2"}, {"prompt": "?", "answer": "two"}),
+    ],
+)
+def test_a_row_is_refused_in_the_same_words_when_it_is_read(settings: Any, good: Any, bad: Any, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"reward": ["number"]} if settings is DatasetSettings else {}
+    made = settings(path=written(tmp_path, good, bad), held_out=0.0, **own)
+    with pytest.raises(DataError, match="row 2") as looked:
+        look_at_rows(made, ["train"], demonstrated=False)
+    env = build_env(made, num_prompts=1, group_size=1, seed=0)
+    with pytest.raises(DataError) as read:
+        env.load("train")
+    env.close()
+    assert str(read.value) == str(looked.value)
+
+
+def test_a_demonstration_is_refused_in_the_same_words_when_it_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"})
+    settings = DatasetSettings(path=path, held_out=0.0)
+    with pytest.raises(DataError, match="row 2, field 'completion': missing") as looked:
+        look_at_rows(settings, ["train"], demonstrated=True)
+    env = build_env(settings, num_prompts=1, group_size=1, seed=0)
+    with pytest.raises(DataError) as read:
+        list(env.demonstrations())
+    assert str(read.value) == str(looked.value)
 
 
 class Evil:

@@ -284,7 +284,7 @@ def test_a_policy_that_read_other_ids_than_it_was_to_is_found_out() -> None:
 
 
 def test_modes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="input_mode='speech' is none of history, text, tokens"):
+    with pytest.raises(ConfigError, match="input_mode=speech is unknown: it is one of history, text, tokens"):
         ChatEnv(input_mode="speech")
     for mode in ("text", "tokens"):
         with pytest.raises(ConfigError, match=f"input_mode='{mode}' needs a tokenizer"):

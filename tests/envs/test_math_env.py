@@ -107,7 +107,7 @@ def test_a_file_of_ones_own_is_divided_between_the_splits(tmp_path: Path) -> Non
         ({"problem": "And?", "answer": "  "}, "field 'answer': has no right answer"),
         ({"problem": "And?"}, "field 'solution': missing; the row has problem"),
         ({"problme": "And?", "answer": "3"}, "field 'problem': missing; did you mean problme?"),
-        ({"problem": " ", "answer": "3"}, "field 'problem': must be text, and not empty"),
+        ({"problem": " ", "answer": "3"}, "field 'problem': is empty"),
         ({"problem": "And?", "answer": "3" * 501}, "field 'answer': has 501 characters: at most 500 are compared"),
     ],
 )

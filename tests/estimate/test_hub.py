@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2
 from rlpost.config.registry import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import hub
-from rlpost.estimate.hub import readable, shape_of_model
+from rlpost.estimate.hub import shape_of_model
 from rlpost.model import load as models
 from rlpost.settings import MathSettings
 
@@ -99,12 +98,9 @@ def test_a_download_that_stopped_half_way_is_fetched(
 def test_the_packaged_model_is_fetched_only_without_its_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def version(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(hub.importlib.metadata, "version", version)
+    monkeypatch.setattr(hub, "installed_version", lambda package: None)
     assert f"fetches {PACKAGED_SMOLLM2} from the hub, about 272 MB" in plan(capsys, "grpo")
-    monkeypatch.setattr(hub.importlib.metadata, "version", lambda package: "0.1.2")
+    monkeypatch.setattr(hub, "installed_version", lambda package: "0.1.2")
     assert not any(line.startswith("fetches") for line in plan(capsys, "grpo"))
 
 
@@ -131,11 +127,3 @@ def test_every_hub_id_of_an_option_is_known() -> None:
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
     assert (models.SMOLLM2_HUB_ID, models.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, hub.SMOLLM2_PACKAGE)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(12, "12 bytes"), (2_726_000, "2.73 MB"), (15.243e9, "15.2 GB"), (1.221e11, "122 GB"), (5e12, "5000 GB")],
-)
-def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
-    assert readable(size) == text

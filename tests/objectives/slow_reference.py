@@ -69,10 +69,10 @@ def variant_loss(choice: Choice, x: Table, frozen: Table, batch: Batch, row: int
     if choice.variant == "gspo_token":
         ratio = exp(mean_log_ratio(frozen, batch, row)) * exp(x[row][t]) / exp(frozen[row][t])
     if choice.variant == "two_sided":
-        return -min(min(ratio, c["delta"]) * a, clip(ratio, low, high) * a)
+        return -min(min(ratio, c["max_ratio"]) * a, clip(ratio, low, high) * a)
     inner = min(ratio * a, clip(ratio, low, high) * a)
     if choice.variant == "dual_clip" and a < 0:
-        return -max(inner, c["c"] * a)
+        return -max(inner, c["max_ratio"] * a)
     return -inner
 
 
@@ -153,8 +153,8 @@ def gradient(choice: Choice, x: Table, batch: Batch, step: float = 1e-5) -> Tabl
 def bounds(choice: Choice) -> list[float]:
     """Log ratios at which the variant's slope jumps."""
     c = choice.coefficients
-    ratios = [1 - c["clip_low"], 1 + c["clip_high"]] if "clip_low" in c else []
-    return [log(r) for r in [*ratios, *(c[k] for k in ("delta", "c") if k in c)] if r > 0]
+    ratios = {1 - c["clip_low"], 1 + c["clip_high"], c.get("max_ratio", 0.0)} if "clip_low" in c else set()
+    return [log(r) for r in ratios if r > 0]
 
 
 def distance_to_a_kink(choice: Choice, x: Table, batch: Batch) -> float:
@@ -185,7 +185,7 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
     """Means over the tokens that count."""
     c = choice.coefficients
     low, high = 1 - c.get("clip_low", 1e9), 1 + c.get("clip_high", 1e9)  # no bound: reinforce
-    ceiling = c.get("delta", c.get("c", 1e9))
+    ceiling = c.get("max_ratio", 1e9)
     sums = dict.fromkeys(MEANS, 0.0)
     count, squares = 0, 0.0
     for row in range(len(x)):

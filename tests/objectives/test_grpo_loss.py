@@ -10,8 +10,13 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
 from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
+from rlpost.objectives.grpo import CLIPPING
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.variants import VARIANTS
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import SamplingSettings
 
@@ -249,6 +254,13 @@ def test_what_does_not_fit_is_refused(model: LlamaForCausalLM) -> None:
     wrong = {"full": batch(old)["tokens", "full"], "prompt": torch.zeros(3, 2, dtype=torch.int64)}
     with pytest.raises(ValueError, match="does not begin with"):
         GRPOLoss(model)(batch(old, tokens=wrong))
+
+
+def test_a_variant_averages_as_its_command_does(model: LlamaForCausalLM) -> None:
+    for variant in CLIPPING:
+        settings = compose(TRAIN_GRPO, [f"loss={variant}"]).settings.loss
+        objective = PolicyObjective(settings, temperature=1.0, max_completion_tokens=8)
+        assert GRPOLoss(model, variant=variant).aggregation == objective.aggregation == VARIANTS[variant].aggregation
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ COEFFICIENTS: dict[str, dict[str, Any]] = {
     "gspo": CLIP,  # far wider than its own, so that some completions are inside
     "gspo_token": CLIP,
     "cispo": CLIP,
-    "two_sided": {**CLIP, "delta": 1.9},
-    "dual_clip": {**CLIP, "c": 1.7},
+    "two_sided": {**CLIP, "max_ratio": 1.9},
+    "dual_clip": {**CLIP, "max_ratio": 1.7},
     "reinforce": {},
 }
 RATIO_BOUNDS = {
@@ -169,14 +169,14 @@ def test_the_batches_of_the_proof_reach_every_branch() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_defaults_are_the_papers(variant: str) -> None:
     expected: dict[str, tuple[str, dict[str, float]]] = {
-        "grpo": ("sequence_mean", {"clip_low": 0.2, "clip_high": 0.2}),
+        "grpo": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2}),
         "dr_grpo": ("constant_length", {"clip_low": 0.2, "clip_high": 0.2}),
         "dapo": ("token_mean", {"clip_low": 0.2, "clip_high": 0.28}),
         "gspo": ("sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
         "gspo_token": ("sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
         "cispo": ("token_mean", {"clip_low": 1.0, "clip_high": 4.0}),
-        "two_sided": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "delta": 4.0}),
-        "dual_clip": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "c": 3.0}),
+        "two_sided": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 4.0}),
+        "dual_clip": ("token_mean", {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 3.0}),
         "reinforce": ("token_mean", {}),
     }
     aggregation, coefficients = expected[variant]
@@ -250,11 +250,11 @@ def test_with_one_advantage_a_completion_gspo_token_is_gspo() -> None:
     assert gradients[0].abs().sum() > 0
 
 
-def test_dual_clip_is_two_sided_clipping_at_c() -> None:
+def test_dual_clip_is_two_sided_clipping() -> None:
     for x, batch in cases(Choice("two_sided", "", COEFFICIENTS["two_sided"]), SEEDS):
         log_probs, given = tensors(x, batch)
-        dual, _ = policy_loss("dual_clip", log_probs, **given, **CLIP, c=1.9)
-        two_sided, _ = policy_loss("two_sided", log_probs, **given, **CLIP, delta=1.9)
+        dual, _ = policy_loss("dual_clip", log_probs, **given, **CLIP, max_ratio=1.9)
+        two_sided, _ = policy_loss("two_sided", log_probs, **given, **CLIP, max_ratio=1.9)
         assert dual.item() == two_sided.item()
 
 
@@ -381,10 +381,11 @@ MASK = torch.ones(2, 3, dtype=torch.bool)
         ("grpo", {"kl_coef": -0.1}, ValueError, "kl_coef=-0.1 must be 0 or above"),
         ("grpo", {"sampler_kl_coef": float("nan")}, ValueError, "sampler_kl_coef=nan must be 0 or above"),
         ("grpo", {"delta": 4.0}, TypeError, "'grpo' does not read delta"),
-        ("two_sided", {"c": 4.0}, TypeError, "'two_sided' does not read c"),
+        ("two_sided", {"delta": 4.0}, TypeError, "'two_sided' does not read delta; did you mean max_ratio?"),
+        ("dual_clip", {"c": 4.0}, TypeError, "'dual_clip' does not read c; did you mean max_ratio?"),
         ("reinforce", {"clip_low": 0.2}, TypeError, "'reinforce' does not read clip_low"),
-        ("two_sided", {"delta": 1.1}, ValueError, "above 1 \\+ clip_high = 1.2"),
-        ("dual_clip", {"c": 1.0}, ValueError, "c=1 must be above 1"),
+        ("two_sided", {"max_ratio": 1.1}, ValueError, "above 1 \\+ clip_high = 1.2"),
+        ("dual_clip", {"max_ratio": 1.0}, ValueError, "max_ratio=1 must be above 1"),
         ("grpo", {"kl_coef": 0.1}, ValueError, "kl_coef=0.1 needs ref_log_probs"),
         ("grpo", {"sampler_kl_coef": 0.1}, ValueError, "needs sampler_log_probs"),
         ("grpo", {"sampler_correction": "tis_token"}, ValueError, "needs sampler_log_probs"),

@@ -26,7 +26,7 @@ LOSSES: dict[str, tuple[str, str, float, float, dict[str, Any]]] = {
     "dapo": ("dapo", "token", 0.2, 0.28, {}),
     "gspo": ("grpo", "sequence", 3e-4, 4e-4, {}),
     "cispo": ("cispo", "token", 0.2, 1.4, {"clip_high": 0.4}),  # TRL's epsilon_high is the largest weight itself
-    "two_sided": ("dapo", "token", 0.2, 0.2, {"delta": 1.5}),
+    "two_sided": ("dapo", "token", 0.2, 0.2, {"max_ratio": 1.5}),
 }
 
 
@@ -44,7 +44,7 @@ def bare_trainer(name: str, beta: float, log_probs: torch.Tensor, corrects_sampl
     trainer: Any = object.__new__(GRPOTrainer)
     trainer.loss_type, trainer.importance_sampling_level = loss_type, level
     trainer.epsilon_low, trainer.epsilon_high, trainer.beta = low, high, beta
-    trainer.args = SimpleNamespace(delta=ours.get("delta"), use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.args = SimpleNamespace(delta=ours.get("max_ratio"), use_bias_correction_kl=False, steps_per_generation=1)
     trainer.max_completion_length = MAX_LENGTH
     trainer.current_gradient_accumulation_steps = 1
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrects_sampler

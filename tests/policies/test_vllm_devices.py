@@ -11,7 +11,7 @@ import torch
 
 from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.extras import is_installed
-from rlpost.policies import LLMOnDevice, make_vllm_worker, vllm_devices, vLLMWrapper
+from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
 from rlpost.policies.vllm import engine_arguments
 from rlpost.policies.vllm_devices import check_devices
 from rlpost.policies.vllm_engines import OwnProcessEngine
@@ -49,11 +49,10 @@ def test_the_engines_process_sees_its_own_gpus_alone(
 ) -> None:
     started: list[tuple[str, dict[str, Any]]] = []
 
-    def start(arguments: dict[str, Any], settings: VLLMSettings) -> OwnProcessEngine:
+    def start(engine: OwnProcessEngine, arguments: dict[str, Any], timeout_seconds: float) -> None:
         started.append((os.environ["CUDA_VISIBLE_DEVICES"], arguments))
-        return object.__new__(OwnProcessEngine)
 
-    monkeypatch.setattr(vllm_devices, "start_engine", start)
+    monkeypatch.setattr(OwnProcessEngine, "__init__", start)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

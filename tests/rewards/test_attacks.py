@@ -10,9 +10,9 @@ import pytest
 from rlpost.rewards import attacks
 from rlpost.rewards.apart import WorkerReward
 from rlpost.rewards.attack import Attack, Case, Check, Verdict
+from rlpost.rewards.attack_sums import sample_attack, sample_cases
 from rlpost.rewards.attacks import attack_reward
 from rlpost.rewards.functions import load_reward
-from rlpost.rewards.samples import sample_attack, sample_cases
 
 FILE = """
 import asyncio, os, random, re, threading, time

@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import ConfigError
+from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, MetricsFile
 from rlpost.runs.reader import (
-    BEGAN,
-    FAILED,
-    FINISHED,
-    STOPPED,
-    MetricsFile,
     RunState,
     find_run,
     find_runs,

@@ -8,10 +8,10 @@ import pytest
 
 from rlpost.screen.layout import Layout
 from rlpost.screen.lines import STOPPING
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 from rlpost.screen.state import State
 
-SAMPLE = Sample(
+SAMPLE = Shown(
     3,
     "What is 34 + 57?",
     "30 + 50 = 80 and 4 + 7 = 11.\nSo 34 + 57 = 91.",

@@ -6,10 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from rich.cells import cell_len
 
-from rlpost.screen.lines import clock, cut, fold, one_line, sample_lines, step_line
-from rlpost.screen.sample import Sample
+from rlpost.screen.lines import clock, sample_lines, step_line
+from rlpost.screen.shown import Shown
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
 INERT = "\\x1b[2J\\x1b]0;owned\\x07[bold red]hi[/] \\u202e\\x9b31m\\r0"
@@ -24,7 +23,7 @@ FIGURES = {
     "time/train": 6.25,
     "time/sync": 0.55,
 }
-SAMPLE = Sample(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length", 0.0, 1.0)
+SAMPLE = Shown(1, "What is 1 + 1?", "two\nlines", 0.25, {"answer": 0.25}, "length", 0.0, 1.0)
 
 
 def test_a_step_is_one_line_of_these_figures() -> None:
@@ -78,55 +77,3 @@ def test_a_long_or_empty_sample_has_at_most_eight_lines_and_at_least_one() -> No
     body = [line for line in sample_lines(replace(SAMPLE, completion="\n".join(map(str, range(20))))) if "|" in line]
     assert body == [*(f"    | {i}" for i in range(7)), "    | 7…"]
     assert sample_lines(replace(SAMPLE, completion=""))[1] == "    | "
-
-
-def test_words_stay_whole_where_they_fit() -> None:
-    assert fold("one two three", 7, 9) == ["one two", "three"]
-    assert fold("a bcdefghij k", 4, 9) == ["a", "bcde", "fghi", "j k"]
-    assert fold("  indented", 20, 9) == ["  indented"]
-
-
-def test_empty_lines_are_one_and_carriage_returns_before_a_line_break_none() -> None:
-    assert fold("\n\na\r\n\n \n\nb\n", 9, 9) == ["a", "", "b"]
-
-
-def test_what_is_cut_ends_in_an_ellipsis() -> None:
-    assert fold("one two three", 7, 1) == ["one tw…"]
-    assert fold("one\ntwo", 7, 1) == ["one…"]
-    assert fold("one", 7, 1) == ["one"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x" * 100_000,
-        "日本語" * 30_000,
-        "word " * 20_000,
-        " " * 100_000 + "x",
-        "\n" * 100_000,
-        "e" + "\u0301" * 100_000,
-        "👩\u200d👩\u200d👧 🇩🇪 ❤️ " * 1000,
-        "\t" * 1000 + "\x1b[31m" * 1000,
-        "שלום\u202e" * 1000,
-        "\x00" * 5000,
-    ],
-)
-@pytest.mark.parametrize(("width", "most"), [(76, 4), (20, 3), (1, 1), (0, 1), (-3, 1), (2, 2)])
-def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None:
-    lines = fold(text, width, most)
-    assert 1 <= len(lines) <= most
-    assert all(line.isprintable() for line in lines)
-    if width >= 2:  # one cell takes no wide character
-        assert max(cell_len(line) for line in lines) <= width
-    assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
-
-
-def test_one_line_has_no_breaks_and_as_much_as_fits() -> None:
-    assert one_line("a\nb\t\x1b  c", 20) == "a b \\x1b c"
-    assert one_line("careful: 日本語日本語", 14) == "careful: 日本…"
-    assert one_line("x" * 41, 10) == "x" * 9 + "…"
-    assert one_line("", 10) == ""
-
-
-def test_a_cut_counts_cells() -> None:
-    assert [cut("日本語", width) for width in (0, 1, 2, 5, 6, 9)] == ["", "", "日", "日本", "日本語", "日本語"]

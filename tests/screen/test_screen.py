@@ -37,10 +37,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from rlpost.screen import Screen
 import rlpost.screen.screen as module
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
-module.Sample = SimpleNamespace(first_of=lambda step, batch: Sample(step, text, text, 1.0, {text[:50]: 1.0}, "stop",
+module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop",
                                                                     1.0, None))
 screen = Screen(plain=what == "plain")
 asked = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.screen.sample import Sample
+from rlpost.screen.shown import Shown
 from rlpost.screen.state import State
 
 EVALUATION = {"eval/accuracy_lenient": 0.25}
-SAMPLE = Sample(1, "p", "c", 1.0, {}, "stop", None, None)
+SAMPLE = Shown(1, "p", "c", 1.0, {}, "stop", None, None)
 
 
 class Clock:

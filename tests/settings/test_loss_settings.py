@@ -11,11 +11,10 @@ from rlpost.catalog import CHOICES, TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.config.registry import options
 from rlpost.errors import ConfigError
-from rlpost.objectives.kl import KL_ESTIMATORS
-from rlpost.objectives.mismatch import CORRECTIONS, SAMPLER_CORRECTIONS
-from rlpost.objectives.policy_objective import IN_THE_PAPER, PolicyObjective
+from rlpost.objectives.mismatch import CORRECTIONS
+from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.objectives.variants import VARIANTS
-from rlpost.settings import KLEstimator, PolicyLossSettings, SamplerCorrection
+from rlpost.settings import PolicyLossSettings
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -25,16 +24,11 @@ def test_every_loss_is_an_option_with_the_coefficients_of_its_function(name: str
     assert type(settings) is CHOICES["loss"][name].cls
     assert settings.variant == name
     shared = {field.name for field in fields(PolicyLossSettings)}
-    own = {IN_THE_PAPER.get((name, f.name), f.name): getattr(settings, f.name) for f in fields(settings)}
+    own = {f.name: getattr(settings, f.name) for f in fields(settings)}
     assert {key: value for key, value in own.items() if key not in shared} == VARIANTS[name].coefficients
     objective = PolicyObjective(settings, temperature=1.0, max_completion_tokens=8)
     assert objective.coefficients == VARIANTS[name].coefficients
     assert objective.aggregation == VARIANTS[name].aggregation  # the command averages as Python does
-
-
-def test_the_words_are_those_of_the_functions() -> None:
-    assert tuple(KLEstimator.__members__) == KL_ESTIMATORS
-    assert tuple(SamplerCorrection.__members__) == SAMPLER_CORRECTIONS
 
 
 def test_the_bounds_that_the_comments_tell_are_those_of_the_corrections() -> None:

@@ -106,7 +106,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     reason = {
         "raise": "ConnectionError: nobody answers",
         "hang": "within 2 s",
-        "leave": "its process ended with code 7",
+        "leave": "its process ended with exit code 7",
     }[what]
     extent = {"start": "nothing of this run", "log": "this run up to step 1 only", "finish": "up to step 3 only"}[where]
     last_line = capsys.readouterr().out.splitlines()[-1]
@@ -143,7 +143,7 @@ def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, "RecordingTracker")
-    monkeypatch.setattr(session, "save_run", lambda *parts, **best: (_ for _ in ()).throw(ValueError("broken")))
+    monkeypatch.setattr(session, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         train(tmp_path / "r")
     assert (tmp_path / "r" / "calls").read_text().splitlines()[-1] == '["finish", "failed"]'

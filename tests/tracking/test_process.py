@@ -93,7 +93,7 @@ def test_it_learns_how_the_run_ended(tmp_path: Path, status: Status) -> None:
     [
         ("raise", "ConnectionError: nobody answers"),
         ("exit", "SystemExit: asked for a login"),
-        ("leave", "its process ended with code 7"),
+        ("leave", "its process ended with exit code 7"),
         ("hang", "within 1 s"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_failure_is_known_while_the_run_goes_on(tmp_path: Path, where: str, wh
     ("what", "reason"),
     [
         ("raise", "finish: ConnectionError: nobody answers"),
-        ("leave", "its process ended with code 7"),
+        ("leave", "its process ended with exit code 7"),
         ("hang", "no answer to finish within 1 s"),
     ],
 )

@@ -204,9 +204,9 @@ def test_minibatches_are_of_nearly_equal_size_once_a_pass(count: int, size: int 
     ("words", "message"),
     [
         (["topk_size=5"], "topk_size=5 is more than the group_size=4 completions of a prompt"),
-        (["group_size=1", "topk_size=1"], "group_size=1 leaves nothing to select from"),
+        (["group_size=1", "topk_size=1"], "group_size=1 leaves nothing to compare a completion with"),
         (["sampling.temperature=0"], "gives every prompt group_size equal completions"),
-        (["env.split=test"], "env.split=test would train on the prompts that are held out"),
+        (["env.split=test"], "env.split=test would train on what is held out"),
         (["policy=vllm"], "deterministic=true promises bitwise equal runs"),
         (["loss=grpo"], "loss=grpo is for rlpost train grpo"),
     ],

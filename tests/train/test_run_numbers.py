@@ -17,6 +17,7 @@ from rlpost.chat import load_policy
 from rlpost.cli.main import run as rlpost
 from rlpost.config.compose import compose
 from rlpost.model import precision
+from rlpost.model.load import load_model
 from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
@@ -179,7 +180,7 @@ def test_policies_that_a_program_makes_by_itself_resolve_auto(
     machine(monkeypatch, fast=fast)
     expected = "bfloat16" if fast else "float32"
     assert engine_arguments(tiny_folder, VLLMSettings(), max_model_len=64, seed=0)["dtype"] == expected
-    model = assemble.load_model(tiny_folder, ModelSettings(path=""))
+    model = load_model(tiny_folder, ModelSettings(path=""))
     policy = TransformersWrapper(model, tiny_tokenizer, sampling=SamplingSettings(), autocast=Autocast.auto)
     assert policy.autocast is FASTER[fast]
 

@@ -14,7 +14,7 @@ from rlpost import register_tool
 from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tools import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.load import load_tokenizer
 from rlpost.settings.registered import TOOLS

@@ -251,7 +251,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         (["eval.accuracy=true", "eval.enabled=false"], "measures nothing while eval.enabled=false"),
         (["loss=grpo"], "loss=grpo is for rlpost train grpo; rlpost train sft takes one of minor_sft, sft"),
         (["loss.beta=0.1"], "loss.beta is no setting of loss=sft: it belongs to loss=minor_sft"),
-        (["env.split=test"], "would train on the rows that are held out"),
+        (["env.split=test"], "would train on what is held out"),
     ],
 )
 def test_what_cannot_work_is_refused_on_one_line(words: list[str], message: str) -> None:

@@ -137,11 +137,11 @@ def gradient(
 ) -> torch.Tensor:
     """What the training loops would step with."""
     kept = Kept(model.parameters(), lr=1.0)
-    learner = Learner(
-        model, kept, objective_of(LOSSES[name]), OptimSettings(max_grad_norm=1e9), Autocast.none, total_updates=1
-    )
+    learner = Learner(model, kept, objective_of(LOSSES[name]), OptimSettings(max_grad_norm=1e9), total_updates=1)
     cpu = torch.device("cpu")
-    microbatches = Microbatches(tokens_per_microbatch, cpu, note=lambda text: None, progress=lambda done, total: None)
+    microbatches = Microbatches(
+        tokens_per_microbatch, cpu, Autocast.none, note=lambda text: None, progress=lambda done, total: None
+    )
     update(learner, microbatches, rows, 0)
     return kept.gradient
 
@@ -201,8 +201,6 @@ def plain_policy_loss(
     words["kl_estimator"] = settings.kl_estimator.name
     words["sampler_correction"] = settings.sampler_correction.name
     words["aggregation"] = settings.aggregation and settings.aggregation.name
-    if "max_ratio" in words:
-        words["c" if settings.variant == "dual_clip" else "delta"] = words.pop("max_ratio")
     aggregation = words["aggregation"] or VARIANTS[settings.variant].aggregation
     normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None
     loss, _ = policy_loss(

@@ -22,10 +22,9 @@ def test_one_bad_gradient_changes_no_weight_and_leaves_the_others_to_be_looked_a
         torch.optim.SGD(model.parameters(), lr=1.0),
         PolicyObjective(GRPOLossSettings(), temperature=1.0, max_completion_tokens=12),
         OptimSettings(),
-        Autocast.none,
         total_updates=1,
     )
-    microbatches = Microbatches(1000, torch.device("cpu"), note=print, progress=lambda done, total: None)
+    microbatches = Microbatches(1000, torch.device("cpu"), Autocast.none, note=print, progress=lambda done, total: None)
     with pytest.raises(FloatingPointError, match="gradient norm nan"):
         update(learner, microbatches, minibatch(model), number=0)
     not_finite = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
@@ -45,7 +44,7 @@ def group(prompt: int, *responses: int) -> list[Row]:
 
 
 def sizes(tokens: int | None, rows: list[Row]) -> list[int]:
-    microbatches = Microbatches(tokens, CPU, note=print, progress=lambda done, total: None)
+    microbatches = Microbatches(tokens, CPU, Autocast.none, note=print, progress=lambda done, total: None)
     return [microbatch.num_packed for microbatch in microbatches.of(rows)]
 
 
@@ -58,12 +57,12 @@ def test_a_cpu_reads_384_tokens_at_once_or_one_group_of_at_most_2048() -> None:
     assert sizes(512, large) == [380, 190, 900, 800, 750]  # what was asked for is kept: the prompt is read three times
     huge = group(1000, 400, 400, 400, 400)  # 2600
     assert sizes(None, huge) == [1800, 1800]
-    assert Microbatches(None, GPU, note=print, progress=lambda done, total: None).tokens == 16384
+    assert Microbatches(None, GPU, Autocast.none, note=print, progress=lambda done, total: None).tokens == 16384
 
 
 def test_memory_that_runs_out_halves_what_was_read_at_once() -> None:
     notes: list[str] = []
-    microbatches = Microbatches(None, CPU, note=notes.append, progress=lambda done, total: None)
+    microbatches = Microbatches(None, CPU, Autocast.none, note=notes.append, progress=lambda done, total: None)
     rows, read = group(100, 300, 300, 300), []
     for attempt in microbatches.until_they_fit(read.clear):  # 1000 tokens, then 500, which holds one completion
         with attempt:

@@ -8,66 +8,6 @@ from rlpost.data.templates.parsing import HeadedTurns, JsonCalls, Turn, Unparsed
 TURNS = HeadedTurns("<|im_start|>", "\n", "<|im_end|>", behind="\n", text_end="<|endoftext|>")
 CALLS = JsonCalls("arguments")
 
-CHATML = r"""
-{%- if tools -%}{{- raise_exception('ChatML has no form for tools: take chat_template_name="qwen"') -}}{%- endif -%}
-{%- for m in messages -%}
-  {%- if m.tool_calls -%}
-    {{- raise_exception('ChatML has no form for tool calls: take chat_template_name="qwen"') -}}
-  {%- endif -%}
-  {{- '<|im_start|>' + m.role + '\n' -}}
-  {%- if m.role == 'assistant' -%}
-    {%- generation -%}{{- (m.content or '') + '<|im_end|>' -}}{%- endgeneration -%}
-  {%- else -%}
-    {{- (m.content or '') + '<|im_end|>' -}}
-  {%- endif -%}
-  {{- '\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-"""
-
-QWEN = r"""
-{%- set rest = messages -%}
-{%- if tools -%}
-  {{- '<|im_start|>system\n' -}}
-  {%- if messages and messages[0].role == 'system' -%}
-    {{- messages[0].content + '\n\n' -}}
-    {%- set rest = messages[1:] -%}
-  {%- endif -%}
-  {{- '# Tools\n\nThese functions can be called, one JSON schema a line:\n<tools>' -}}
-  {%- for tool in tools -%}{{- '\n' + tool | tojson -}}{%- endfor -%}
-  {{- '\n</tools>\n\nWrite each call as a JSON object of its name and arguments between these tags:\n' -}}
-  {{- '<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call><|im_end|>\n' -}}
-{%- endif -%}
-{%- for m in rest -%}
-  {%- if m.role == 'assistant' -%}
-    {{- '<|im_start|>assistant\n' -}}
-    {%- generation -%}
-      {{- m.content or '' -}}
-      {%- for call in m.tool_calls or [] -%}
-        {%- set f = call.function or call -%}
-        {{- ('\n' if m.content or not loop.first else '') + '<tool_call>\n' -}}
-        {%- if call.text -%}
-          {{- call.text -}}
-        {%- else -%}
-          {{- '{"name": ' + f.name | tojson + ', "arguments": ' -}}
-          {{- (f.arguments if f.arguments is string else f.arguments | tojson) + '}' -}}
-        {%- endif -%}
-        {{- '\n</tool_call>' -}}
-      {%- endfor -%}
-      {{- '<|im_end|>' -}}
-    {%- endgeneration -%}
-    {{- '\n' -}}
-  {%- elif m.role == 'tool' -%}
-    {%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-    {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' -}}
-    {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
-  {%- else -%}
-    {{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-"""
-
 
 def parse_chatml(text: str) -> list[Message]:
     """The messages of a ChatML text; a tool call in it is part of the content."""

@@ -17,43 +17,6 @@ RESULTS_BEGIN, RESULTS_END = "<｜tool▁outputs▁begin｜>", "<｜tool▁outpu
 RESULT_BEGIN, RESULT_END = "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"
 _TURNS = re.compile("|".join((USER, ASSISTANT, RESULTS_BEGIN, RESULTS_END, END, BEGIN)))
 
-DEEPSEEK = r"""
-{%- if tools -%}
-  {{- raise_exception('DeepSeek V3 has no form for tools: describe them in the system message') -}}
-{%- endif -%}
-{{- '<｜begin▁of▁sentence｜>' -}}
-{%- for m in messages -%}
-  {%- set after_tool = not loop.first and loop.previtem.role == 'tool' -%}
-  {%- if m.role == 'system' and loop.first -%}
-    {{- m.content -}}
-  {%- elif m.role == 'user' -%}
-    {{- '<｜User｜>' + (m.content or '') -}}
-  {%- elif m.role == 'tool' -%}
-    {{- '\n' if after_tool else '<｜tool▁outputs▁begin｜>' -}}
-    {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' -}}
-    {{- '<｜tool▁outputs▁end｜>' if loop.last or loop.nextitem.role != 'tool' else '' -}}
-  {%- elif m.role == 'assistant' -%}
-    {{- '' if after_tool else '<｜Assistant｜>' -}}
-    {%- generation -%}
-      {{- m.content or '' -}}
-      {%- for call in m.tool_calls or [] -%}
-        {%- set f = call.function or call -%}
-        {{- '<｜tool▁calls▁begin｜>' if loop.first else '\n' -}}
-        {{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\n```json\n' -}}
-        {{- (f.arguments if f.arguments is string else f.arguments | tojson) + '\n```<｜tool▁call▁end｜>' -}}
-        {{- '<｜tool▁calls▁end｜>' if loop.last else '' -}}
-      {%- endfor -%}
-      {{- '<｜end▁of▁sentence｜>' -}}
-    {%- endgeneration -%}
-  {%- else -%}
-    {{- raise_exception('DeepSeek takes a system message as the first alone, and no messages of role ' + m.role) -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and not (messages and messages[-1].role == 'tool') -%}
-  {{- '<｜Assistant｜>' -}}
-{%- endif -%}
-"""
-
 
 def parse_deepseek(text: str) -> list[Message]:
     """The messages of a DeepSeek text.

@@ -19,43 +19,6 @@ _BRACKETS = {
 }
 _TOKENS = re.compile("|".join(re.escape(t) for o, (_, c) in _BRACKETS.items() for t in (o, c)) + f"|{END}|{BEGIN}")
 
-MISTRAL = r"""
-{{- '<s>' -}}
-{%- for m in messages -%}
-  {%- if tools and m.role != 'system' and (loop.first or loop.index == 2 and messages[0].role == 'system') -%}
-    {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' -}}
-  {%- endif -%}
-  {%- if m.role == 'system' -%}
-    {{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' -}}
-  {%- elif m.role == 'available_tools' -%}
-    {{- '[AVAILABLE_TOOLS]' + m.content + '[/AVAILABLE_TOOLS]' -}}
-  {%- elif m.role == 'user' -%}
-    {{- '[INST]' + (m.content or '') + '[/INST]' -}}
-  {%- elif m.role == 'tool' -%}
-    {{- '[TOOL_RESULTS]' + (m.tool_call_id or '') + '[TOOL_CONTENT]' + m.content + '[/TOOL_RESULTS]' -}}
-  {%- elif m.role == 'assistant' -%}
-    {%- generation -%}
-      {{- m.content or '' -}}
-      {%- for call in m.tool_calls or [] -%}
-        {%- set f = call.function or call -%}
-        {{- '[TOOL_CALLS][' if loop.first else ', ' -}}
-        {%- if call.text -%}
-          {{- call.text -}}
-        {%- else -%}
-          {{- '{"name": ' + f.name | tojson + ', "arguments": ' -}}
-          {{- f.arguments if f.arguments is string else f.arguments | tojson -}}
-          {{- (', "id": ' + call.id | tojson if call.id else '') + '}' -}}
-        {%- endif -%}
-        {{- ']' if loop.last else '' -}}
-      {%- endfor -%}
-      {{- '</s>' -}}
-    {%- endgeneration -%}
-  {%- else -%}
-    {{- raise_exception('Mistral has no messages of role ' + m.role) -}}
-  {%- endif -%}
-{%- endfor -%}
-"""
-
 
 def parse_mistral(text: str) -> list[Message]:
     """The messages of a Mistral text; older versions' spaces behind `[INST]` and `[/INST]` are part of the content.

@@ -8,21 +8,12 @@ from collections.abc import Callable
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rlpost.data.ragged import ASSISTANT, Key
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.transforms.sequences import (
-    ASSISTANT,
-    LOG_PROBS,
-    TOKENS,
-    Key,
-    LogProbModel,
-    Sequences,
-    check_model,
-    log_probs_of,
-    rendered,
-)
+from rlpost.envs.transforms.sequences import LOG_PROBS, LogProbModel, check_model, log_probs_of, rendered
 from rlpost.errors import ConfigError, DataError
+from rlpost.model.sequences import REF_LOG_PROBS, TOKENS, Sequences
 
-REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
 REWARD: Key = ("next", "reward")
 DONE: Key = ("next", "done")
 
@@ -148,7 +139,8 @@ class KLRewardTransform(_OfPlayed):
             for mask, over, own, ref in zip(masks, ended, log_probs, references, strict=True)
         ]
         if self.add_to_reward:
-            rewards = self._rewards(batch, sequences)
+            hint = "score it first, to take a penalty off, or add_to_reward=False"
+            rewards = sequences.field_or_expanded(batch, REWARD, hint)
             less = [reward.cpu() - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
             written = sequences.laid_out(less)
             batch.set(REWARD, written if written.is_nested else written.unsqueeze(-1))
@@ -157,10 +149,8 @@ class KLRewardTransform(_OfPlayed):
 
     def _log_probs(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sampler's log-probs, one an id."""
-        given = batch.get(self.log_prob_key, None)
-        if given is None:
-            raise DataError(f"the batch has no {self.log_prob_key}: the penalty compares them with the reference's")
-        rows = [row.float().cpu() for row in sequences.rows(given, self.log_prob_key)]
+        hint = "the penalty compares them with the reference's"
+        rows = [row.float().cpu() for row in sequences.field(batch, self.log_prob_key, hint)]
         if not self.assistant_only and ASSISTANT in batch.keys(include_nested=True):
             sampled = sequences.masks(batch, assistant_only=True)
             for row, mask, own in zip(rows, masks, sampled, strict=True):
@@ -171,17 +161,6 @@ class KLRewardTransform(_OfPlayed):
                         "compares all tokens: write those of all with RetrieveLogProb first, or leave it out"
                     )
         return rows
-
-    def _rewards(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
-        """The reward of each id: its own, or that of its row."""
-        reward = batch.get(REWARD, None)
-        if reward is None:
-            raise DataError(f"the batch has no {REWARD} to take a penalty off: score it first, or add_to_reward=False")
-        size = len(sequences.ids)
-        if not reward.is_nested and tuple(reward.shape) in ((size,), (size, 1), (size, 1, 1)):
-            pairs = zip(reward.reshape(size, 1), sequences.ids, strict=True)
-            return [row.expand(ids.numel()) for row, ids in pairs]
-        return sequences.rows(reward, REWARD)
 
 
 class _Frozen:

@@ -1,10 +1,9 @@
-"""The token sequences of a batch, however it lays them out, and a model's log-probs of them."""
+"""A model's log-probs of the token sequences of a batch, for transforms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -13,86 +12,14 @@ from torch import nn
 
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
-from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, ragged, ragged_rows
+from rlpost.data.ragged import Key
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.logprobs import microbatches_of, token_log_probs
-from rlpost.model.packing import Row
+from rlpost.model.sequences import HISTORY, TOKENS, Sequences, read
 
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
-TOKENS, HISTORY, LOG_PROBS = ("tokens", "full"), ("history", "full"), ("log_probs", "full")
+LOG_PROBS: Key = ("log_probs", "full")
 TOKENS_A_PASS = 8192  # of a batch that a model reads at once
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """B token sequences of a batch.
-
-    `ids` holds each without pads, (T_b,). `attention` (B, T) bool tells ids from pads where the batch
-    is padded; None: its fields are ragged.
-    """
-
-    ids: list[torch.Tensor]
-    attention: torch.Tensor | None
-
-    @classmethod
-    def of(cls, batch: TensorDictBase) -> Sequences:
-        """Those under `("tokens", "full")`, ragged or, beside an attention mask, padded. Raises DataError for none."""
-        tokens = batch.get(TOKENS, None)
-        if tokens is None:
-            raise DataError(
-                f"the batch has no {TOKENS}: log-probs are those of ids, which the policy has to write there"
-            )
-        if tokens.is_nested:
-            return cls(ragged_rows(tokens), None)
-        attention = batch.get(ATTENTION, None)
-        if attention is None or attention.is_nested or attention.shape != tokens.shape:
-            raise DataError(
-                f"{TOKENS} is padded, {tuple(tokens.shape)}, and has no mask of that shape under {ATTENTION}"
-            )
-        return cls([row[kept] for row, kept in zip(tokens, attention.bool(), strict=True)], attention.bool())
-
-    def rows(self, values: torch.Tensor, name: Key) -> list[torch.Tensor]:
-        """`values`, one an id and laid out as the ids are, row by row. Raises DataError where they are not."""
-        if values.is_nested != (self.attention is None):
-            kinds = ("ragged", "padded") if values.is_nested else ("padded", "ragged")
-            raise DataError(
-                f"{name} is {kinds[0]} and the batch's tokens are {kinds[1]}: give both the same pad_output"
-            )
-        if self.attention is None:
-            rows = ragged_rows(values)
-        else:
-            values = values.squeeze(-1) if values.ndim == 3 else values
-            if values.shape != self.attention.shape:
-                raise DataError(f"{name} has shape {tuple(values.shape)} for tokens of {tuple(self.attention.shape)}")
-            rows = [row[kept] for row, kept in zip(values, self.attention, strict=True)]
-        lengths, wanted = [row.shape[0] for row in rows], [row.numel() for row in self.ids]
-        if lengths != wanted:
-            raise DataError(f"{name} has rows of {lengths} values for sequences of {wanted} ids")
-        return rows
-
-    def laid_out(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One value an id, as a field of the batch: ragged (B, *), or (B, T) with 0 at the pads."""
-        if self.attention is None:
-            return ragged(rows)
-        flat = torch.cat(list(rows)).to(self.attention.device)
-        return flat.new_zeros(self.attention.shape).masked_scatter(self.attention, flat)
-
-    def masks(self, batch: TensorDictBase, *, assistant_only: bool) -> list[torch.Tensor]:
-        """Which ids count, bool: the assistant's, or all; never a sequence's first, which nothing predicts.
-
-        Raises DataError for a batch without an assistant mask where only those count.
-        """
-        if assistant_only:
-            mask = batch.get(ASSISTANT, None)
-            if mask is None:
-                raise DataError(f"the batch has no {ASSISTANT}: let the policy write it, or give assistant_only=False")
-            chosen = [row.bool().clone() for row in self.rows(mask, ASSISTANT)]
-        else:
-            chosen = [torch.ones_like(row, dtype=torch.bool) for row in self.ids]
-        for row in chosen:
-            row[:1] = False
-        return chosen
 
 
 def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[torch.Tensor]]:
@@ -105,10 +32,7 @@ def rendered(batch: TensorDictBase, tokenizer: Any) -> tuple[Sequences, list[tor
         raise DataError(f"the batch has neither {TOKENS} nor a History under {HISTORY}")
     if tokenizer is None:
         raise DataError(f"the batch has {HISTORY} and no {TOKENS}: give tokenizer=, to write the conversations with")
-    encoder = ChatMask(tokenizer)
-    encoded = [encoder.encode(chat) for chat in history.to_chats()]
-    masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in encoded]
-    return Sequences([torch.tensor(ids) for ids, _ in encoded], None), masks
+    return Sequences.of_history(history, ChatMask(tokenizer))
 
 
 def check_model(model: Any, temperature: float | None) -> None:
@@ -160,24 +84,13 @@ def _is_language_model(model: Any) -> TypeGuard[nn.Module]:
 def _read(
     model: nn.Module, sequences: Sequences, masks: Sequence[torch.Tensor], temperature: float
 ) -> list[torch.Tensor]:
-    device = next(model.parameters()).device
-    pairs = list(zip(sequences.ids, masks, strict=True))
-    rows = []
-    for ids, mask in pairs:
-        if mask.any():
-            first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
-            rest = ids[first:].cpu()
-            rows.append(Row(ids[:first].cpu(), rest, mask[first:].cpu(), torch.zeros(rest.numel()), 0.0))
-    read: list[torch.Tensor] = []
+    counts = [int(mask.sum()) for mask in masks]
+    if not any(counts):
+        return [torch.zeros(mask.numel()) for mask in masks]
     with torch.no_grad(), _evaluating(model):
-        for microbatch in microbatches_of(model, rows, TOKENS_A_PASS, device):
-            log_probs, _ = token_log_probs(model, microbatch, temperature)
-            read += log_probs.float().cpu().split([row.num_trained for row in microbatch.rows])
-    in_order = iter(read)
-    return [
-        torch.zeros(ids.numel()).masked_scatter(mask.cpu(), next(in_order) if mask.any() else torch.zeros(0))
-        for ids, mask in pairs
-    ]
+        log_probs, _ = read(model, sequences.ids, masks, temperature, TOKENS_A_PASS)
+    pairs = zip(masks, log_probs.float().cpu().split(counts), strict=True)
+    return [torch.zeros(mask.numel()).masked_scatter(mask.cpu(), own) for mask, own in pairs]
 
 
 @contextmanager

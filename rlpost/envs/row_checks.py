@@ -1,0 +1,272 @@
+"""What is wrong with a row of data, for each environment that reads rows: without torch, as it is told before training.
+
+A check returns the field of a row and its fault, or None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from rlpost.data.conversation import Message
+from rlpost.data.datasets import Complaint, Row, missing, text_complaint
+from rlpost.data.demonstrations import Demonstration
+from rlpost.data.formats import FormatError, RowFormat, kind_of
+from rlpost.envs.rows import filled
+from rlpost.errors import ConfigError
+from rlpost.rewards.builtin import BUILT_IN
+from rlpost.rewards.gsm8k import split_solution
+from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings
+
+PROMPT_COLUMNS = ("prompt", "messages", "question")
+ANSWER_COLUMN = "answer"
+ROLES = ("system", "user", "assistant", "tool")
+QUESTIONS = ("problem", "question")  # of MATH: the first of them that a row has
+
+Check = Callable[[Row], Complaint | None]
+
+
+def check_of(settings: EnvSettings, *, demonstrated: bool) -> Check | None:
+    """The check of the rows that `settings` name, for one split; None for an environment that reads none.
+
+    `demonstrated` is whether they are learnt from as they are.
+    """
+    match settings:
+        case GSM8KSettings():
+            return lambda row: text_complaint(row, ("question",)) or gsm8k_complaint(row)
+        case MathSettings():
+            return math_complaint
+        case IFEvalSettings():  # of each instruction the environment says more, with its extra installed
+            return lambda row: text_complaint(row, ("prompt",)) or _absent(row, "instruction_id_list")
+        case DatasetSettings():
+            return DemonstrationRows(settings).complaint if demonstrated else PromptRows(settings).complaint
+    return None
+
+
+def gsm8k_complaint(row: Row) -> Complaint | None:
+    """No answer, or one that does not end in "#### " and a number."""
+    if complaint := text_complaint(row, ("answer",)):
+        return complaint
+    try:
+        split_solution(row["answer"])
+    except ValueError as error:
+        return "answer", str(error)
+    return None
+
+
+def math_question(row: Mapping[str, Any]) -> str:
+    """The problem of a row of MATH or its like."""
+    return next(str(row[name]) for name in QUESTIONS if name in row)
+
+
+def math_answer(row: Mapping[str, Any]) -> str | None:
+    r"""The right answer of a row: `answer` (what follows its "####") or a last `\boxed{}`; None without one."""
+    from rlpost.rewards.math_answers import last_box
+
+    told = str(row.get("answer", "")).rpartition("####")[2].strip()
+    if not told or "\\boxed" in told:
+        told = last_box(told or str(row.get("solution", ""))) or ""
+    return told or None
+
+
+def math_complaint(row: Row) -> Complaint | None:
+    """No problem, or no right answer that can be compared."""
+    from rlpost.rewards.math_answers import MAX_CHARACTERS
+
+    name = next((name for name in QUESTIONS if isinstance(row, Mapping) and name in row), QUESTIONS[0])
+    if complaint := text_complaint(row, (name,)):
+        return complaint
+    answer = math_answer(row)
+    if answer is None:
+        field = "answer" if "answer" in row else "solution"
+        no_answer = "has no right answer: no text in answer, and no \\boxed{} at the end of solution"
+        return _absent(row, field) or (field, no_answer)
+    if len(answer) > MAX_CHARACTERS:
+        return "answer", f"has {len(answer)} characters: at most {MAX_CHARACTERS} are compared"
+    return None
+
+
+class PromptRows:
+    """Rows of one's own as prompts: the first one says under which `column` prompts are, and if they are messages."""
+
+    def __init__(self, settings: DatasetSettings) -> None:
+        self.settings = settings
+        self.column = settings.prompt_column or PROMPT_COLUMNS[0]
+        self.of_messages: bool | None = None  # None: no row has been seen
+        self.answer_column = settings.answer_column or ANSWER_COLUMN
+        self.built_in = [name for name in BUILT_IN if name in (*settings.reward, settings.accuracy)]
+
+    def complaint(self, row: Row) -> Complaint | None:
+        """No prompt, a malformed one, or no answer where a reward needs one. Raises ConfigError for the template."""
+        if not isinstance(row, Mapping):
+            return "prompt", f"the row is no object of named fields but {type(row).__name__}"
+        return self._prompt_complaint(row) or self._answer_complaint(row)
+
+    def identity(self, row: Row) -> str:
+        """What makes a row's prompt the same as another's."""
+        prompt = row.get(self.column)
+        if prompt is None:
+            return filled(self.settings.prompt_template or "", row)
+        return prompt if isinstance(prompt, str) else json.dumps(asked(prompt))
+
+    def _prompt_complaint(self, row: Row) -> Complaint | None:
+        named, template = self.settings.prompt_column, self.settings.prompt_template
+        if self.of_messages is None:
+            self.column = named or next((name for name in PROMPT_COLUMNS if name in row), PROMPT_COLUMNS[0])
+        column = self.column
+        if column not in row:
+            if template is not None and named is None:  # it writes the prompt from other fields
+                self.of_messages = False
+                return template_complaint(template, row)
+            return _absent(row, column, "" if named else "; name one of them with env.prompt_column")
+        prompt = row[column]
+        if self.of_messages is None:
+            self.of_messages = isinstance(prompt, list)
+            if self.of_messages and template is not None:
+                raise ConfigError(
+                    f"env.prompt_template is for prompts of text, and {column} holds messages: leave it out"
+                )
+        if isinstance(prompt, list) != self.of_messages:
+            return column, f"is {kind_of(prompt)} where the first row has {'messages' if self.of_messages else 'text'}"
+        if isinstance(prompt, list):
+            wrong = _messages_complaint(prompt)
+            return (column, wrong) if wrong else None
+        if not isinstance(prompt, str):
+            return column, f"must be text or a list of messages, and is {kind_of(prompt)}"
+        return template_complaint(template, row) if prompt.strip() else (column, "is empty")
+
+    def _answer_complaint(self, row: Row) -> Complaint | None:
+        """Built-in rewards need an answer in each row; a column that was named has to be there."""
+        column, named = self.answer_column, self.settings.answer_column
+        if not self.built_in and named is None:
+            return None
+        if absent := _absent(row, column, "" if named else "; name one of them with env.answer_column"):
+            return absent
+        if not self.built_in:
+            return None
+        answer = as_answer(row[column])
+        if answer is None:
+            return column, f"must be text or a number, and is {kind_of(row[column])}"
+        if not answer.strip():
+            return column, "is empty"
+        return next(((column, wrong) for name in self.built_in if (wrong := BUILT_IN[name].complaint(answer))), None)
+
+
+class DemonstrationRows:
+    """Rows of one's own as demonstrations, as `rlpost.data.formats` reads them; the first one says their format."""
+
+    def __init__(self, settings: DatasetSettings, user_role: str = "user") -> None:
+        self.settings = settings
+        self.user_role = user_role
+        self._format: RowFormat | None = None
+
+    def complaint(self, row: Row) -> Complaint | None:
+        """A row that shows nothing. Raises ConfigError for a setting that the rows have no place for."""
+        if not isinstance(row, Mapping):
+            return "messages", f"the row is no object of named fields but {kind_of(row)}"
+        try:
+            if self._format is None:
+                self._format = self._told_format(row)
+            if complaint := template_complaint(self.settings.prompt_template, row):
+                return complaint
+            self.demonstration("", row)
+        except FormatError as error:
+            return error.complaint
+        return None
+
+    def _told_format(self, first_row: Row) -> RowFormat:
+        settings, templated = self.settings, self.settings.prompt_template is not None
+        told = RowFormat(first_row, settings.prompt_column, settings.completion_column, templated=templated)
+        messages = told.chat or (told.prompt if isinstance(first_row.get(told.prompt or ""), list) else None)
+        if templated and (messages or told.text):
+            raise ConfigError(
+                f"env.prompt_template is for prompts of text, and {messages or told.text} holds "
+                f"{'messages' if messages else 'whole texts'}: leave it out"
+            )
+        if settings.system_prompt is not None and told.text is not None:
+            raise ConfigError("env.system_prompt is for conversations, and the rows show plain text: leave it out")
+        return told
+
+    def demonstration(self, where: str, row: Row) -> Demonstration:
+        """What a row shows, without `system_prompt`. Raises FormatError where it is malformed."""
+        told = self._format
+        assert told is not None
+        if told.text is not None:
+            return Demonstration(where, text=told.plain_text(row))
+        tools = told.tools(row)
+        if told.chat is not None:
+            return Demonstration(where, told.messages(row), tools=tools)
+        prompt = self._prompt(row, told)
+        messages = [{"role": self.user_role, "content": prompt}] if isinstance(prompt, str) else prompt
+        return Demonstration(where, [*messages, *told.answer(row)], tools=tools)
+
+    def identity(self, row: Row) -> str:
+        """What `PromptRows.identity` says of the row too, so that training on rewards holds the same rows out."""
+        told = self._format
+        assert told is not None
+        column = self.settings.prompt_column or next((name for name in PROMPT_COLUMNS if name in row), None)
+        if column is not None and column != told.chat and isinstance(row[column], str):
+            return row[column]
+        if told.text is not None:
+            return told.plain_text(row)
+        if told.chat is not None:
+            return json.dumps(asked(told.messages(row)))
+        prompt = self._prompt(row, told) if told.prompt is None else told.asked(row)
+        return prompt if isinstance(prompt, str) else json.dumps(asked(prompt))
+
+    def _prompt(self, row: Row, told: RowFormat) -> str | list[Message]:
+        template = self.settings.prompt_template
+        return told.asked(row) if template is None else filled(template, row)
+
+
+def template_complaint(template: str | None, row: Row) -> Complaint | None:
+    """A field of the template that the row does not have. Raises ConfigError for a template that cannot be read."""
+    try:
+        filled(template or "", row)
+    except ConfigError as error:
+        if isinstance(error.__cause__, KeyError):
+            return _absent(row, str(error.__cause__.args[0]))
+        raise
+    return None
+
+
+def as_answer(value: Any) -> str | None:
+    """An answer as text: numbers in full, without an exponent; None for what is neither text nor a number."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
+
+
+def asked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages to answer: role and content of each, a trailing assistant's left out."""
+    kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    return [{"role": message["role"], "content": message["content"]} for message in kept]
+
+
+def _messages_complaint(messages: Sequence[Any]) -> str | None:
+    """What is wrong with a prompt of messages, or None."""
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            return f"message {number} is no object with role and content but {kind_of(message)}"
+        if message.get("role") not in ROLES:
+            return f"message {number} has the role {message.get('role')!r:.40}: it must be one of {', '.join(ROLES)}"
+        if not isinstance(message.get("content"), str):
+            return f"message {number} must have text as its content, and has {kind_of(message.get('content'))}"
+        more = [str(name) for name, value in message.items() if name not in ("role", "content") and value is not None]
+        if more:
+            return (
+                f"message {number} has {', '.join(more)} besides role and content, which rlpost does not use: remove it"
+            )
+    if not messages or not (rest := asked(messages)) or rest[-1]["role"] != "user":
+        return "has to end with a user's message, which an assistant's may follow"
+    return None
+
+
+def _absent(row: Any, field: str, advice: str = "") -> Complaint | None:
+    """The complaint about a row without `field`."""
+    return None if field in row else (field, missing(field, row) + advice)

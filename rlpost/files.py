@@ -1,0 +1,72 @@
+"""Files: written whole or not at all, kept to be read again, locked, and how much they take."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+T = TypeVar("T")
+
+log = logging.getLogger("rlpost")
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """The path to write to, beside `file`: what stands there takes the place of `file` once the block ends well.
+
+    Processes that write the same file at once do not meet: the last one's stays. A block that raises leaves `file` as
+    it was.
+    """
+    making = file.with_name(f".{file.name}.{os.urandom(4).hex()}.incomplete")  # a process id is not unique on two hosts
+    try:
+        yield making
+        os.replace(making, file)
+    finally:
+        making.unlink(missing_ok=True)
+
+
+def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[Any], T], making: str) -> T:
+    """What `read` makes of the JSON in `file`, or of what `make` returns, which is then kept there.
+
+    A file that cannot be read or written is no error: the log says so, and what is done again; `making` says what, as
+    "the speed of products is measured".
+    """
+    try:
+        return read(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass  # not made yet
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        log.warning("%s cannot be read (%s): %s again", file, error, making)
+    content = make()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(file) as beside:
+            beside.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): %s each time", file, error, making)
+    return read(content)
+
+
+def locked(file: IO[str], *, shared: bool = False) -> bool:
+    """Take the lock of an open file, which it keeps until it is closed; False where another process holds it."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below `folder`; links to files count as links, and what is removed meanwhile not at all."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total

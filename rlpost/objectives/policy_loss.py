@@ -1,0 +1,202 @@
+"""The policy loss: a variant, weighted for the sampler, with its KL terms, and what it says of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlpost.errors import ConfigError
+from rlpost.nearest import did_you_mean, nearest
+from rlpost.objectives.aggregation import aggregate, check_choice, check_coefficients, check_shapes, keep
+from rlpost.objectives.kl import KL_ESTIMATORS, kl_divergence
+from rlpost.objectives.mismatch import correction_bounds, sampler_weights
+from rlpost.objectives.variants import VARIANTS, Tokens
+
+PAPERS_MAX_RATIO = ("delta", "c")  # what the papers of two_sided and dual_clip call it
+
+
+@dataclass(slots=True)
+class PolicyTerms:
+    """What a policy loss is the sum of, per token; every tensor is (B, T), and 0 or False where `mask` is False.
+
+    `loss`, `kl_to_ref` and `kl_to_sampler` carry gradient, the rest is constant. A field is None
+    when the log-probabilities that it compares with were not given.
+    """
+
+    mask: torch.Tensor
+    loss: torch.Tensor  # the variant's, times sampler_weight
+    log_ratio: torch.Tensor  # log π_θ − log π_old
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    kl_to_ref: torch.Tensor | None = None
+    kl_to_sampler: torch.Tensor | None = None
+    sampler_gap: torch.Tensor | None = None  # |log π_old − log µ|, so none of it is learned
+    sampler_weight: torch.Tensor | None = None
+    sampler_cut: torch.Tensor | None = None  # the weight was capped, or the token dropped
+
+
+def policy_terms(
+    name: str,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sampler_log_probs: torch.Tensor | None = None,
+    ref_log_probs: torch.Tensor | None = None,
+    kl_estimator: str = "k3",
+    sampler_correction: str = "none",
+    sampler_ratio_low: float | None = None,
+    sampler_ratio_high: float | None = None,
+    **coefficients: float,
+) -> PolicyTerms:
+    """The terms of `policy_loss` before they are averaged; arguments and errors as there."""
+    check_choice("policy loss", name, tuple(VARIANTS))
+    variant = VARIANTS[name]
+    for option in coefficients:
+        if option not in variant.coefficients:
+            raise _unknown(name, option, variant.coefficients)
+    check_coefficients(**coefficients)
+    check_choice("KL estimator", kl_estimator, KL_ESTIMATORS)
+    if correction_bounds(sampler_correction, sampler_ratio_low, sampler_ratio_high) and sampler_log_probs is None:
+        raise ConfigError(f"sampler_correction={sampler_correction} needs sampler_log_probs")
+    check_shapes(
+        log_probs,
+        mask,
+        old_log_probs=old_log_probs,
+        sampler_log_probs=sampler_log_probs,
+        ref_log_probs=ref_log_probs,
+    )
+    log_probs, old = keep(log_probs, mask), keep(old_log_probs.detach(), mask)
+    tokens = Tokens(log_probs, old, keep(_per_token(advantage, log_probs), mask), mask)
+    surrogate = variant.surrogate(tokens, **variant.coefficients | coefficients)
+    terms = PolicyTerms(
+        mask=mask,
+        loss=keep(surrogate.loss, mask),
+        log_ratio=(log_probs - old).detach(),
+        clipped_low=surrogate.low,
+        clipped_high=surrogate.high,
+    )
+    if ref_log_probs is not None:
+        terms.kl_to_ref = kl_divergence(log_probs, keep(ref_log_probs.detach(), mask), kl_estimator)
+    if sampler_log_probs is not None:
+        sampler = keep(sampler_log_probs.detach(), mask)
+        terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
+        terms.sampler_gap = (old - sampler).abs()
+        weight, terms.sampler_cut = sampler_weights(
+            old, sampler, mask, sampler_correction, low=sampler_ratio_low, high=sampler_ratio_high
+        )
+        terms.sampler_weight = keep(weight, mask)
+        terms.loss = terms.loss * terms.sampler_weight
+    return terms
+
+
+def policy_loss(
+    name: str,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    aggregation: str | None = None,
+    normaliser: float | torch.Tensor | None = None,
+    kl_coef: float = 0.0,
+    sampler_kl_coef: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of the variant `name`; the loss is a scalar to minimise, the metrics are detached scalars.
+
+    `log_probs` (log π_θ, which carries the gradient) and `old_log_probs` (log π_old) are (B, T),
+    `advantage` is (B,) or (B, T), `mask` is (B, T) bool. What they hold where `mask` is False is
+    never read, and everything but `log_probs` is a constant.
+
+    `name` is a key of `VARIANTS`. `aggregation` is the variant's own where None, else token_mean,
+    sequence_mean or constant_length. `normaliser` is what the sum over tokens is divided by; None
+    counts these tensors alone (masked tokens, B, or B·T), and one part of a minibatch is given the
+    count over the whole.
+
+    `options` are the coefficients of the variant (`clip_low`, `clip_high`, `max_ratio`) and, as of
+    `policy_terms`, `sampler_log_probs` (log µ) and `ref_log_probs`, (B, T); `kl_estimator` (k1, k2, k3,
+    k3_k2grad; k3 where left out); `sampler_correction` (none, tis_token, tis_sequence, mis_token,
+    mis_sequence, icepop; see `sampler_weights`), `sampler_ratio_low` and `sampler_ratio_high`.
+
+    The loss is the variant's, times the weights of the sampler correction, plus `kl_coef` times the
+    divergence from the reference and `sampler_kl_coef` times that from the sampler, all averaged
+    alike. A dropped token still counts in the normaliser.
+
+    Raises ConfigError (a ValueError) for an unknown name, a negative coefficient and log-probabilities
+    that are needed and not given, TypeError for an option that the variant does not have, ValueError for shapes.
+    """
+    check_coefficients(kl_coef=kl_coef, sampler_kl_coef=sampler_kl_coef)
+    terms = policy_terms(name, log_probs, old_log_probs, advantage, mask, **options)
+    aggregation = VARIANTS[name].aggregation if aggregation is None else aggregation
+    losses = {"loss_policy": aggregate(terms.loss, mask, aggregation, normaliser)}
+    for other, coef, setting in (("ref", kl_coef, "kl_coef"), ("sampler", sampler_kl_coef, "sampler_kl_coef")):
+        if coef:
+            kl: torch.Tensor | None = getattr(terms, f"kl_to_{other}")
+            if kl is None:
+                raise ConfigError(f"{setting}={coef:g} needs {other}_log_probs")
+            losses[f"loss_kl_to_{other}"] = coef * aggregate(kl, mask, aggregation, normaliser)
+    loss = torch.stack(list(losses.values())).sum()
+    return loss, {key: value.detach() for key, value in losses.items()} | policy_metrics([terms])
+
+
+def policy_metrics(parts: Sequence[PolicyTerms]) -> dict[str, torch.Tensor]:
+    """Means over every masked token of all `parts`, detached scalars; NaN where there is no token.
+
+    clip_fraction(_low, _high): share of tokens whose ratio a bound cut. ratio_mean and ess: of
+    ρ = π_θ/π_old per token. kl_to_old: log π_old − log π_θ. kl_to_ref, kl_to_sampler: by the estimator
+    of the loss. sampler_gap: |log π_old − log µ|. sampler_weight_mean, and sampler_cut_fraction, the
+    share of tokens whose weight was capped or dropped.
+    """
+    log_ratio = _masked(parts, "log_ratio")
+    metrics = {
+        "clip_fraction_low": _masked(parts, "clipped_low").mean(),
+        "clip_fraction_high": _masked(parts, "clipped_high").mean(),
+        "ratio_mean": log_ratio.exp().mean(),
+        "ess": effective_sample_size(log_ratio),
+        "kl_to_old": -log_ratio.mean(),
+    }
+    metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+    optional = {
+        "kl_to_ref": "kl_to_ref",
+        "kl_to_sampler": "kl_to_sampler",
+        "sampler_gap": "sampler_gap",
+        "sampler_weight": "sampler_weight_mean",
+        "sampler_cut": "sampler_cut_fraction",
+    }
+    present = [field for field in optional if parts and all(getattr(part, field) is not None for part in parts)]
+    return metrics | {optional[field]: _masked(parts, field).mean() for field in present}
+
+
+def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
+    """(Σρ)² / (N Σρ²) over all elements, in (0, 1]; 1 when every weight is equal, NaN when there is none."""
+    flat = log_ratio.flatten()
+    numerator = 2 * flat.logsumexp(0) - (2 * flat).logsumexp(0)
+    return numerator.exp() / flat.numel() if flat.numel() else flat.new_tensor(torch.nan)
+
+
+def _masked(parts: Sequence[PolicyTerms], field: str) -> torch.Tensor:
+    """A field's values at the masked tokens of all parts, (M,)."""
+    values = [getattr(part, field).detach()[part.mask] for part in parts]
+    return torch.cat([value.to(parts[0].loss.dtype) for value in values]) if values else torch.empty(0)
+
+
+def _unknown(name: str, option: str, own: dict[str, float]) -> TypeError:
+    """What to raise for an option that the variant `name` does not read."""
+    known = [*own, *(policy_terms.__kwdefaults__ or {}), *(policy_loss.__kwdefaults__ or {})]
+    meant = "max_ratio" if option in PAPERS_MAX_RATIO and "max_ratio" in own else nearest(option, known)
+    hint = did_you_mean(meant, f"it reads {', '.join(known)}")
+    return TypeError(f"policy_loss {name!r} does not read {option}{hint}")
+
+
+def _per_token(advantage: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    """The advantage as a constant (B, T); ValueError unless it is (B,) or (B, T)."""
+    shape = tuple(log_probs.shape)
+    if tuple(advantage.shape) not in (shape, shape[:1]):
+        raise ValueError(f"advantage has shape {tuple(advantage.shape)}: it must be {shape[:1]} or {shape}")
+    advantage = advantage.detach().to(log_probs.dtype)
+    return advantage if advantage.ndim == 2 else advantage[:, None].expand(shape)

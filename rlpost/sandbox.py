@@ -1,0 +1,17 @@
+"""The door to `rlpost.tools.sandbox`, where code that a model wrote is run, under a short name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlpost.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlpost.tools.sandbox.execution import Execution as Execution
+    from rlpost.tools.sandbox.execution import KilledBy as KilledBy
+    from rlpost.tools.sandbox.limits import Limits as Limits
+    from rlpost.tools.sandbox.sandbox import Sandbox as Sandbox
+    from rlpost.tools.sandbox.sandbox import SandboxMode as SandboxMode
+    from rlpost.tools.sandbox.sandbox import Session as Session
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,1 @@
+"""What a model may call, and the sandbox that runs the code it writes."""

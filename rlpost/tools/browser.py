@@ -1,0 +1,358 @@
+"""A browser as a tool: pages of allowed hosts, read and used by the model in a real Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.errors import ConfigError
+from rlpost.extras import require
+from rlpost.loop_thread import LoopThread
+from rlpost.text import first_line
+from rlpost.tools.browser_hosts import AllowedHosts, parts_of
+from rlpost.tools.browser_pages import CLOSE_SECONDS, LAUNCH_SECONDS, LAUNCHES, Pages, Tab
+
+if TYPE_CHECKING:
+    from playwright.async_api import Locator
+
+PROBE_SECONDS = 2.0  # for a page to show that its own scripts leave it time
+BEGIN_SECONDS = 0.1  # after a click or a key, which do not say whether a request will follow
+MAX_CHARS = 100_000  # taken out of a page
+MAX_SCROLL_PIXELS = 100_000
+
+_NEEDED = {"navigate": ("url",), "click": ("selector",), "type": ("selector", "text"), "scroll": (), "extract": ()}
+_TYPES = {"string": str, "boolean": bool, "integer": int}
+
+# Texts are cut in the page: a document of gigabytes stays where it is.
+_EXTRACT = """(elements, [kind, attribute, most]) => {
+    const values = [];
+    let left = most;
+    for (const element of elements) {
+        const value = kind === "attribute" ? element.getAttribute(attribute)
+            : kind === "html" ? element.outerHTML : (element.innerText ?? element.textContent);
+        if (value === null) continue;
+        values.push(value.slice(0, left));
+        left -= value.length + 1;
+        if (left <= 0) break;
+    }
+    return values;
+}"""
+_SCROLL = """([direction, amount]) => {
+    const step = amount ?? window.innerHeight;
+    window.scrollBy({top: direction === "up" ? -step : step, behavior: "instant"});
+    return [Math.round(window.scrollY), document.documentElement.scrollHeight, window.innerHeight];
+}"""
+
+
+class BrowserTransform(ToolTransform):
+    """Offers the function `browser`: navigate, click, type, scroll and extract, in one page a conversation.
+
+    `allowed_domains` are the hosts that may be visited: `example.org`, which stands for every name below it
+    too, `localhost:8000`, an address. Nothing else is contacted, whatever the page asks for: each request
+    is looked at before it is sent, and the browser's only way out is a proxy that connects to these hosts
+    alone. A name that leads to an address of this machine or its network is refused too, unless it is
+    `localhost` or `private_addresses` is set.
+
+    An action takes at most `timeout` seconds; a page that does not come back is closed. A conversation's
+    page, with cookies of its own, is closed with the conversation; of more than `max_pages` the one that
+    was not used for longest is. `executable_path` is the Chromium to run, by default the system's.
+
+    Raises ConfigError for a list that names no host or a program that is none, MissingExtraError without
+    playwright; and when it is used MissingExtraError without a Chromium, ToolError for one that does not start.
+    """
+
+    def __init__(
+        self,
+        allowed_domains: Sequence[str],
+        headless: bool = True,
+        timeout: float = 30.0,
+        *,
+        max_pages: int = 16,
+        private_addresses: bool = False,
+        executable_path: str | None = None,
+    ) -> None:
+        require("playwright", "browser", "BrowserTransform")
+        if timeout <= 0 or max_pages < 1:
+            raise ConfigError(f"timeout={timeout:g} must be above 0, and max_pages={max_pages} at least 1")
+        if executable_path is not None and shutil.which(executable_path) is None:
+            raise ConfigError(f"executable_path={executable_path!r} is no program: name a Chromium, or leave it out")
+        self.allowed = AllowedHosts(allowed_domains)
+        self.timeout = timeout
+        self._pages = Pages(
+            self.allowed,
+            headless=headless,
+            timeout=timeout,
+            max_pages=max_pages,
+            private_addresses=private_addresses,
+            executable_path=executable_path,
+        )
+        self._changing = threading.Lock()
+        self._thread = LoopThread("rlpost-browser")
+        # Without a close, the browser still ends with this object or with the interpreter.
+        self._finalizer = weakref.finalize(self, _stop, self._pages, self._thread)
+
+    def start(self) -> None:
+        """Start the browser. Raises MissingExtraError without a Chromium, ToolError where it does not start."""
+        with self._changing:
+            self._thread.run(self._pages.start(), LAUNCHES * (LAUNCH_SECONDS + CLOSE_SECONDS))
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """See `ToolTransform.schemas`."""
+        return [{"type": "function", "function": _FUNCTION}]
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """See `ToolTransform.on_begin`; each conversation begins without a page."""
+        super().on_begin(conversations)
+        self.on_end(conversations)
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        """Close the pages of these conversations."""
+        self._close([conversation.key for conversation in conversations])
+
+    def on_reset(self) -> None:
+        """Close every page."""
+        self._close(None)
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """See `ToolTransform.call`."""
+        if fault := _fault(call.arguments):
+            return ToolResult(fault, ok=False)
+        if call.arguments["action"] == "navigate" and (refusal := self.allowed.refusal(call.arguments["url"])):
+            return ToolResult(f"refused: {refusal}", ok=False)
+        launching = LAUNCHES * (LAUNCH_SECONDS + CLOSE_SECONDS)
+        longest = launching + 3 * self.timeout + 2 * CLOSE_SECONDS  # for room, for a page, for the action
+        return self._thread.run(self._act(conversation.key, call.arguments), longest)
+
+    def close(self) -> None:
+        """End the browser; nothing of it is left when this returns."""
+        with self._changing:
+            _stop(self._pages, self._thread)
+
+    @property
+    def restarts(self) -> int:
+        """How often the browser died and was started again."""
+        return self._pages.restarts
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages are open."""
+        return self._pages.num_open
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that the proxy refused: hops of redirects, sockets, and what Chromium asks for of its own."""
+        return self._pages.proxy.num_refused
+
+    def _close(self, keys: Sequence[tuple[int, int]] | None) -> None:
+        if self._pages.num_open:
+            self._thread.run(self._pages.close(keys), 2 * CLOSE_SECONDS)
+
+    async def _act(self, key: tuple[int, int], arguments: Mapping[str, Any]) -> ToolResult:
+        """One action in the page of this conversation."""
+        from playwright.async_api import Error
+
+        try:
+            async with self._pages.using(key) as tab, asyncio.timeout(self.timeout):
+                earlier = [
+                    f"before this, the page was refused another: {refusal}" for refusal in tab.refused_pages[-1:]
+                ]
+                tab.forget()
+                try:
+                    result = await _ACTIONS[arguments["action"]](tab, arguments)
+                    return await self._checked(tab, arguments, result, earlier)
+                except Error as error:
+                    if tab.is_lost:
+                        return ToolResult(f"the page is lost, navigate again: {_said(error)}", ok=False)
+                    return await self._checked(tab, arguments, ToolResult(_said(error), ok=False), earlier)
+                finally:
+                    tab.forget()  # it is told
+        except TimeoutError:
+            await self._pages.close([key])
+            return ToolResult("the page gave no result in time and was closed: navigate again", ok=False)
+        except Error as error:
+            return ToolResult(f"the browser failed, and the page is lost: {_said(error)}; navigate again", ok=False)
+
+    async def _checked(
+        self, tab: Tab, arguments: Mapping[str, Any], result: ToolResult, notes: list[str]
+    ) -> ToolResult:
+        """The result with notes of what was refused, or why it does not count: the page may not be where it is."""
+        from playwright.async_api import Error
+
+        if tab.refused_pages:
+            return ToolResult(f"refused: {tab.refused_pages[-1]}", ok=False)
+        url = tab.page.url
+        if url not in ("", "about:blank") and not url.startswith("chrome-error:"):
+            refusal = self.allowed.refusal(url)
+            if refusal is not None:  # a redirect, which the proxy answered
+                with contextlib.suppress(Error):  # an error page on its way in comes before this one
+                    await tab.page.goto("about:blank")
+                return ToolResult(f"refused: {refusal}", ok=False)
+        if arguments["action"] == "navigate" and not result.ok:
+            _, host, port = parts_of(arguments["url"])
+            if why := self._pages.proxy.fault_of(host, port):
+                return ToolResult(f"{arguments['url']} cannot be reached: {why}", ok=False)
+        if tab.refused_parts:
+            notes = [*notes, f"of its parts were refused: {'; '.join(sorted(set(tab.refused_parts)))[:500]}"]
+        if tab.closed_windows:
+            notes = [*notes, "a window that it opened was closed"]
+        return ToolResult("\n".join([result.text, *(f"[{note}]" for note in notes)]), result.ok)
+
+
+async def _navigate(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+    response = await tab.page.goto(arguments["url"], wait_until="commit")
+    result = await _led_to(tab)
+    if result.ok and response is not None and response.status >= 400:
+        return ToolResult(f"the server answered with status {response.status}\n{result.text}", ok=False)
+    return result
+
+
+async def _click(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+    element, missing = await _found(tab, arguments["selector"])
+    if element is None:
+        return missing
+    await element.first.click(timeout=tab.limits.find * 1000)
+    await asyncio.sleep(BEGIN_SECONDS)
+    return await _led_to(tab)
+
+
+async def _type(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+    element, missing = await _found(tab, arguments["selector"])
+    if element is None:
+        return missing
+    await element.first.fill(arguments["text"], timeout=tab.limits.find * 1000)
+    if arguments.get("submit"):
+        await element.first.press("Enter", timeout=tab.limits.find * 1000)
+        await asyncio.sleep(BEGIN_SECONDS)
+    return await _led_to(tab)
+
+
+async def _scroll(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+    if missing := _no_page(tab):
+        return missing
+    direction, amount = arguments.get("direction", "down"), arguments.get("amount")
+    where = await tab.page.evaluate(_SCROLL, [direction, amount])
+    if not isinstance(where, list) or [type(each) for each in where] != [int] * 3:  # its scripts may say anything
+        return ToolResult("the page does not say which part of it is in view", ok=False)
+    top, height, window = where
+    return ToolResult(f"pixels {top} to {top + window} of {max(height, window)} are in view")
+
+
+async def _extract(tab: Tab, arguments: Mapping[str, Any]) -> ToolResult:
+    kind = arguments.get("extract_type", "text")
+    elements, missing = await _found(tab, arguments.get("selector", "html" if kind == "html" else "body"))
+    if elements is None:
+        return missing
+    attribute = arguments.get("attribute")
+    values = await elements.evaluate_all(_EXTRACT, [kind, attribute, MAX_CHARS])
+    if kind == "attribute" and not values:
+        return ToolResult(f"no element that matches has an attribute {attribute!r}", ok=False)
+    text = "\n".join(map(str, values)) if isinstance(values, list) else str(values)  # scripts may give anything
+    return ToolResult(text[:MAX_CHARS])
+
+
+_ACTIONS = {"navigate": _navigate, "click": _click, "type": _type, "scroll": _scroll, "extract": _extract}
+
+
+async def _found(tab: Tab, selector: str) -> tuple[Locator | None, ToolResult]:
+    """The elements that match, or the failure to find one. Raises TimeoutError for a page that hangs."""
+    from playwright.async_api import TimeoutError as TooLate
+
+    if missing := _no_page(tab):
+        return None, missing
+    elements = tab.page.locator(selector)
+    try:
+        await elements.first.wait_for(state="attached", timeout=tab.limits.find * 1000)
+    except TooLate:
+        async with asyncio.timeout(PROBE_SECONDS):
+            await tab.page.evaluate("0")
+        return None, ToolResult(f"no element matches {selector!r}", ok=False)
+    return elements, ToolResult("")
+
+
+def _no_page(tab: Tab) -> ToolResult | None:
+    if tab.page.url in ("", "about:blank"):
+        return ToolResult("no page is open: navigate to one first", ok=False)
+    return None
+
+
+async def _led_to(tab: Tab) -> ToolResult:
+    """Where an action led, once it can be read; a page that never stops loading can be used all the same."""
+    from playwright.async_api import TimeoutError as TooLate
+
+    if not await tab.arrive():
+        return ToolResult("the page it leads to did not load in time", ok=False)
+    if tab.refused_pages:
+        return ToolResult("", ok=False)
+    with contextlib.suppress(TooLate):
+        await tab.page.wait_for_load_state("load", timeout=tab.limits.load * 1000)
+    return ToolResult(f"{(await tab.page.title())[:200]}\n{tab.page.url}")
+
+
+def _said(error: Exception) -> str:
+    """What playwright says, without its log."""
+    return first_line(error)[:300]
+
+
+def _fault(arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a call, for the model to read."""
+    known = _FUNCTION["parameters"]["properties"]
+    for name, value in arguments.items():
+        if name not in known:
+            return f"there is no argument {name[:80]!r}; there are {', '.join(known)}"
+        if type(value) is not _TYPES[known[name]["type"]]:
+            return f"{name} must be {known[name]['type']}, and is {value!r:.80}"
+        if value not in (choices := known[name].get("enum", [value])):
+            return f"{name} must be one of {', '.join(choices)}, and is {value!r:.80}"
+    if "action" not in arguments:
+        return f"action is missing: give one of {', '.join(_NEEDED)}"
+    for name in _NEEDED[arguments["action"]]:
+        if name not in arguments:
+            return f"{arguments['action']} needs {name}"
+    if arguments.get("extract_type") == "attribute" and "attribute" not in arguments:
+        return "extract_type attribute needs attribute, the name of one"
+    if not 0 <= arguments.get("amount", 0) <= MAX_SCROLL_PIXELS:
+        return f"amount must be 0 to {MAX_SCROLL_PIXELS} pixels"
+    return None
+
+
+def _property(kind: str, description: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "description": description, **more}
+
+
+_FUNCTION: dict[str, Any] = {
+    "name": "browser",
+    "description": "Use a web browser. Navigate to a page first; then read it with extract, and use it.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "action": _property("string", "What to do.", enum=list(_NEEDED)),
+            "url": _property("string", "navigate: the address, with http:// or https://."),
+            "selector": _property("string", "click, type, extract: a CSS selector, or text=... for a visible text."),
+            "text": _property("string", "type: what the field shall hold."),
+            "submit": _property("boolean", "type: whether to press Enter afterwards."),
+            "direction": _property("string", "scroll: where to; down without it.", enum=["down", "up"]),
+            "amount": _property("integer", "scroll: pixels; one screen without it."),
+            "extract_type": _property(
+                "string", "extract: of all elements that match; text without it.", enum=["text", "html", "attribute"]
+            ),
+            "attribute": _property("string", "extract: the name of the attribute, such as href."),
+        },
+        "required": ["action"],
+    },
+}
+
+
+def _stop(pages: Pages, thread: LoopThread) -> None:
+    """End the browser and the thread."""
+    if thread.running:
+        try:
+            thread.run(pages.stop(), 4 * CLOSE_SECONDS)
+        finally:
+            thread.close()

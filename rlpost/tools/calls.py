@@ -1,0 +1,191 @@
+"""The tools of an environment: how calls are read out of a reply, and how they are answered.
+
+Two forms of call are read for every tool: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
+which Hermes and Qwen models write, and `<tool>name` with a line of JSON and `</tool>`. A tool may read
+forms of its own, as fenced code. What stands in a `<think>` block is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.tool import ToolCall, ToolLimits, ToolResult, ToolTransform
+from rlpost.errors import ConfigError, RlpostError
+from rlpost.nearest import did_you_mean, nearest
+
+AT_ONCE = 16  # conversations whose tools run at the same time
+
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
+# how chat templates write their tokens of control, and what parts of a turn stand between
+_CONTROL = re.compile(
+    r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?tool_(?:call|response|result)s?>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
+)
+_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+
+@dataclass
+class Tools:
+    """The tools of an environment together: reads the calls of a reply and answers each with a message."""
+
+    role: str = "user"  # of the messages that answer
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    transforms: list[ToolTransform] = field(default_factory=list)
+
+    def add(self, transform: ToolTransform) -> None:
+        """Offer the functions of `transform` too."""
+        transform.role = self.role
+        self.transforms.append(transform)
+
+    def check_names(self) -> None:
+        """Raise ConfigError for two functions of one name; asks the tools, which may have to be started for that."""
+        names = [name for each in self.transforms for name in each.names()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
+
+    def calls_of(self, reply: str) -> list[ToolCall]:
+        """The calls of a reply in the order in which they stand there; one inside another is part of that one."""
+        shown = _THINKING.sub(lambda match: " " * len(match.group()), reply)
+        found = [*_tagged_calls(shown), *(call for each in self.transforms for call in each.calls_in(shown))]
+        calls: list[ToolCall] = []
+        for call in sorted(found, key=lambda call: (call.place, -call.end)):
+            if not calls or call.place >= calls[-1].end:
+                calls.append(call)
+        return calls
+
+    def answer(self, conversations: Iterable[Conversation]) -> None:
+        """Run what each conversation's last reply calls and append the answers, several conversations at once.
+
+        A reply that was cut is not looked at: its end, and so its calls, are not what the model meant.
+        """
+        asked = [(c, self.calls_of(c.response_text)) for c in conversations if c.finish_reason == "stop"]
+        asked = [(conversation, calls) for conversation, calls in asked if calls]
+        if not asked:
+            return
+        if len(asked) == 1:
+            self._answer(*asked[0])
+            return
+        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "rlpost-tools") as pool:
+            for done in [pool.submit(self._answer, conversation, calls) for conversation, calls in asked]:
+                done.result()
+
+    def _answer(self, conversation: Conversation, calls: Sequence[ToolCall]) -> None:
+        run = calls[: self.limits.max_calls_per_turn]
+        for number, call in enumerate(run, start=1):
+            try:
+                ok, text = self._reply(conversation, number, call)
+            except RlpostError:
+                raise
+            except Exception as error:  # noqa: BLE001  a tool that fails is recorded, counted and excluded, as a reward is
+                conversation.valid = False
+                conversation.error = f"the tool {call.name} failed: {type(error).__name__}: {error}"
+                conversation.truncated = True
+                return
+            conversation.tool_errors += not ok
+            self._say(conversation, text, call.name)
+        if len(run) < len(calls):
+            conversation.tool_errors += len(calls) - len(run)
+            self._say(
+                conversation,
+                f"Tool call failed:\nonly {len(run)} tool calls are run in one turn, and this has {len(calls)}",
+            )
+
+    def _say(self, conversation: Conversation, text: str, name: str = "") -> None:
+        message = {"role": self.role, "content": without_control_tokens(text)}
+        conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
+
+    def _tool_of(self, name: str) -> ToolTransform | None:
+        """The tool that shows `name`, else the first one that takes it."""
+        shown = next((each for each in self.transforms if name in each.names()), None)
+        return shown or next((each for each in self.transforms if each.takes(name)), None)
+
+    def _reply(self, conversation: Conversation, number: int, call: ToolCall) -> tuple[bool, str]:
+        """Whether a call went well, and what the model is told of it."""
+        tool = self._tool_of(call.name)
+        if tool is None:
+            return False, f"Tool call {number} failed:\n{call.fault or self._unknown(call.name)}"
+        limit = self.limits.max_calls
+        if call.fault is not None:
+            result = ToolResult(call.fault, ok=False)
+        elif limit is not None and conversation.tool_calls >= limit:
+            result = ToolResult(f"all {limit} tool calls are used: answer without tools", ok=False)
+        else:
+            conversation.tool_calls += 1
+            result = tool.call(conversation, call)
+        return result.ok, tool.message(number, call, self._shortened(result))
+
+    def _unknown(self, name: str) -> str:
+        names = [shown for each in self.transforms for shown in each.names()]
+        hint = did_you_mean(nearest(name, names), f"there are {', '.join(names)}")
+        return f"there is no tool {name[:80]!r}{hint}"
+
+    def _shortened(self, result: ToolResult) -> ToolResult:
+        """The result with the middle of a long text left out, which is said there."""
+        surplus = len(result.text) - self.limits.max_output_chars
+        if surplus <= 0:
+            return result
+        head = (self.limits.max_output_chars + 1) // 2
+        tail = self.limits.max_output_chars - head
+        note = f"\n[{surplus} characters left out]\n"
+        return ToolResult(result.text[:head] + note + result.text[len(result.text) - tail :], result.ok)
+
+
+def without_control_tokens(text: str) -> str:
+    """`text` with a space behind the bracket of whatever a tokenizer could take for a token of control.
+
+    A tool shows what others have written: a page that holds `<|im_end|>` must not end the turn it is shown in.
+    """
+    return _CONTROL.sub(lambda match: f"{match.group()} ", text)
+
+
+def _tagged_calls(reply: str) -> list[ToolCall]:
+    """The calls in the two forms that every tool understands."""
+    calls = [_json_call(m.group(1), m.start(), m.end(), closed=bool(m.group(2))) for m in _TOOL_CALL.finditer(reply)]
+    return calls + [_named_call(match) for match in _TOOL.finditer(reply)]
+
+
+def _json_call(body: str, place: int, end: int, *, closed: bool) -> ToolCall:
+    """A call of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    if not closed:
+        return ToolCall("", {}, place, "the call is never closed", end)
+    content, fault = json_object(body)
+    if fault is not None:
+        return ToolCall("", {}, place, fault, end)
+    name = content.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall("", {}, place, 'a call has to give the function\'s "name"', end)
+    arguments = content.get("arguments", content.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as JSON inside the JSON
+        arguments, fault = json_object(arguments)
+    elif not isinstance(arguments, Mapping):
+        fault = f'"arguments" must be a JSON object, and is {type(arguments).__name__}'
+    return ToolCall(name, {} if fault else arguments, place, fault, end)
+
+
+def _named_call(match: re.Match[str]) -> ToolCall:
+    """A call of the form `<tool>name` with JSON arguments and `</tool>`."""
+    name, body, closing = match.groups()
+    if not closing:
+        return ToolCall(name, {}, match.start(), "the call is never closed", match.end())
+    if not name:
+        return ToolCall("", {}, match.start(), "a call has to give the function's name", match.end())
+    arguments, fault = json_object(body) if body.strip() else ({}, None)
+    return ToolCall(name, arguments, match.start(), fault, match.end())
+
+
+def json_object(text: str) -> tuple[dict[str, Any], str | None]:
+    """A JSON object, or what is wrong with it."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, f"the call is not valid JSON: {error}"
+    if not isinstance(content, dict):
+        return {}, f"the call must be a JSON object, and is {type(content).__name__}"
+    return content, None

@@ -1,0 +1,212 @@
+"""A Python interpreter for a model to use."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlpost.data.conversation import Conversation
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.errors import ConfigError
+from rlpost.nearest import member
+from rlpost.tools.calls import Tools
+from rlpost.tools.sandbox.execution import Execution
+from rlpost.tools.sandbox.limits import Limits
+from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
+
+_BLOCK = re.compile(
+    r"(?:^(?P<indent>[ \t]+))?(?<!`)(?P<fence>`{3,})(?:python3?|py)[ \t]*\r?\n"
+    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)`*(?![\w`])|(?P<unclosed>\Z))",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+_ANSWER = re.compile(r"\s*Code block \d+ (executed successfully|failed):\n")
+
+
+class PythonInterpreter(ToolTransform):
+    """Runs the Python that a model writes, in a sandbox, and shows it what the program printed.
+
+    Each fenced block of python in a reply is a program; so is the argument `code` of a call of
+    `tool_name`. A program that ends well is answered with what it wrote to stdout, another with what
+    it wrote to stderr and what ended it; warnings are no failure.
+
+    Each program has an interpreter of its own, or, with `persistent`, each conversation has one,
+    where names last from program to program until the conversation ends or the environment is reset.
+    It is made again from the conversation where it is not at hand: after a resumption the earlier
+    programs are run once more. What exceeds `timeout` seconds or the sandbox's limits, or ends the
+    interpreter, loses the names.
+
+    `sandbox` is bubblewrap, or limits, a weaker mode for machines without it, or a `Sandbox` of your
+    own; `memory_mb` (None: 512), `packages` (whether installed ones can be imported) and `python` (which
+    interpreter; None: the one that runs this) are the sandbox's. With `show_last_value` the value of a
+    final expression is printed too, as in a notebook.
+
+    Raises ConfigError for a setting that cannot be; SandboxError, when it is started or used, where
+    programs cannot be run apart from this machine: then none is run.
+    """
+
+    def __init__(
+        self,
+        tool_name: str = "python",
+        persistent: bool = False,
+        timeout: float = 10.0,
+        *,
+        sandbox: str | SandboxMode | Sandbox = SandboxMode.bubblewrap,
+        memory_mb: int | None = None,
+        packages: bool = False,
+        python: str | None = None,
+        show_last_value: bool = False,
+    ) -> None:
+        if not re.fullmatch(r"[\w.\-]+", tool_name):
+            raise ConfigError(f"tool_name={tool_name!r} cannot be called: use letters, digits, '_', '-' and '.'")
+        if timeout <= 0:
+            raise ConfigError(f"timeout={timeout} leaves a program no time: it must be above 0 seconds")
+        self.tool_name = tool_name
+        self.persistent = persistent
+        self.timeout = timeout
+        self.show_last_value = show_last_value
+        if isinstance(sandbox, Sandbox):
+            if memory_mb is not None or packages or python is not None:
+                raise ConfigError("memory_mb, packages and python are for a sandbox that is named: give them to yours")
+            self.sandbox = sandbox
+        else:
+            limits = Limits() if memory_mb is None else Limits(memory_mb=memory_mb)
+            self.sandbox = Sandbox(
+                member(SandboxMode, "sandbox", sandbox), limits=limits, python=python, packages=packages
+            )
+        self._interpreters: dict[tuple[int, int], _Interpreter] = {}  # by the key of their conversation
+        self._lock = threading.Lock()  # of that table
+
+    def start(self) -> None:
+        """See `Transform.start`; raises SandboxError where there is no sandbox."""
+        self.sandbox.prove()
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """See `ToolTransform.schemas`."""
+        kept = "What it defines can be used by later programs. " if self.persistent else ""
+        code = {"type": "string", "description": "A complete Python program."}
+        function = {
+            "name": self.tool_name,
+            "description": f"Runs a Python program and returns what it prints. {kept}There is no network and no input.",
+            "parameters": {"type": "object", "properties": {"code": code}, "required": ["code"]},
+        }
+        return [{"type": "function", "function": function}]
+
+    def calls_in(self, reply: str) -> list[ToolCall]:
+        """The fenced blocks of python in `reply`; one without an end is a call that cannot be run."""
+        return [self._block(match) for match in _BLOCK.finditer(reply)]
+
+    def _block(self, match: re.Match[str]) -> ToolCall:
+        code = textwrap.dedent(match["code"]) if match["indent"] else match["code"]
+        fault = None if match["unclosed"] is None else f"the code block is never closed with {match['fence']}"
+        return ToolCall(self.tool_name, {"code": code}, match.start(), fault, match.end())
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """Run one program. Raises SandboxError where that is not possible apart from this machine."""
+        code = call.arguments.get("code")
+        if not isinstance(code, str):
+            return ToolResult(
+                f'the program must be given as a string: {{"code": "..."}}, and is {_kind(code)}', ok=False
+            )
+        if others := sorted(set(call.arguments) - {"code"}):
+            return ToolResult(f'{self.tool_name} takes "code" and nothing else, not {", ".join(others)}', ok=False)
+        if not self.persistent:
+            execution = self.sandbox.run(code, timeout_seconds=self.timeout, show_last_value=self.show_last_value)
+        else:
+            execution = self._interpreter_of(conversation).run(code, self.timeout, self.show_last_value)
+        return ToolResult(execution.stdout) if execution.ok else ToolResult(self._failure(execution), ok=False)
+
+    def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
+        """See `ToolTransform.message`; what a user says stands in lines of its own."""
+        outcome = "executed successfully" if result.ok else "failed"
+        text = f"Code block {number} {outcome}:\n{result.text}"
+        return f"\n{text}\n" if self.role == "user" else text
+
+    def _failure(self, execution: Execution) -> str:
+        """What the program wrote to stderr, and what else ended it."""
+        reason = execution.reason
+        if reason and self.persistent:
+            reason += " - process restarted"
+        if not reason and not execution.stderr:
+            reason = f"Python exited with code {execution.exit_code}"
+        return execution.stderr + reason
+
+    # Interpreters that persist
+
+    def _interpreter_of(self, conversation: Conversation) -> _Interpreter:
+        """The conversation's interpreter, in the state in which its programs up to now have left it.
+
+        Another snapshot of the conversation may have run other programs; then a fresh one runs this
+        one's once more.
+        """
+        before = self._ran_in(conversation)
+        with self._lock:
+            kept = self._interpreters.get(conversation.key)
+        if kept is not None and kept.ran == before:
+            return kept
+        if kept is not None:
+            kept.close()
+        fresh = _Interpreter(self.sandbox.session())
+        with self._lock:
+            self._interpreters[conversation.key] = fresh
+        for code in before:
+            fresh.run(code, self.timeout, self.show_last_value)
+        return fresh
+
+    def _ran_in(self, conversation: Conversation) -> list[str]:
+        """The programs that this conversation has run: those that have been answered."""
+        places = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        own = places[len(places) - conversation.turns :]  # not what its prompt may show of assistants
+        ran: list[str] = []
+        for place, end in zip(own, [*own[1:], len(conversation.messages)], strict=True):
+            calls = Tools(transforms=[self]).calls_of(conversation.messages[place]["content"])
+            mine = [call for call in calls if self.takes(call.name)]
+            answers = [m for m in conversation.messages[place + 1 : end] if _ANSWER.match(m["content"])]
+            for call, _ in zip(
+                mine, answers, strict=False
+            ):  # what is over the limit of a turn has no answer of its own
+                code = call.arguments.get("code")
+                if call.fault is None and isinstance(code, str):
+                    ran.append(code)
+        return ran
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        """See `Transform.on_end`: their interpreters end."""
+        for conversation in conversations:
+            with self._lock:
+                ended = self._interpreters.pop(conversation.key, None)
+            if ended is not None:
+                ended.close()
+
+    def on_reset(self) -> None:
+        """See `Transform.on_reset`: all interpreters end."""
+        self.close()
+
+    def close(self) -> None:
+        """See `Transform.close`: all interpreters end."""
+        with self._lock:
+            ended, self._interpreters = list(self._interpreters.values()), {}
+        for interpreter in ended:
+            interpreter.close()
+
+
+@dataclass
+class _Interpreter:
+    """A session, and the programs that have made it what it is."""
+
+    session: Session
+    ran: list[str] = field(default_factory=list)
+
+    def run(self, code: str, timeout: float, show_last_value: bool) -> Execution:
+        self.ran.append(code)
+        return self.session.run(code, timeout_seconds=timeout, show_last_value=show_last_value)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"

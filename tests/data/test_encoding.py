@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
+from rlpost.data.encoding import Encoder, encode_all
+from rlpost.errors import DataError
+from tests.chat_templates import FAMILIES, bytes_tokenizer
+
+GOOD = Demonstration("row 1", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
+EMPTY = Demonstration("row 2", [{"role": "user", "content": "Hi"}])
+FORBIDDEN = Demonstration("row 3", [{"role": "system", "content": "S"}, *(GOOD.messages or [])])
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    return bytes_tokenizer(FAMILIES["gemma"])
+
+
+def test_all_of_a_text_is_trained_but_its_first_token_and_then_its_end(gemma: Any, tiny_tokenizer: Any) -> None:
+    with_bos = Encoder(gemma).encode(Demonstration("row 1", text="ab"))
+    assert gemma.convert_ids_to_tokens(with_bos.ids) == ["<bos>", "a", "b", "<eos>"]
+    assert with_bos.mask == [False, True, True, True]
+    without = Encoder(tiny_tokenizer).encode(Demonstration("row 1", text="ab"))
+    assert tiny_tokenizer.convert_ids_to_tokens(without.ids) == ["a", "b", "<|im_end|>"]
+    assert without.mask == [False, True, True]
+
+
+def test_a_text_that_has_its_beginning_and_end_gets_no_second_ones(gemma: Any) -> None:
+    sample = Encoder(gemma).encode(Demonstration("row 1", text="<bos>ab<eos>"))
+    assert gemma.convert_ids_to_tokens(sample.ids) == ["<bos>", "a", "b", "<eos>"]
+
+
+def test_an_empty_text_teaches_nothing(gemma: Any) -> None:
+    sample = Encoder(gemma).encode(Demonstration("row 1", text=" \n"))
+    assert (sample.fault, sample.reason, sample.num_trained) == (Fault.empty, "its text is empty", 0)
+
+
+def test_a_text_that_is_cut_has_no_end(gemma: Any) -> None:
+    sample = Encoder(gemma, max_tokens=3).encode(Demonstration("row 1", text="abcd"))
+    assert gemma.convert_ids_to_tokens(sample.ids) == ["<bos>", "a", "b"]
+    assert (sample.fault, sample.num_trained) == (Fault.cut, 2)
+
+
+def test_a_sample_says_where_training_begins(tiny_tokenizer: Any) -> None:
+    sample = Encoder(tiny_tokenizer).encode(GOOD)
+    assert tiny_tokenizer.decode(sample.ids[sample.prompt_length :]) == "Ho<|im_end|>\n"
+    assert sample.num_trained == 3
+    assert Sample("row 1", [1, 2], [False, False]).prompt_length == 2
+
+
+def test_bad_rows_are_counted_by_reason_and_left_out(gemma: Any) -> None:
+    samples, bad = encode_all([GOOD, EMPTY, FORBIDDEN, FORBIDDEN], Encoder(gemma), max_bad_share=0.75)
+    assert [sample.where for sample in samples] == ["row 1"]
+    assert (bad.total, bad.count, bad.counts) == (4, 3, {Fault.empty: 1, Fault.template: 2})
+    template, empty = bad.lines()  # the most frequent first
+    assert template.startswith("refused by the chat template: 2 of 4 rows, such as row 3: the chat template of ")
+    assert empty == "nothing to train on: 1 of 4 rows, such as row 2: no message of the assistant is trained"
+
+
+def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tokenizer: Any) -> None:
+    size = len(Encoder(tiny_tokenizer).encode(GOOD).ids)
+    samples, bad = encode_all([GOOD, GOOD], Encoder(tiny_tokenizer, size - 2))  # without "\n" and the end of turn
+    assert [sample.num_trained for sample in samples] == [2, 2]
+    assert bad.counts == {Fault.cut: 2}
+
+
+def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any) -> None:
+    with pytest.raises(DataError) as raised:
+        encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
+    assert str(raised.value) == (
+        "1 of 4 rows are bad (more than the 24% allowed): nothing to train on: 1 of 4 rows, such as row 2: "
+        "no message of the assistant is trained"
+    )
+    assert encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.25)[1].count == 1
+
+
+def test_no_row_to_train_on_is_an_error_whatever_share_is_allowed(gemma: Any) -> None:
+    with pytest.raises(DataError, match=r"2 of 2 rows are bad \(none can be trained on\)"):
+        encode_all([EMPTY, FORBIDDEN], Encoder(gemma), max_bad_share=1.0)
+
+
+def test_only_the_first_rows_of_a_kind_are_kept_as_examples() -> None:
+    bad = BadRows()
+    for number in range(9):
+        bad.add(Sample(f"row {number}", fault=Fault.empty))
+    assert [sample.where for sample in bad.examples[Fault.empty]] == ["row 0", "row 1", "row 2"]
+    assert bad.counts == {Fault.empty: 9}

@@ -1,0 +1,78 @@
+"""What `rlpost.child` says of processes and pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from rlpost.child import ending, framed, kill_group, put, python_module, readable, shell_code, taken, unframed
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "of_a_shell"),
+    [
+        (0, "ended with exit code 0", 0),
+        (3, "ended with exit code 3", 3),
+        (-9, "was ended by SIGKILL", 137),
+        (-127, "was ended by signal 127", 255),
+    ],
+)
+def test_an_ending_names_the_exit_code_or_the_signal(code: int, said: str, of_a_shell: int) -> None:
+    assert (ending(code), shell_code(code)) == (said, of_a_shell)
+
+
+def test_a_module_is_started_in_a_group_of_its_own_that_can_be_killed() -> None:
+    process = python_module("timeit", "-n", 1, "__import__('time').sleep(60)", stdout=subprocess.DEVNULL)
+    assert os.getpgid(process.pid) == process.pid
+    kill_group(process.pid)
+    assert ending(process.wait(10)) == "was ended by SIGKILL"
+    kill_group(process.pid, signal.SIGTERM)  # nobody is left
+
+
+def test_a_module_is_started_with_variables_on_top_of_this_process_s() -> None:
+    code = "import os; print(os.environ['FACT'])"
+    process = python_module("timeit", "-n1", "-r1", code, environment={"FACT": "seen"}, stdout=subprocess.PIPE)
+    assert b"seen" in process.communicate(timeout=30)[0]
+
+
+def test_a_pipe_gives_what_it_holds_then_nothing_then_its_end() -> None:
+    inside, outside = os.pipe()
+    os.set_blocking(inside, False)
+    assert not readable(inside, 0)
+    assert put(outside, b"three") == 5
+    assert readable(inside, 0)
+    assert [taken(inside, 3), taken(inside, 100), taken(inside, 100)] == [b"thr", b"ee", b""]
+    os.close(outside)
+    assert readable(inside, 0)
+    assert taken(inside, 100) is None
+    os.close(inside)
+
+
+def test_a_full_pipe_takes_nothing_and_one_that_nobody_reads_takes_all() -> None:
+    inside, outside = os.pipe()
+    os.set_blocking(outside, False)
+    room = put(outside, bytes(1 << 21))
+    assert 0 < room < 1 << 21
+    assert put(outside, b"more") == 0
+    os.close(inside)
+    assert put(outside, b"more") == 4
+    os.close(outside)
+
+
+def test_frames_come_out_whole_one_after_the_other() -> None:
+    stream = framed(b"first") + framed(b"") + framed(b"last")
+    assert stream[:8] == b"\0\0\0\0\0\0\0\5"
+    received, seen = bytearray(), []
+    for byte in stream:
+        received.append(byte)
+        while (content := unframed(received, most=100)) is not None:
+            seen.append(content)
+    assert (seen, received) == ([b"first", b"", b"last"], b"")
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_has_come() -> None:
+    with pytest.raises(ValueError, match="a frame of 108 bytes"):
+        unframed(bytearray(framed(bytes(100))[:8]), most=107)

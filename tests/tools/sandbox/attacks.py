@@ -1,0 +1,82 @@
+"""What the tests of the sandbox share: a sandbox that can be searched for survivors, and ways to say an attempt."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpost.sandbox import Execution, Limits, Sandbox
+from rlpost.tools.sandbox.walls import ENVIRONMENT
+
+# Inside: `attempt` prints what a forbidden thing raises, or that it went well
+PRELUDE = """
+import os, sys, ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+
+def attempt(name, action):
+    try:
+        result = action()
+    except BaseException as error:
+        print(name, type(error).__name__)
+    else:
+        print(name, "WENT WELL", result)
+
+def syscall(*arguments):
+    if libc.syscall(*[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+def libcall(name, *arguments):
+    if getattr(libc, name)(*arguments) in (-1, None):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+"""
+
+
+class Attacked:
+    """A sandbox whose processes carry a mark of their own, by which survivors are found."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.mark = f"mark-{secrets.token_hex(8)}"
+        self.user = 1_900_000_000 + secrets.randbelow(1_000_000)
+        monkeypatch.setitem(ENVIRONMENT, "MARK", self.mark)
+        if os.getuid() == 0:
+            monkeypatch.setattr("rlpost.tools.sandbox.sandbox.user_for_one", lambda: self.user)
+
+    def run(self, code: str, seconds: float = 30.0) -> Execution:
+        """Run `code`, see that it ended in time and that nothing of it is left."""
+        self.sandbox.prove()
+        started = time.monotonic()
+        execution = self.sandbox.run(PRELUDE + code, timeout_seconds=seconds)
+        assert time.monotonic() - started < seconds + 10.0
+        survivors = self.survivors()
+        assert survivors == [], survivors
+        return execution
+
+    def survivors(self) -> list[str]:
+        """Processes of the sandbox's user or with its mark in their environment."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = self.mark.encode() in (process / "environ").read_bytes()
+                if marked or process.stat().st_uid == self.user:
+                    found.append((process / "status").read_text().splitlines()[0] + process.name)
+            except OSError:  # ended meanwhile
+                pass
+        return found
+
+
+@pytest.fixture
+def attacked(monkeypatch: pytest.MonkeyPatch) -> Attacked:
+    return Attacked(monkeypatch, Sandbox(limits=Limits(memory_mb=128)))
+
+
+def outcomes(execution: Execution) -> dict[str, str]:
+    """What each attempt of a program came to."""
+    assert execution.finished, execution
+    return dict(line.split(" ", 1) for line in execution.stdout.splitlines())
