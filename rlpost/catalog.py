@@ -159,16 +159,6 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "Grade-school word problems, from the hub or from a folder or file (env.path)",
             "envs.gsm8k:GSM8KEnv.of",
         ),
-        "ifbench": Choice(
-            "instructions:IFBenchSettings",
-            "Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file",
-            "envs.ifeval:IFBenchEnv.of",
-        ),
-        "ifeval": Choice(
-            "instructions:IFEvalSettings",
-            "Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path)",
-            "envs.ifeval:IFEvalEnv.of",
-        ),
         "math": Choice(
             "more_envs:MathSettings",
             "MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)",
@@ -183,6 +173,16 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "more_envs:TextGameSettings",
             "Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1",
             "envs.text_game:TextGameEnv.of",
+        ),
+        "ifbench": Choice(
+            "instructions:IFBenchSettings",
+            "Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file",
+            "envs.ifeval:IFBenchEnv.of",
+        ),
+        "ifeval": Choice(
+            "instructions:IFEvalSettings",
+            "Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path)",
+            "envs.ifeval:IFEvalEnv.of",
         ),
     },
     "policy": {
