@@ -164,7 +164,7 @@ def test_a_named_format_is_warned_of_once(
 def test_vllm_samples_in_the_format_of_the_products(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, command: Command[Any], words: list[str], fast: bool
 ) -> None:
-    monkeypatch.setattr(assemble, "is_installed", lambda package: True)
+    monkeypatch.setattr("rlpost.estimate.machine.is_installed", lambda package: True)
     machine(monkeypatch, fast=fast)
     settings, numbers = assemble.resolve_numbers(compose(command, ["model=tiny", *words]).settings)
     assert numbers.sampler is (DType.bfloat16 if fast else DType.float32)
