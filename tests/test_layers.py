@@ -32,7 +32,7 @@ LAYERS = [
     ["rewards", "data", "config"],
     ["model", "distributed", "estimate"],
     ["envs", "policies", "objectives", "models"],
-    ["weight_sync", "tracking", "screen", "tools"],
+    ["weight_sync", "tracking", "screen", "tools", "torchrl"],
     ["collectors", "runs"],
     ["evaluation", "chat", "sandbox", "starters", "testing"],
     ["assemble", "assemble_sft"],
@@ -45,7 +45,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
-    "ray": ["collectors/ray.py", "policies/vllm_ray.py"],
+    "ray": ["collectors/ray.py", "torchrl/vllm_ray.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["model/lora.py"],
     "bitsandbytes": ["model/optim.py"],
@@ -59,8 +59,8 @@ DOORS = {
     "mlflow": ["tracking/mlflow.py"],
     "math_verify": ["rewards/math_answers.py"],
     "reasoning_gym": ["rewards/reasoning_tasks.py"],
-    "gymnasium": ["envs/text_game.py", "envs/mlgym_env.py"],
-    "mlgym": ["envs/mlgym_env.py"],
+    "gymnasium": ["envs/text_game.py", "torchrl/mlgym_env.py"],
+    "mlgym": ["torchrl/mlgym_env.py"],
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],
     "langdetect": ["rewards/checkers.py"],
@@ -114,12 +114,12 @@ NEVER = {
 # what is beside the road of a training, and is reached from it only when it is asked for: test_figures.py holds that
 # no plain training does
 LATE_DOORS = {
-    "policies/base.py": ["rlpost.policies.calling"],
-    "policies/categorical.py": ["rlpost.policies.reading"],
-    "envs/base.py": ["rlpost.envs.turns", "rlpost.envs.replies"],
+    "policies/base.py": ["rlpost.torchrl.calling"],
+    "policies/categorical.py": ["rlpost.torchrl.reading"],
+    "envs/base.py": ["rlpost.torchrl.turns", "rlpost.torchrl.replies"],
     "envs/chat.py": ["rlpost.tools.calls"],
     "envs/build.py": ["rlpost.tools.choice"],
-    "envs/transforms/dataloading.py": ["rlpost.envs.transforms.tensors"],
+    "envs/transforms/dataloading.py": ["rlpost.torchrl.tensors"],
     "data/history.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
     "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
     "data/continuation.py": ["rlpost.data.chat_mask"],
@@ -181,6 +181,13 @@ def test_imports_point_down_and_sideways_only_inside_a_folder(file: Path) -> Non
         beside = len(file.parts) == 1 and (PACKAGE / f"{other}.py").is_file()  # both lie in rlpost/ itself
         allowed = LAYER[other] < LAYER[room] or (beside and LAYER[other] == LAYER[room])
         assert allowed, f"{file} of layer {LAYER[room]} imports {other} of layer {LAYER[other]}"
+
+
+def test_the_shelf_is_reached_through_late_doors_and_public_names_alone() -> None:
+    shelf = {"tools", "torchrl"}
+    for file in FILES:
+        if file.name != "__init__.py" and str(file) != "sandbox.py" and room_of(file) not in shelf:
+            assert not rooms_imported(file) & shelf, file
 
 
 def files_imported(file: Path) -> set[Path]:

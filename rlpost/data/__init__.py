@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rlpost.data.chat_templates import add_chat_template as add_chat_template
     from rlpost.data.content import ContentBase as ContentBase
     from rlpost.data.history import History as History
-    from rlpost.data.llm_data import LLMData as LLMData
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
-    from rlpost.data.topk import TopKRewardSelector as TopKRewardSelector
+    from rlpost.torchrl.llm_data import LLMData as LLMData
+    from rlpost.torchrl.topk import TopKRewardSelector as TopKRewardSelector
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -14,6 +14,7 @@ from typing import Any
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
 PADDING_ROLE = "<none>"  # fills the short rows of a ragged history; never rendered
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")
 CUT = ("length", "context")  # how a last turn ends that the model would have gone on with, or could not begin
 
 
@@ -127,3 +128,13 @@ class Conversation:
             policy_versions=list(self.policy_versions),
             reward_parts=dict(self.reward_parts),
         )
+
+
+def strip_end_of_turn(text: str, tokenizer: Any = None) -> str:
+    """`text` without an end-of-turn marker at its end and the white space around that marker."""
+    markers = (*END_OF_TURN, tokenizer.eos_token) if getattr(tokenizer, "eos_token", None) else END_OF_TURN
+    bare = text.rstrip()
+    for marker in markers:
+        if bare.endswith(marker):
+            return bare.removesuffix(marker).rstrip()
+    return text

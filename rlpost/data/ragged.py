@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack
+from tensordict import NonTensorStack, TensorDictBase
 from torch.nn.utils.rnn import pad_sequence
 
 from rlpost.data.conversation import PolicyVersionLabel
@@ -76,3 +76,14 @@ def versions(labels: Sequence[PolicyVersionLabel]) -> torch.Tensor | NonTensorSt
     if all(isinstance(label, int) for label in labels):
         return torch.tensor(list(labels))
     return strings([str(label) for label in labels])
+
+
+def column(tensordict: TensorDictBase, key: Key) -> list[Any]:
+    """The entry `key`, one Python value (or tensor) a row."""
+    value = tensordict.get(key)
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    if isinstance(value, torch.Tensor):
+        return ragged_rows(value) if value.is_nested else list(value.unbind(0))
+    plain = getattr(value, "data", None)  # one value that stands for every row
+    return [plain if isinstance(plain, str | int | float) else value[i] for i in range(tensordict.batch_size[0])]

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from rlpost.envs.chat import DatasetChatEnv as DatasetChatEnv
     from rlpost.envs.countdown import CountdownEnv as CountdownEnv
     from rlpost.envs.gsm8k import GSM8KEnv as GSM8KEnv
-    from rlpost.envs.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
-    from rlpost.envs.gsm8k import GSM8KRewardParser as GSM8KRewardParser
-    from rlpost.envs.gsm8k import make_gsm8k_env as make_gsm8k_env
-    from rlpost.envs.hashing import LLMHashingEnv as LLMHashingEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
     from rlpost.envs.ifeval import IFEvalScoreData as IFEvalScoreData
     from rlpost.envs.ifeval import IfEvalScorer as IfEvalScorer
-    from rlpost.envs.llm_env import LLMEnv as LLMEnv
     from rlpost.envs.math_problems import MathEnv as MathEnv
-    from rlpost.envs.mlgym_env import MLGymWrapper as MLGymWrapper
-    from rlpost.envs.mlgym_env import make_mlgym as make_mlgym
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
     from rlpost.envs.tool import ToolCall as ToolCall
     from rlpost.envs.tool import ToolLimits as ToolLimits
     from rlpost.envs.tool import ToolResult as ToolResult
     from rlpost.envs.tool import ToolTransform as ToolTransform
+    from rlpost.torchrl.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
+    from rlpost.torchrl.gsm8k import GSM8KRewardParser as GSM8KRewardParser
+    from rlpost.torchrl.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from rlpost.torchrl.hashing import LLMHashingEnv as LLMHashingEnv
+    from rlpost.torchrl.llm_env import LLMEnv as LLMEnv
+    from rlpost.torchrl.mlgym_env import MLGymWrapper as MLGymWrapper
+    from rlpost.torchrl.mlgym_env import make_mlgym as make_mlgym
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

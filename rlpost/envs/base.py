@@ -193,7 +193,7 @@ class EnvBase(ABC):
 
         Raises DataError with neither.
         """
-        from rlpost.envs.turns import rows_of
+        from rlpost.torchrl.turns import rows_of
 
         return rows_of(tensordict)
 
@@ -209,8 +209,8 @@ class EnvBase(ABC):
         scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
         Raises DataError without a turn to take, or for a conversation that is over.
         """
-        from rlpost.envs.replies import add_replies
-        from rlpost.envs.turns import conversations_of, scores
+        from rlpost.torchrl.replies import add_replies
+        from rlpost.torchrl.turns import conversations_of, scores
 
         conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
         if any(conversation.done for conversation in conversations):
@@ -223,7 +223,7 @@ class EnvBase(ABC):
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
-        from rlpost.envs.turns import conversations_of
+        from rlpost.torchrl.turns import conversations_of
 
         stepped = self.step(tensordict)
         conversations = conversations_of(stepped["next"])
@@ -242,7 +242,7 @@ class EnvBase(ABC):
 
         Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
         """
-        from rlpost.envs.turns import conversations_of
+        from rlpost.torchrl.turns import conversations_of
 
         steps = []
         current = self.reset(tensordict)
@@ -266,7 +266,7 @@ class EnvBase(ABC):
 
     def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""
-        from rlpost.envs.turns import observation
+        from rlpost.torchrl.turns import observation
 
         observed: TensorDictBase = TensorDict(
             observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]

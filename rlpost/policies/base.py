@@ -103,7 +103,7 @@ class Policy(ABC):
 
         Raises DataError for entries that are missing or of another kind, PolicyError when the engine fails.
         """
-        from rlpost.policies.calling import call
+        from rlpost.torchrl.calling import call
 
         return call(self, tensordict)
 

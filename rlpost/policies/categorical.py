@@ -15,7 +15,7 @@ from rlpost.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rlpost.policies.reading import Reader
+    from rlpost.torchrl.reading import Reader
 
 
 class MaskedCategorical(Categorical):
@@ -112,7 +112,7 @@ class CategoricalSequential(ABC):
         return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
 
     def _reader(self) -> Reader:
-        from rlpost.policies.reading import Reader
+        from rlpost.torchrl.reading import Reader
 
         return Reader(self)  # type: ignore[arg-type]
 

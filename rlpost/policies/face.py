@@ -35,7 +35,7 @@ class Face:
 
     With `generate` it takes the model's turn: it reads the prompts as `input_mode` says, and writes
     text, tokens, masks, log-probs and, in the mode history, messages, each with `prompt`,
-    `response` and `full`; `rlpost.policies.writing` says how. Without, it gives the log-probs of
+    `response` and `full`; `rlpost.torchrl.writing` says how. Without, it gives the log-probs of
     whole sequences, `("log_probs", "full")`, where the first token, which nothing predicts, has 0.
 
     Where ids are there they are read, whatever the mode: a conversation under way goes on from

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration
-from rlpost.data.topk import best_of_groups
+from rlpost.data.best import best_of_groups
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics

@@ -13,7 +13,7 @@ from rlpost.envs.transforms.base import Transform
 from rlpost.errors import DataError
 
 StackMethod = Callable[[Sequence[Mapping[str, Any]]], TensorDictBase]
-STACK_METHODS = ("as_nested_tensor", "as_padded_tensor")  # functions of rlpost.envs.transforms.tensors
+STACK_METHODS = ("as_nested_tensor", "as_padded_tensor")  # functions of rlpost.torchrl.tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class DataLoadingPrimer(Transform):
         if len(shape) != 1 or (self.batch_size is not None and shape != self.batch_size):
             raise ValueError(f"cannot prime a batch of {tuple(shape)}: {_expected(self.batch_size)}")
         elements = [draw.element for draw in self.take(shape[0])]
-        from rlpost.envs.transforms import tensors
+        from rlpost.torchrl import tensors
 
         method = self.stack_method or "stack_equal"
         stacked = (getattr(tensors, method) if isinstance(method, str) else method)(elements)

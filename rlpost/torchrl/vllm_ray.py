@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.extras import require
-from rlpost.policies.vllm_devices import LLMOnDevice
 from rlpost.policies.vllm_engines import NamedWeights, tokenizer_of
 from rlpost.settings import VLLMSettings
+from rlpost.torchrl.vllm_devices import LLMOnDevice
 
 
 class RayLLM:

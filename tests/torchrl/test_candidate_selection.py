@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from rlpost.objectives import candidates
-from rlpost.objectives.candidates import Bounds, balanced, first, uniform
+from rlpost.torchrl import candidates
+from rlpost.torchrl.candidates import Bounds, balanced, first, uniform
 
 
 def chosen(selector: candidates.Selector, returns: list[float], size: int, bounds: Bounds | None = None) -> list[int]:

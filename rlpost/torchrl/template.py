@@ -8,8 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from rlpost.data.history import History
-from rlpost.data.ragged import Key, strings
-from rlpost.envs.replies import column
+from rlpost.data.ragged import Key, column, strings
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
 

@@ -13,9 +13,9 @@ from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.extras import is_installed
 from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
 from rlpost.policies.vllm import engine_arguments
-from rlpost.policies.vllm_devices import check_devices
 from rlpost.policies.vllm_engines import OwnProcessEngine
 from rlpost.settings import VLLMSettings
+from rlpost.torchrl.vllm_devices import check_devices
 
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
 

@@ -12,9 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data import ReplayBuffer, TopKRewardSelector
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
+from rlpost.data.best import best, best_of_groups
 from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import strings
-from rlpost.data.topk import best, best_of_groups
 
 Make = Callable[..., Conversation]
 

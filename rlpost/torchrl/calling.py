@@ -11,8 +11,8 @@ from tensordict import TensorDictBase, lazy_stack
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.ragged import strings
 from rlpost.errors import DataError
-from rlpost.policies.reading import Reader
-from rlpost.policies.writing import Turn, put, sequences_written, shaped, turns_written
+from rlpost.torchrl.reading import Reader
+from rlpost.torchrl.writing import Turn, put, sequences_written, shaped, turns_written
 
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy

@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.flat import flat_batch
 from rlpost.data.input_mode import InputMode
+from rlpost.data.ragged import column
 from rlpost.envs.chat import ChatEnv
-from rlpost.envs.replies import column
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import DataError
 from rlpost.rewards.score import Score
+from rlpost.torchrl.flat import flat_batch
 
 
 class NoPromptError(DataError, KeyError):
@@ -38,7 +38,7 @@ class LLMEnv(ChatEnv):
     `assign_reward` a finished conversation has the reward 0, which transforms add to, else none.
 
     A collector delivers the flat names of `LLMData` (`text`, `text_response`, `tokens`,
-    `tokens_response`, `attention_mask`: see `rlpost.data.flat`), or with `flat_names=False` those that
+    `tokens_response`, `attention_mask`: see `rlpost.torchrl.flat`), or with `flat_names=False` those that
     losses read, as every other environment has them. Other arguments are `ChatEnv`'s.
 
     Raises NoPromptError (a KeyError) for a task or TensorDict without its prompt.
@@ -219,7 +219,7 @@ class LLMEnv(ChatEnv):
         return Score(0.0) if self.assign_reward else None
 
     def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
-        """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.data.flat`."""
+        """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.torchrl.flat`."""
         return self._played(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.policies.vllm_devices import LLMOnDevice
-from rlpost.policies.vllm_ray import RayLLM
 from rlpost.settings import VLLMSettings
+from rlpost.torchrl.vllm_devices import LLMOnDevice
+from rlpost.torchrl.vllm_ray import RayLLM
 
 
 def make_vllm_worker(

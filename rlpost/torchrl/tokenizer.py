@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.ragged import Key, padded, padding_id, ragged, strings
-from rlpost.envs.replies import column
+from rlpost.data.ragged import Key, column, padded, padding_id, ragged, strings
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
 

@@ -35,7 +35,7 @@ from rlpost.data.ragged import padded, padding_id, ragged, strings, token_fields
 
 if TYPE_CHECKING:
     from rlpost.policies.base import Policy
-    from rlpost.policies.reading import ScoredRow
+    from rlpost.torchrl.reading import ScoredRow
 
 
 @dataclass

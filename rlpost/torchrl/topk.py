@@ -1,23 +1,21 @@
-"""The best replies to each prompt: picked from a batch of whole groups, or by a transform of the replay buffer."""
+"""TopKRewardSelector: a transform of the replay buffer that lets the best replies to each prompt through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from math import isfinite, nan
-from statistics import fmean, median_low
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.data.best import best, mean_worth, worth_of
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import Key
-from rlpost.data.selection import Selection, Waiting, places_of_each
-from rlpost.data.trajectories import Trajectories, trajectories_by
+from rlpost.data.selection import Selection, Waiting
+from rlpost.torchrl.trajectories import Trajectories, trajectories_by
 
 GroupKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
-TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
 
 
 @dataclass(eq=False)
@@ -112,8 +110,8 @@ class TopKRewardSelector:
         complete = len(own) - len(own) % size
         for first in range(0, complete, size):
             group = own.part(range(first, first + size))
-            rewards = iter(_worth(group.steps, self.rewards_key))
-            worth = [_mean(list(islice(rewards, length))) for length in group.lengths]
+            rewards = iter(worth_of(group.steps, self.rewards_key))
+            worth = [mean_worth(list(islice(rewards, length))) for length in group.lengths]
             if picked := best(worth, self.topk_size, self.min_reward):
                 yield group.part(picked).steps
         if complete < len(own):
@@ -135,37 +133,3 @@ class TopKRewardSelector:
                     f"{type(prompt).__name__}: give the prompt_key of a string"
                 )
         return prompts
-
-
-def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> list[int]:
-    """The places of each group's `best` in a batch (B,) of whole groups, one row a completion, group by group."""
-    worth = [_mean([reward]) for reward in _worth(Selection.whole(batch), ("next", "reward"))]
-    groups = places_of_each(batch["group_id"].tolist()).values()
-    return [places[i] for places in groups for i in best([worth[place] for place in places], count, minimum)]
-
-
-def _worth(rows: Selection, rewards_key: Key) -> list[float | None]:
-    """The reward of each row: NaN where it has none (yet), None where it failed."""
-    rewards = rows.column(rewards_key).double().flatten().tolist()
-    valid = rows.column("valid").flatten().tolist() if rows.has("valid") else [True] * len(rewards)
-    return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
-
-
-def _mean(rewards: Sequence[float | None]) -> float:
-    """Over the rows of a trajectory that have a reward; NaN where none has, or one failed."""
-    finite = [reward for reward in rewards if reward is not None and isfinite(reward)]
-    return fmean(finite) if finite and None not in rewards else nan
-
-
-def best(worth: Sequence[float], count: int, minimum: float | None) -> list[int]:
-    """The places of the `count` greatest candidates, greatest first; NaN is never one.
-
-    Candidates are at least `minimum`, or where it is None strictly above the lower median of all
-    that are no NaN, up to rounding.
-    """
-    known = [value for value in worth if value == value]
-    if not known:
-        return []
-    bar = median_low(known) + TOLERANCE * max(1.0, *map(abs, known)) if minimum is None else minimum
-    candidates = [i for i, value in enumerate(worth) if (value > bar if minimum is None else value >= bar)]
-    return sorted(candidates, key=lambda i: -worth[i])[:count]

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from rlpost.data.ragged import ragged, strings
+from rlpost.data.ragged import column, ragged, strings
 from rlpost.envs.base import one_dimension
-from rlpost.envs.replies import column
 from rlpost.errors import DataError
 
 _BYTES = 8  # of a hash, and of a token in it

@@ -12,7 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import Key, ragged, ragged_rows
 from rlpost.data.selection import Selection, Waiting
-from rlpost.data.trajectories import (
+from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
+from rlpost.torchrl.candidates import SELECTORS, Bounds, Selector, select, within
+from rlpost.torchrl.trajectories import (
     REDUCTIONS,
     Trajectories,
     hashable,
@@ -21,8 +23,6 @@ from rlpost.data.trajectories import (
     trajectories_by,
     values_of,
 )
-from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
-from rlpost.objectives.candidates import SELECTORS, Bounds, Selector, select, within
 
 GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
 
@@ -54,7 +54,7 @@ class MCAdvantage:
     `keep_return_bounds=(low, high)` drops a group unless low < mean return < high. With
     `candidate_group_size` above `grpo_size`, up to so many trajectories are waited for, and from
     `candidate_selection_min_size` on (left out: `grpo_size`) `candidate_selector` (`first`,
-    `uniform`, `balanced`, or a function like those in `rlpost.objectives.candidates`) may find a
+    `uniform`, `balanced`, or a function like those in `rlpost.torchrl.candidates`) may find a
     group among them; those it leaves are dropped.
 
     At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,

@@ -12,8 +12,7 @@ from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
-from rlpost.data.ragged import one_each, ragged, strings
-from rlpost.envs.replies import column
+from rlpost.data.ragged import column, one_each, ragged, strings
 from rlpost.errors import DataError
 
 

@@ -6,36 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import TensorDictBase
 
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Completion, Conversation, strip_end_of_turn
 from rlpost.data.history import History
 from rlpost.data.input_mode import InputMode
-from rlpost.data.ragged import ATTENTION, Key, ragged_rows
+from rlpost.data.ragged import ATTENTION, Key, column
 from rlpost.errors import DataError
-
-END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")
-
-
-def column(tensordict: TensorDictBase, key: Key) -> list[Any]:
-    """The entry `key`, one Python value (or tensor) a row."""
-    value = tensordict.get(key)
-    if isinstance(value, NonTensorStack):
-        return value.tolist()
-    if isinstance(value, torch.Tensor):
-        return ragged_rows(value) if value.is_nested else list(value.unbind(0))
-    plain = getattr(value, "data", None)  # one value that stands for every row
-    return [plain if isinstance(plain, str | int | float) else value[i] for i in range(tensordict.batch_size[0])]
-
-
-def strip_end_of_turn(text: str, tokenizer: Any = None) -> str:
-    """`text` without an end-of-turn marker at its end and the white space around that marker."""
-    markers = (*END_OF_TURN, tokenizer.eos_token) if getattr(tokenizer, "eos_token", None) else END_OF_TURN
-    bare = text.rstrip()
-    for marker in markers:
-        if bare.endswith(marker):
-            return bare.removesuffix(marker).rstrip()
-    return text
 
 
 def add_replies(
