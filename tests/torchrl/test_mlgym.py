@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.envs import MLGymWrapper, make_mlgym, mlgym_env
+from rlpost.envs import MLGymWrapper, make_mlgym
+from rlpost.torchrl import mlgym_env
 from rlpost.errors import MissingExtraError
 from rlpost.torchrl.mlgym_env import score_above_baseline
 

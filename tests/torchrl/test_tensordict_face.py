@@ -419,7 +419,7 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("input_mode='texts' is none of history, text, tokens", {"input_mode": "texts"}),
+        ("input_mode=texts is unknown: it is one of history, text, tokens", {"input_mode": "texts"}),
         ("leaves nothing to give", {"generate": False, "return_log_probs": False}),
         ("generate=False samples none", {"generate": False, "num_samples": 2}),
         ("given twice", {"num_samples": 2, "generate_kwargs": {"n": 2}}),
