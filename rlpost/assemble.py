@@ -106,7 +106,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     """
     objective = PolicyObjective(
         settings.loss,
-        temperature=settings.sampling.temperature,
+        temperature=settings.drawn.temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
     buffer = ReplayBuffer(group_size=settings.group_size, draw_limit=settings.dynamic.draw_limit)
@@ -152,7 +152,7 @@ def assemble_sampling(
         tokenizer = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-        policy = build_trained_policy(settings, tokenizer, trainable, settings.sampling)
+        policy = build_trained_policy(settings, tokenizer, trainable, settings.drawn)
         collector = LLMCollector(
             env,
             policy=policy,

@@ -185,7 +185,7 @@ def start_vllm(folder: Path) -> None:
                 model=None,
                 model_settings=settings.model,
                 env_settings=settings.env,
-                sampling=settings.sampling,
+                sampling=settings.drawn,
                 seed=settings.seed,
             )
             policy.start()

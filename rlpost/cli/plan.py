@@ -54,7 +54,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
     completions = settings.prompts_per_step * settings.group_size
     return [
         f"data    {_source(composed)}" + _rewards_of(settings.env),
-        f"policy  {composed.choices['policy']}, temperature {settings.sampling.temperature:g}",
+        f"policy  {composed.choices['policy']}, temperature {settings.drawn.temperature:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
@@ -83,7 +83,7 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
     )
     return [
         f"data    {_source(composed)}" + _rewards_of(settings.env),
-        f"policy  {composed.choices['policy']}, temperature {settings.sampling.temperature:g}",
+        f"policy  {composed.choices['policy']}, temperature {settings.drawn.temperature:g}",
         f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",

@@ -15,7 +15,7 @@ from rlpost.settings.learning import OptimSettings
 from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings
 from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, SamplingSettings
+from rlpost.settings.policy import PolicySettings, SamplingSettings, TrainSamplingSettings
 from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
 
@@ -77,7 +77,7 @@ class SampledSettings(TrainingSettings):
     """What every training has that learns from groups of completions of its own policy."""
 
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)  # how a completion is drawn
+    sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
     prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
     group_size: int = 8  # completions a prompt, G in the paper
@@ -92,11 +92,17 @@ class SampledSettings(TrainingSettings):
                 f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
             )
         check_turns(self.env, self.tools)
-        if isinstance(self.sampling, SamplingSettings) and self.sampling.temperature == 0:
+        if isinstance(self.sampling, TrainSamplingSettings) and self.sampling.temperature == 0:
             raise ConfigError(
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
             )
         self._check_split(self.eval.enabled)
+
+    @property
+    def drawn(self) -> SamplingSettings:
+        """How completions are drawn, at the environment's own temperature where none is set."""
+        own, asked = self.env.train_temperature, self.sampling
+        return SamplingSettings(own if asked.temperature is None else asked.temperature, asked.top_p)
 
 
 @dataclass

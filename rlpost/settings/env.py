@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from string import Formatter
+from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
@@ -25,6 +26,8 @@ class EnvSettings(Settings, group="env"):
 
     `prompt_template` is a Python format string over the task's fields, such as `{question}`.
     """
+
+    train_temperature: ClassVar[float] = 1.0  # of sampling in a training, where sampling.temperature is not set
 
     split: str = "train"  # train or test
     limit: int | None = limited(None, at_least=1)  # use only the first rows
@@ -65,6 +68,9 @@ class MadeSettings(EnvSettings):
 @dataclass
 class ArithmeticSettings(MadeSettings):
     """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
+
+    # at 1 the completions of a prompt are soon all alike, and a group that is all right or all wrong teaches nothing
+    train_temperature: ClassVar[float] = 1.2
 
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
     digits: int = limited(2, 1, 9)  # of each operand

@@ -78,3 +78,11 @@ class SamplingSettings(Settings, group="sampling"):
 
     temperature: float = limited(1.0, at_least=0.0)  # 0: greedy
     top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
+
+
+@dataclass
+class TrainSamplingSettings(Settings, group="sampling"):
+    """How a completion that is learned from is drawn."""
+
+    temperature: float | None = limited(None, at_least=0.0)  # None: the environment's own, 1 for most
+    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it

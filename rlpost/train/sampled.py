@@ -78,7 +78,7 @@ class SamplingSession(Session[S, P]):
             numbers.line,
             *reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
-            f"policy  {type(parts.policy).__name__}, temperature {settings.sampling.temperature:g}",
+            f"policy  {type(parts.policy).__name__}, temperature {settings.drawn.temperature:g}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
@@ -198,7 +198,7 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         parts.eval_env,
         parts.policy,
         num_prompts=num_prompts,
-        sampling=SamplingSettings(temperature=0.0) if samples == 1 else settings.sampling,
+        sampling=SamplingSettings(temperature=0.0) if samples == 1 else settings.drawn,
         k=settings.eval.k,
         samples=samples,
         progress=progress,

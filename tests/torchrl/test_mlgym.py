@@ -7,8 +7,8 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import MLGymWrapper, make_mlgym
-from rlpost.torchrl import mlgym_env
 from rlpost.errors import MissingExtraError
+from rlpost.torchrl import mlgym_env
 from rlpost.torchrl.mlgym_env import score_above_baseline
 
 BASELINE = 0.25
