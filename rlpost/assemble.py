@@ -21,13 +21,14 @@ from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
-from rlpost.evaluation.play import Evaluation, chosen_sampling, play, summarise
+from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
+from rlpost.policies.sampling import evaluation_sampling, training_sampling
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
     EnvSettings,
@@ -106,7 +107,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     """
     objective = PolicyObjective(
         settings.loss,
-        temperature=settings.drawn.temperature,
+        temperature=training_sampling(settings).temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
     buffer = ReplayBuffer(group_size=settings.group_size, draw_limit=settings.dynamic.draw_limit)
@@ -152,7 +153,7 @@ def assemble_sampling(
         tokenizer = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-        policy = build_trained_policy(settings, tokenizer, trainable, settings.drawn)
+        policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
         collector = LLMCollector(
             env,
             policy=policy,
@@ -287,7 +288,7 @@ def evaluate_command(
     only where loading fails.
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
-    sampling = chosen_sampling(settings.sampling, samples)
+    sampling = evaluation_sampling(settings.sampling, samples)
     # the same prompts whatever the seed
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     with ExitStack() as opened:

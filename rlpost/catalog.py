@@ -25,7 +25,7 @@ from rlpost.settings.sft import SFTSettings
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Command(Generic[S]):
     """A verb that is configured, and its settings class. `name` is that of a loop, rlpost/train/NAME.py.
 

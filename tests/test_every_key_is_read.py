@@ -20,7 +20,8 @@ from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.model.load import locate_model
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.policies import vllm
+from rlpost.policies import vllm, vllm_engines
+from rlpost.policies.sampling import training_sampling
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.run import RunRequest
 from rlpost.tracking import choice
@@ -170,8 +171,8 @@ def start_vllm(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine))
-        patch.setattr(vllm, "InProcessEngine", Engine)
-        patch.setattr(vllm, "OwnProcessEngine", Engine)
+        patch.setattr(vllm_engines, "InProcessEngine", Engine)
+        patch.setattr(vllm_engines, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
         patch.setattr(vllm, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
         patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
@@ -185,7 +186,7 @@ def start_vllm(folder: Path) -> None:
                 model=None,
                 model_settings=settings.model,
                 env_settings=settings.env,
-                sampling=settings.drawn,
+                sampling=training_sampling(settings),
                 seed=settings.seed,
             )
             policy.start()

@@ -54,12 +54,18 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
     completions = settings.prompts_per_step * settings.group_size
     return [
         f"data    {_source(composed)}" + _rewards_of(settings.env),
-        f"policy  {composed.choices['policy']}, temperature {settings.drawn.temperature:g}",
+        _policy(composed),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
+
+
+def _policy(composed: Composed[Any]) -> str:
+    from rlpost.policies.sampling import training_sampling
+
+    return f"policy  {composed.choices['policy']}, temperature {training_sampling(composed.settings).temperature:g}"
 
 
 def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
@@ -83,7 +89,7 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
     )
     return [
         f"data    {_source(composed)}" + _rewards_of(settings.env),
-        f"policy  {composed.choices['policy']}, temperature {settings.drawn.temperature:g}",
+        _policy(composed),
         f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",

@@ -179,12 +179,6 @@ def _telling(progress: Callable[[int, int], None], before: int, total: int) -> C
     return lambda ended, of, tokens: progress(before + ended, total)
 
 
-def chosen_sampling(settings: EvalSamplingSettings, samples: int) -> SamplingSettings:
-    """How completions are drawn: without a temperature set greedily if there is one a prompt, else at temperature 1."""
-    usual = 0.0 if samples == 1 else 1.0
-    return SamplingSettings(usual if settings.temperature is None else settings.temperature, settings.top_p)
-
-
 def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temperature: float = 0.0) -> EvalResult:
     """The result of finished conversations, those of one prompt beside each other, drawn at `temperature`.
 

@@ -98,12 +98,6 @@ class SampledSettings(TrainingSettings):
             )
         self._check_split(self.eval.enabled)
 
-    @property
-    def drawn(self) -> SamplingSettings:
-        """How completions are drawn, at the environment's own temperature where none is set."""
-        own, asked = self.env.train_temperature, self.sampling
-        return SamplingSettings(own if asked.temperature is None else asked.temperature, asked.top_p)
-
 
 @dataclass
 class GRPOSettings(SampledSettings):

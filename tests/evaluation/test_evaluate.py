@@ -11,10 +11,11 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import RewardError
-from rlpost.evaluation.play import chosen_sampling, evaluate, play, summarise
+from rlpost.evaluation.play import evaluate, play, summarise
 from rlpost.evaluation.statistics import Share
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
+from rlpost.policies.sampling import evaluation_sampling
 from rlpost.rewards.score import Score
 from rlpost.screen import evaluation_line
 from rlpost.settings import EvalSamplingSettings, SamplingSettings
@@ -187,7 +188,7 @@ def test_one_completion_is_greedy_and_several_are_drawn(
     samples: int, temperature: float | None, drawn_at: float
 ) -> None:
     settings = EvalSamplingSettings(temperature, top_p=0.9)
-    assert chosen_sampling(settings, samples) == SamplingSettings(drawn_at, 0.9)
+    assert evaluation_sampling(settings, samples) == SamplingSettings(drawn_at, 0.9)
 
 
 # Playing

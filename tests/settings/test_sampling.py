@@ -4,6 +4,7 @@ import pytest
 
 from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, Command
 from rlpost.config.compose import compose
+from rlpost.policies.sampling import training_sampling
 
 
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_EXPERT_ITERATION], ids=lambda command: command.name)
@@ -18,7 +19,7 @@ from rlpost.config.compose import compose
 def test_a_training_samples_at_the_environments_temperature_unless_told(
     command: Command, words: list[str], temperature: float
 ) -> None:
-    drawn = compose(command, [*words, "sampling.top_p=0.9"]).settings.drawn
+    drawn = training_sampling(compose(command, [*words, "sampling.top_p=0.9"]).settings)
     assert (drawn.temperature, drawn.top_p) == (temperature, 0.9)
 
 

@@ -211,15 +211,15 @@ def test_a_conversation_holds_the_model_in_the_format_of_the_machine(
 
 
 def test_eval_and_chat_say_on_stderr_what_they_compute_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tiny_folder: Path
 ) -> None:
     machine(monkeypatch, fast=False)
     words = ["model=tiny", "policy=transformers", "env.limit=1", "env.max_completion_tokens=2"]
     assert rlpost(["eval", *words, "--out", str(tmp_path / "e"), "--json"]) == 0
-    told = capsys.readouterr()
+    told = capfd.readouterr()
     line = "numbers float32 sampling (measured here: float32 100, bfloat16 20 GFLOP/s a core)\n"
     assert told.err.count(line) == 1
     kept = json.loads(told.out)["environment"]["numbers"]
     assert kept["model.autocast"] == "none"
     assert rlpost(["eval", *words, "--out", str(tmp_path / "f"), "model.autocast=bfloat16"]) == 0
-    assert "note: bfloat16 products run at 20 GFLOP/s a core here" in capsys.readouterr().err
+    assert "note: bfloat16 products run at 20 GFLOP/s a core here" in capfd.readouterr().err

@@ -17,6 +17,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.load import load_tokenizer
+from rlpost.policies import transformers
 from rlpost.settings.registered import TOOLS
 from rlpost.settings.run import RunRequest
 from rlpost.train.grpo import train
@@ -192,7 +193,7 @@ def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
     forgetful = template.replace("message['content']", "(message['content'] if loop.last else '...')")
     assert forgetful != template
     (model / "chat_template.jinja").write_text(forgetful)
-    for module in (assemble, trainable):
+    for module in (transformers, trainable):
         monkeypatch.setattr(module, "load_model", unwanted)
     with pytest.raises(DataError, match=r"the chat template of forgetful .*several turns cannot be trained on"):
         command()
