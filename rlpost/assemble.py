@@ -17,8 +17,8 @@ from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, longest_conversation, longest_sampled
-from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.play import Evaluation, play, summarise

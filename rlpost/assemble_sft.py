@@ -16,7 +16,7 @@ from rlpost.assemble import build_trained_policy, build_updater
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, encode_all
 from rlpost.envs.build import build_env
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows
 from rlpost.errors import DataError
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer

@@ -27,7 +27,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, eq=False)
 class Command(Generic[S]):
-    """A verb that is configured, and its settings class. `name` is that of a loop, rlpost/train/NAME.py.
+    """A verb that is configured, and its settings class. `name` is that of its loop, rlpost/train/NAME.py, if any.
 
     `choices` say which option a group has where none is chosen; a file conf/NAME.yaml says it in their place.
     `without` are keys of shared settings classes that mean nothing to this verb, so nobody can set them;

@@ -12,11 +12,11 @@ from test_layers import LATE_DOORS
 SCRIPT = Path(__file__).parents[1] / "scripts" / "figures.py"
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
-    "code lines": 30_419,
-    "modules": 143,
-    "lines": 17_981,
-    "functions": 428,
-    "functions from learn on": 229,
+    "code lines": 29_260,
+    "modules": 147,
+    "lines": 17_540,
+    "functions": 439,
+    "functions from learn on": 224,
 }
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rlpost.envs.arithmetic import ArithmeticEnv as ArithmeticEnv
     from rlpost.envs.base import EnvBase as EnvBase
     from rlpost.envs.chat import ChatEnv as ChatEnv
-    from rlpost.envs.chat import DatasetChatEnv as DatasetChatEnv
     from rlpost.envs.countdown import CountdownEnv as CountdownEnv
+    from rlpost.envs.dataset_chat import DatasetChatEnv as DatasetChatEnv
     from rlpost.envs.gsm8k import GSM8KEnv as GSM8KEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv

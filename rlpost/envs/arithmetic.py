@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.nearest import member
 from rlpost.rewards import arithmetic

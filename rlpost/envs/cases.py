@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.dataset import DatasetEnv, as_answer
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.rewards.attack import Case
 

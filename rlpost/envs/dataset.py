@@ -9,7 +9,7 @@ from typing import Any, Self
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import Row
 from rlpost.data.demonstrations import Demonstration
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, as_answer, asked
 from rlpost.envs.rows import order_seed
 from rlpost.envs.scoring import record

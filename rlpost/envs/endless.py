@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from rlpost.data.datasets import held_out_of
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import DataError
 from rlpost.settings.env import MadeSettings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import Row
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import gsm8k_complaint
 from rlpost.envs.scoring import check_tiers
 from rlpost.rewards import gsm8k

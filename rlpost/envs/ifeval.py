@@ -12,7 +12,7 @@ from rlpost.data.conversation import Conversation, strip_end_of_turn
 from rlpost.data.datasets import Complaint, Row, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.ragged import column, ragged
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import Row
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import math_answer, math_complaint, math_question
 from rlpost.envs.scoring import check_tiers, record
 from rlpost.rewards import math_answers

@@ -16,7 +16,7 @@ from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
 from rlpost.evaluation.statistics import Share, maj_at_k, mean_interval, pass_at_k
 from rlpost.policies.base import Policy
-from rlpost.settings import EvalSamplingSettings, SamplingSettings
+from rlpost.settings import SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
 

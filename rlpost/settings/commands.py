@@ -15,7 +15,7 @@ from rlpost.settings.learning import OptimSettings
 from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings
 from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, SamplingSettings, TrainSamplingSettings
+from rlpost.settings.policy import PolicySettings, TrainSamplingSettings
 from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
 

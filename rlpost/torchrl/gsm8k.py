@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from rlpost.data.conversation import Conversation, strip_end_of_turn
 from rlpost.data.ragged import column, strings
-from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.gsm8k import HUB_ID, GSM8KEnv
 from rlpost.envs.scoring import check_tiers, record_score
 from rlpost.envs.transforms.base import Transform

@@ -66,12 +66,18 @@ class WeightUpdater(ABC):
 class SharedWeights(WeightUpdater):
     """For a policy that samples from the trainer's own tensors: nothing to send.
 
-    Other weights are copied into those tensors. `push` raises PolicyError for weights that do not fit
-    the policy's model, and changes nothing then. A policy without a model (`ScriptedPolicy`) takes any.
+    Other weights are copied into those tensors. `push` raises PolicyError for a policy with weights of its
+    own, and for weights that do not fit its model, and changes nothing then. A policy without a model
+    (`ScriptedPolicy`) takes any.
     """
 
     def _send(self, policy: Policy, source: WeightSource) -> None:
         weights = named_weights(source)  # what holds no weights is refused here
+        if not policy.shares_weights:
+            raise PolicyError(
+                f"{type(policy).__name__} samples with weights of its own, and SharedWeights sends none: name its "
+                "updater, as pushes= in the row of its settings in rlpost/catalog.py"
+            )
         model = getattr(policy, "model", None)
         if model is None or model is source:
             return

@@ -211,3 +211,13 @@ def test_each_updater_wants_vllm() -> None:
         policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
         with pytest.raises(PolicyError, match=f"{updater.__name__} pushes to a vLLMWrapper, not to a ScriptedPolicy"):
             updater(policy).push(torch.nn.Linear(1, 1))
+
+
+def test_a_policy_with_weights_of_its_own_needs_an_updater_that_sends_them(
+    sampling_from_the_trainer: TransformersWrapper,
+) -> None:
+    policy = sampling_from_the_trainer
+    policy.shares_weights = False  # as an engine's policy says
+    with pytest.raises(PolicyError, match=r"TransformersWrapper samples with weights of its own.*pushes="):
+        SharedWeights(policy).push(policy.model)
+    assert policy.version == 0

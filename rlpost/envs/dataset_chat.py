@@ -1,0 +1,194 @@
+"""DatasetChatEnv: a conversation about each row of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Self
+
+from rlpost.data.datasets import HELD_OUT, Complaint, Row, located_rows
+from rlpost.envs.chat import ChatEnv
+from rlpost.envs.rows import OrderedRows, order_seed
+from rlpost.envs.transforms.dataloading import DataLoadingPrimer
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import EnvSettings
+
+if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
+
+
+class DatasetChatEnv(ChatEnv):
+    """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
+
+    `dataset` is a sequence of mappings, or a path or hub id as `located_rows` takes. It keeps
+    `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
+    `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
+    The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
+    fetched from the dataset at a time. `held_out` is the share of the prompts that `located_rows` keeps
+    for the split test of a path without one. Other arguments are `ChatEnv`'s.
+    """
+
+    config: str | None = None  # of a dataset on the hub
+    test_path: str | None = None  # where the split test is, if not in `dataset`
+
+    def __init__(
+        self,
+        dataset: str | Sequence[Mapping[str, Any]],
+        *,
+        split: str = "train",
+        limit: int | None = None,
+        held_out: float = HELD_OUT,
+        shuffle: bool = True,
+        num_envs: int = 1,
+        repeats: int = 1,
+        batch_size_dl: int = 1,
+        seed: int = 0,
+        group_repeats: bool = False,
+        data_key: str = "question",
+        max_steps: int | None = 1,
+        **chat: Any,
+    ) -> None:
+        if min(num_envs, repeats, batch_size_dl) < 1:
+            raise ConfigError(
+                f"num_envs={num_envs}, repeats={repeats} and batch_size_dl={batch_size_dl} must be at least 1"
+            )
+        size = num_envs * repeats if group_repeats else num_envs
+        super().__init__(size, data_key=data_key, max_steps=max_steps, **chat)
+        self.dataset = dataset
+        self.split = split
+        self.limit = limit
+        self.held_out = held_out
+        self.shuffle = shuffle
+        self.repeats = repeats
+        self.seed = seed
+        self.read_ahead = batch_size_dl
+        self._rows: Any = None
+
+    @classmethod
+    def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
+        """The environment that `settings` describe; `seed` is the run's, `common` what every environment takes.
+
+        One that is None in `common` is left to the constructor, whose defaults are the environment's own.
+        """
+        given = {name: value for name, value in common.items() if value is not None}
+        own = cls.arguments_of(settings)
+        return cls(seed=order_seed(seed, own.pop("seed", 0)), **own, **given)
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
+        common = {field.name for field in fields(EnvSettings)}
+        own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
+        return {"dataset" if name == "path" else name: value for name, value in own.items()}
+
+    def start(self) -> None:
+        """Read the rows, and write the first prompt to see that the template fits.
+
+        Raises DataError for a dataset or row that cannot be used, ConfigError for the template.
+        """
+        super().start()
+        if self._rows is None:
+            self._rows = self.open_rows(self.seed)
+            self.opening_messages(next(self._rows.iter_from(0)))
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def open_rows(self, seed: int) -> Any:
+        """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""
+        rows = self.load(self.split) if self._rows is None else self._rows.rows
+        if not len(rows):
+            raise DataError("the dataset is empty: give at least one row")
+        return OrderedRows(rows, shuffle=self.shuffle, seed=seed, read_ahead=self.read_ahead)
+
+    def load(self, split: str) -> Sequence[Mapping[str, Any]]:
+        """The tasks of one split, `limit` at most."""
+        if isinstance(self.dataset, str):
+            return [row for _, row in self.located(split)]
+        if self.limit is None:
+            return self.dataset
+        return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
+
+    def located(
+        self,
+        split: str,
+        check: Callable[[Row], Complaint | None] | None = None,
+        prompt: Callable[[Row], str] | None = None,
+    ) -> list[tuple[str, Row]]:
+        """The rows of one split with their places, as `located_rows` reads, checks and divides them.
+
+        Without `prompt` a row's `data_key` is its prompt, and has to be text.
+        """
+        return located_rows(
+            self.dataset,
+            split,
+            (self.data_key,) if prompt is None else (),
+            self.limit,
+            config=self.config,
+            check=check,
+            held_out=self.held_out,
+            test_path=self.test_path,
+            prompt=prompt,
+        )
+
+    @property
+    def num_tasks(self) -> int:
+        """How many different prompts this split has; reads the rows."""
+        self.start()
+        return self._rows.count()
+
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """How many prompts of this split are also prompts of `other`; reads the rows of both."""
+        return len(self._openings() & other._openings())
+
+    def _openings(self) -> set[str]:
+        """How the conversation about each row begins; none where tasks are made rather than kept as rows."""
+        self.start()
+        return {repr(self.opening_messages(row)) for row in getattr(self._rows, "rows", ())}
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`: the rows."""
+        for number, row in enumerate(self.load(self.split), start=1):
+            yield f"{self.split} row {number}", row
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
+        from rlpost.data.demonstrations import Demonstration
+
+        for where, task in self.all_tasks():
+            answer = {"role": self.policy_role, "content": self.gold_reply(task)}
+            yield Demonstration(where, messages=[*self.opening_messages(task), answer])
+
+    def reset_dataloader(self) -> None:
+        """Draw again from the first row on."""
+        self.start()
+        assert self.primer is not None
+        self.primer.reset_dataloader()
+
+    def set_seed(self, seed: int) -> None:
+        """See `EnvBase.set_seed`."""
+        self.seed = seed
+        if self._rows is not None:
+            self._rows = self.open_rows(seed)
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""
+        self.start()
+        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `EnvBase.load_state_dict`. Raises DataError where the rows are not those `state` was taken with."""
+        self.start()
+        if state["rows"] != self._rows.fingerprint():
+            raise DataError(
+                f"the saved position was taken with {state['rows']}, and this dataset has {self._rows.fingerprint()}: "
+                "resume with the dataset and env settings the run began with"
+            )
+        self.set_seed(state["seed"])
+        super().load_state_dict(state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(element) for element in value]
+    return value.name if isinstance(value, Enum) else value
