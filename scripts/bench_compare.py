@@ -5,7 +5,7 @@ sampling, rewards, training and, in rlpost, the push of the new weights to the s
 
 Equal on both sides: the model folder, float32 weights and autocast to bfloat16 where rlpost measures
 that it is faster here, the prompts and their order, prompts and completions a step, the limit on new tokens,
-temperature 1 and no other filter, the reward function (rlpost's own, imported by both), one update
+the same temperature and no other filter, the reward function (rlpost's own, imported by both), one update
 a step over all completions, the loss (clipped at 0.2, mean over all tokens, no KL term), advantages
 divided by the group's standard deviation, AdamW with a constant learning rate, gradients clipped at
 1, the number of threads, no evaluation, no GPU.
@@ -180,6 +180,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     from rlpost.config.compose import compose
     from rlpost.envs.build import build_env
     from rlpost.model.load import locate_model
+    from rlpost.policies.sampling import training_sampling
     from rlpost.settings import Autocast
     from rlpost.settings.loss import ClippedLossSettings
 
@@ -201,7 +202,7 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
         "completions_per_step": prompts * settings.group_size,
         "microbatch": microbatch,
         "max_completion_tokens": settings.env.max_completion_tokens,
-        "temperature": settings.sampling.temperature,
+        "temperature": training_sampling(settings).temperature,
         "seed": settings.seed,
         "clip_low": loss.clip_low,
         "clip_high": loss.clip_high,

@@ -36,6 +36,7 @@ TINY = [
     "optim.lr=1e-3",
     "checkpoint.every=0",
     "deterministic=true",
+    "sampling.temperature=1.0",
 ]
 NO_EVAL = "eval.enabled=false"
 TIMED = ("time/", "memory/")

@@ -87,7 +87,13 @@ def test_grpo_trains_on_the_losses_of_the_model_s_own_forward(
 ) -> None:
     folder = saved(kind, tmp_path / "model", tiny_tokenizer)
     seen = compare(monkeypatch, PolicyObjective, policy_losses)
-    words = ["prompts_per_step=2", "group_size=3", "loss.kl_coef=0.2", "loss.entropy_coef=0.1"]
+    words = [
+        "prompts_per_step=2",
+        "group_size=3",
+        "loss.kl_coef=0.2",
+        "loss.entropy_coef=0.1",
+        "sampling.temperature=1.0",
+    ]
     lines = run(grpo, TRAIN_GRPO, tmp_path / "r", f"model.path={folder}", *words)
     assert len(seen) >= 2
     assert all(line["sampler/logprob_gap"] < 1e-4 for line in lines)
