@@ -52,7 +52,7 @@ def shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def readable(descriptor: int, seconds: float) -> bool:
+def readable_within(descriptor: int, seconds: float) -> bool:
     """Whether `descriptor` can be read, or what writes to it has ended, within `seconds`."""
     poll = select.poll()  # knows no highest number of a file descriptor, as select does
     poll.register(descriptor, select.POLLIN)

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rlpost.child import ending, framed, kill_group, put, python_module, readable, shell_code, taken, unframed
+from rlpost.child import ending, framed, kill_group, put, python_module, readable_within, shell_code, taken, unframed
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_a_module_is_started_with_variables_on_top_of_this_process_s() -> None:
 def test_a_pipe_gives_what_it_holds_then_nothing_then_its_end() -> None:
     inside, outside = os.pipe()
     os.set_blocking(inside, False)
-    assert not readable(inside, 0)
+    assert not readable_within(inside, 0)
     assert put(outside, b"three") == 5
-    assert readable(inside, 0)
+    assert readable_within(inside, 0)
     assert [taken(inside, 3), taken(inside, 100), taken(inside, 100)] == [b"thr", b"ee", b""]
     os.close(outside)
-    assert readable(inside, 0)
+    assert readable_within(inside, 0)
     assert taken(inside, 100) is None
     os.close(inside)
 

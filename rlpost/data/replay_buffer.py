@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import ragged_rows
-from rlpost.data.selection import Selection, Waiting, places_of_each
+from rlpost.data.selection import HoldsGroups, Selection, Waiting, places_of_each
 from rlpost.errors import ConfigError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
@@ -96,7 +96,7 @@ def _valid_rewards(group: Selection) -> list[float]:
     return [reward for reward, counts in zip(rewards, valid, strict=True) if counts and math.isfinite(reward)]
 
 
-class ReplayBuffer:
+class ReplayBuffer(HoldsGroups):
     """Groups of finished conversations, first in first out; one thread may write while another takes.
 
     - `transforms` see every batch on its way in; one may return None to hold its rows back until
@@ -142,16 +142,6 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for rows."""
-        return len(self._waiting)
-
-    @property
-    def num_evicted(self) -> int:
-        """Groups that were given up, since too many waited."""
-        return self._waiting.num_evicted
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,) whose rows carry `group_key`.

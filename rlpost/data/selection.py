@@ -136,6 +136,22 @@ class Waiting(dict[L, G]):
             )
 
 
+class HoldsGroups:
+    """What holds groups back in `_waiting` until they are whole."""
+
+    _waiting: Waiting[Any, Any]
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for members."""
+        return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were given up, since too many waited."""
+        return self._waiting.num_evicted
+
+
 def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
     """The places where each label stands, labels in the order they first come."""
     places: dict[L, list[int]] = {}

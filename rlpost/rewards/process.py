@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpost.child import ending, framed, kill_group, put, python_module, readable, taken, unframed
+from rlpost.child import ending, framed, kill_group, put, python_module, readable_within, taken, unframed
 
 STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
 OUTPUT_KEPT = 2000  # bytes of what a call prints
@@ -94,7 +94,7 @@ class Process:
         said = b""
         while self.output_is_open and len(said) < LONGEST_STACK:
             patience = STACK_SECONDS if not said else 0.02  # it is written in one go
-            if not readable(self.output, patience):
+            if not readable_within(self.output, patience):
                 break
             said += self._take_output()
         return said.decode(errors="replace")

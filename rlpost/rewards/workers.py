@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import rlpost.errors
-from rlpost.child import readable
+from rlpost.child import readable_within
 from rlpost.errors import RewardError, RlpostError
 from rlpost.rewards.process import Process, frame
 from rlpost.rewards.worker import Order
@@ -161,7 +161,7 @@ class Worker:
         process = self._process
         if process is None or self.outcome is not None:
             return
-        if process.popen.poll() is not None and not readable(process.answers, 0):
+        if process.popen.poll() is not None and not readable_within(process.answers, 0):
             self._lose(process.ending())
         elif self.seconds_left() <= 0:
             waited = self._seconds if process.is_ready else self._start_seconds

@@ -31,8 +31,8 @@ def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
         return FunctionTool(tool, name, timeout=settings.timeout_seconds)
     if not issubclass(tool, ToolTransform):
         raise ConfigError(
-            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: let "
-            "it be, or register a function"
+            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: "
+            "derive it, or register a function"
         )
     return tool()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlpost.data.ragged import padded
-from rlpost.model.sequences import read
+from rlpost.torchrl.token_sequences import read
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:

@@ -11,11 +11,11 @@ from torch import nn
 
 from rlpost.data.ragged import padded
 from rlpost.errors import DataError
-from rlpost.model.sequences import REF_LOG_PROBS, Sequences
 from rlpost.objectives.aggregation import AGGREGATIONS, aggregate, check_choice, keep, masked_mean
 from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
 from rlpost.objectives.variants import VARIANTS
 from rlpost.torchrl.actor import model_and_temperature, read_sequences
+from rlpost.torchrl.token_sequences import REF_LOG_PROBS, Sequences
 
 CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
 ALSO_CALLED = {"prompt_mean": "sequence_mean"}

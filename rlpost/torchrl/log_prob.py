@@ -11,8 +11,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rlpost.data.ragged import ASSISTANT, Key
 from rlpost.envs.transforms.base import Transform
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.sequences import REF_LOG_PROBS, TOKENS, Sequences
 from rlpost.torchrl.sequences import LOG_PROBS, LogProbModel, check_model, log_probs_of, rendered
+from rlpost.torchrl.token_sequences import REF_LOG_PROBS, TOKENS, Sequences
 
 REWARD: Key = ("next", "reward")
 DONE: Key = ("next", "done")

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import Key, ragged, ragged_rows
-from rlpost.data.selection import Selection, Waiting
+from rlpost.data.selection import HoldsGroups, Selection, Waiting
 from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 from rlpost.torchrl.candidates import SELECTORS, Bounds, Selector, select, within
 from rlpost.torchrl.trajectories import (
@@ -36,7 +36,7 @@ class _Written:
     advantage: torch.Tensor  # (L, ...), or ragged (L, *)
 
 
-class MCAdvantage:
+class MCAdvantage(HoldsGroups):
     """Holds trajectories back until their group has `grpo_size`, then writes what each earned beyond the others.
 
     A batch is trajectories one after the other on one dimension, or a line of them for each
@@ -153,16 +153,6 @@ class MCAdvantage:
             self._late.pop(next(iter(self._late)))
         self._waiting.evict()
         return self._joined(written) if written else None
-
-    @property
-    def num_incomplete(self) -> int:
-        """Groups that still wait for trajectories."""
-        return len(self._waiting)
-
-    @property
-    def num_evicted(self) -> int:
-        """Groups that were given up, since too many waited."""
-        return self._waiting.num_evicted
 
     def clear(self) -> None:
         """Forget the trajectories that wait; the counts stay."""

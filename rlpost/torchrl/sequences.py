@@ -14,7 +14,7 @@ from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import Key
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.sequences import HISTORY, TOKENS, Sequences, read
+from rlpost.torchrl.token_sequences import HISTORY, TOKENS, Sequences, read
 
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 

@@ -13,11 +13,11 @@ from torch import nn
 from rlpost.data.chat_mask import ChatMask
 from rlpost.data.history import History
 from rlpost.data.ragged import ATTENTION, padded
-from rlpost.model.sequences import HISTORY, REF_LOG_PROBS, Sequences
 from rlpost.objectives.aggregation import check_choice, masked_mean, sequence_mean, sequence_sum
 from rlpost.objectives.kl import kl_divergence
 from rlpost.objectives.supervised import minor_sft_terms, sft_terms
 from rlpost.torchrl.actor import model_and_temperature, read_sequences
+from rlpost.torchrl.token_sequences import HISTORY, REF_LOG_PROBS, Sequences
 
 
 @dataclass(slots=True)

@@ -12,14 +12,14 @@ from tensordict import TensorDict, TensorDictBase
 from rlpost.data.best import best, mean_worth, worth_of
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import Key
-from rlpost.data.selection import Selection, Waiting
+from rlpost.data.selection import HoldsGroups, Selection, Waiting
 from rlpost.torchrl.trajectories import Trajectories, trajectories_by
 
 GroupKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
 
 
 @dataclass(eq=False)
-class TopKRewardSelector:
+class TopKRewardSelector(HoldsGroups):
     """Holds trajectories back until each prompt has its number, then lets the best of them through.
 
     A prompt is complete with `total_dialog_turns` trajectories, each of one row or of the rows of
@@ -72,16 +72,6 @@ class TopKRewardSelector:
             chosen += self._add(key, new)
         self._waiting.evict()
         return Selection.joined(chosen).copied() if chosen else None
-
-    @property
-    def num_incomplete(self) -> int:
-        """Prompts that still wait for trajectories."""
-        return len(self._waiting)
-
-    @property
-    def num_evicted(self) -> int:
-        """Prompts that were given up, since too many waited."""
-        return self._waiting.num_evicted
 
     def counts(self) -> dict[str, float]:
         """What a training's metrics say of this transform; counted since the run began."""

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from rlpost.child import readable
+from rlpost.child import readable_within
 from rlpost.files import replaced
 from rlpost.record import MetricsFile
 from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
@@ -121,7 +121,7 @@ def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
 
 def _ending(words: IO[bytes]) -> Status | None:
     """How the run ended, or None while it goes on; waits a little for the word."""
-    if not readable(words.fileno(), LOOK_SECONDS):
+    if not readable_within(words.fileno(), LOOK_SECONDS):
         return None
     word = words.readline().decode().strip()
     return Status(word) if word else Status.failed

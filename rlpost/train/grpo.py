@@ -18,7 +18,6 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.advantage import give_advantages, has_spread, kl_in_reward
 from rlpost.objectives.overlong import mask_overlong, penalise_overlong
 from rlpost.objectives.policy_objective import PolicyOutput
-from rlpost.policies.sampling import training_sampling
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.metrics import loss_metrics
@@ -94,7 +93,7 @@ def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[R
 
 def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
-    temperature = training_sampling(settings).temperature
+    temperature = parts.policy.sampling.temperature
     fill_reference(parts.reference, microbatches, rows, temperature)
     if updates_per_step(settings) > 1 or kl_in_reward(settings):
         read = read_log_probs(parts.model, microbatches, rows, temperature=temperature)
@@ -115,7 +114,7 @@ def update_metrics(
     norms = [u.grad_norm for u in updates if u.stepped]
     if not outputs:
         longest = max(rows, key=lambda row: row.num_trained)
-        temperature = training_sampling(settings).temperature
+        temperature = parts.policy.sampling.temperature
         [log_probs] = read_log_probs(parts.model, microbatches, [longest], temperature=temperature)
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()

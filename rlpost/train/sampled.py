@@ -15,7 +15,6 @@ from rlpost.evaluation.play import EvalResult, evaluate
 from rlpost.evaluation.statistics import Share
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
-from rlpost.policies.sampling import training_sampling
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
@@ -79,7 +78,7 @@ class SamplingSession(Session[S, P]):
             numbers.line,
             *reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
-            f"policy  {type(parts.policy).__name__}, temperature {training_sampling(settings).temperature:g}",
+            f"policy  {type(parts.policy).__name__}, temperature {parts.policy.sampling.temperature:g}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
@@ -199,7 +198,7 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         parts.eval_env,
         parts.policy,
         num_prompts=num_prompts,
-        sampling=SamplingSettings(temperature=0.0) if samples == 1 else training_sampling(settings),
+        sampling=SamplingSettings(temperature=0.0) if samples == 1 else parts.policy.sampling,
         k=settings.eval.k,
         samples=samples,
         progress=progress,

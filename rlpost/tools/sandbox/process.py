@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlpost.child import kill_group, put, readable, shell_code, taken
+from rlpost.child import kill_group, put, readable_within, shell_code, taken
 from rlpost.errors import SandboxError
 from rlpost.tools.sandbox import runner
 from rlpost.tools.sandbox.execution import Capture, Execution, KilledBy
@@ -109,7 +109,7 @@ class Process:
 
     def _await_ready(self) -> None:
         """Wait until the interpreter says that its limits hold."""
-        if not readable(self._pipes.reports, START_SECONDS):
+        if not readable_within(self._pipes.reports, START_SECONDS):
             raise NotStarted(f"it is not up after {START_SECONDS:g} seconds")
         if os.read(self._pipes.reports, 1) != runner.READY:
             said = Capture(2000)
@@ -241,7 +241,7 @@ class Process:
             self._kill_strays()
         try:
             self._popen.wait(DEATH_SECONDS)
-            gone = self._handle < 0 or readable(self._handle, DEATH_SECONDS)
+            gone = self._handle < 0 or readable_within(self._handle, DEATH_SECONDS)
         except subprocess.TimeoutExpired:
             gone = False
         for handle in [*self._frozen, self._handle]:
