@@ -64,6 +64,8 @@ def _look_at_rows(settings: Any, rewards: Rewards | None) -> None:
 
     measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
     splits: list[str] = [settings.env.split, *(["test"] if measures and settings.env.split != "test" else [])]
-    columns = look_at_rows(settings.env, splits, demonstrated=isinstance(settings, SFTSettings))
+    shown = isinstance(settings, SFTSettings)
+    share = settings.max_bad_share if shown else 0.0
+    columns = look_at_rows(settings.env, splits, demonstrated=shown, max_bad_share=share)
     if columns is not None and rewards is not None and isinstance(settings.env, DatasetSettings):
         rewards.offer_columns(columns, settings.env.path)

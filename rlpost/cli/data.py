@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +13,6 @@ from rlpost.cli.completion import complete_sft
 from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr, takes_colour
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
-from rlpost.text import counted
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
@@ -38,7 +37,7 @@ def preview(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_sft),
     ] = None,
-    row: Annotated[int, typer.Option(metavar="K", min=1, help="Show the K-th row.")] = 1,
+    row: Annotated[int | None, typer.Option(metavar="K", min=1, help="Show row K, as its file counts.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Sum up the first N rows.")] = ROWS_READ,
     as_json: AsJson = False,
     plain: Annotated[
@@ -54,31 +53,35 @@ def preview(
 
     settings = compose(TRAIN_SFT, overrides or []).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
-        demonstrations, encoder = opened(settings, max(row, rows))
+        demonstrations, shown, encoder = opened(settings, rows, row)
     from rlpost.cli.data_view import preview_as_dict, preview_lines
 
-    shown = demonstrations[:rows], chosen(demonstrations, row), encoder
     if as_json:
-        print_json(preview_as_dict(*shown))
+        print_json(preview_as_dict(demonstrations, shown, encoder))
         return
     coloured = takes_colour(sys.stdout) and not plain
-    print("\n".join(preview_lines(*shown, settings.max_bad_share, coloured=coloured)))
+    print("\n".join(preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)))
 
 
-def opened(settings: SFTSettings, count: int) -> tuple[list[Demonstration], Encoder]:
-    """The first `count` demonstrations of the environment, and what encodes them with the model's tokenizer."""
+def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Demonstration], Demonstration, Encoder]:
+    """The first `count` demonstrations of the environment, that of `row`, and what encodes them for the model.
+
+    Raises ConfigError where no row has that number.
+    """
+    from rlpost.cli.data_view import row_number
     from rlpost.data.encoding import Encoder
     from rlpost.envs.build import build_env
     from rlpost.model.load import load_tokenizer, locate_tokenizer
 
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    demonstrations = list(islice(env.demonstrations(), count))  # a bad path or row is found first
+    stream = env.demonstrations()
+    demonstrations = list(islice(stream, count))  # a bad path or row is found first
+    everything = chain(demonstrations, stream)
+    shown = next((d for d in everything if (not d.wrong if row is None else row_number(d.where) == str(row))), None)
+    if shown is None and row is None and demonstrations:
+        shown = demonstrations[0]
+    if shown is None:
+        held_out = "; it may be held out: add env.split=test" if settings.env.split == "train" else ""
+        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{held_out}")
     tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
-    return demonstrations, Encoder(tokenizer, settings.max_tokens)
-
-
-def chosen(demonstrations: list[Demonstration], row: int) -> Demonstration:
-    """The `row`-th demonstration, from 1. Raises ConfigError where there are fewer."""
-    if row > len(demonstrations):
-        raise ConfigError(f"--row {row}: there are {counted(len(demonstrations), 'row')}")
-    return demonstrations[row - 1]
+    return demonstrations, shown, Encoder(tokenizer, settings.max_tokens)

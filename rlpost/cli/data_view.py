@@ -39,7 +39,6 @@ class Figures:
     trained: int
     longest: int
     bad: BadRows
-    first_bad: int  # its number, from 1; 0 where none is bad
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Figures:
@@ -49,11 +48,8 @@ class Figures:
         bad = BadRows()
         for sample in samples:
             bad.add(sample)
-        first_bad = next((number for number, sample in enumerate(samples, 1) if sample.fault), 0)
         lengths = [len(sample.ids) for sample in samples]
-        return cls(
-            len(samples), sum(lengths), sum(s.num_trained for s in samples), max(lengths, default=0), bad, first_bad
-        )
+        return cls(len(samples), sum(lengths), sum(s.num_trained for s in samples), max(lengths, default=0), bad)
 
 
 def preview_lines(
@@ -84,7 +80,7 @@ def preview_as_dict(demonstrations: Sequence[Demonstration], shown: Demonstratio
     bad = {
         fault.name: {
             "rows": count,
-            "first": [{"row": s.where, "reason": s.reason} for s in figures.bad.examples[fault]],
+            "first": [{"row": s.where, "reason": s.reason} for s in figures.bad.first if s.fault is fault],
         }
         for fault, count in figures.bad.counts.items()
     }
@@ -163,11 +159,18 @@ def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str
     )
     for line in figures.bad.lines():
         lines += [_painted(part, RED, coloured) for part in _told(f"  {line}")]
-    if figures.first_bad:
-        lines += _told(f"--row {figures.first_bad} shows the first of them")
+    for sample in figures.bad.first if figures.bad.count > len(figures.bad.counts) else ():
+        lines += [_painted(part, RED, coloured) for part in _told(f"    {sample.where}: {sample.reason}")]
+    if figures.bad.count:
+        lines += _told(f"--row {row_number(figures.bad.first[0].where)} shows the first of them")
     if figures.bad.count > max_bad_share * figures.rows:
         lines += _told(f"more than max_bad_share={max_bad_share:g} are bad: rlpost train sft would refuse them")
     return lines
+
+
+def row_number(where: str) -> str:
+    """The number in a row's place, as its file counts."""
+    return where.rpartition(" ")[2]
 
 
 def _told(text: str) -> list[str]:

@@ -1,16 +1,15 @@
-"""Rows of a dataset: a local file, a folder of splits, or a dataset of the hub.
+"""Rows of a dataset: a local file, several, a folder of splits, or a dataset of the hub.
 
 The only module that imports `datasets`, and it does so for hub ids alone.
 """
 
 from __future__ import annotations
 
-import codecs
-import csv
+import glob
 import hashlib
-import io
-import json
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,72 +17,153 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlpost.data.complaints import Complaint, Complaints, text_complaint, told
+from rlpost.data.row_files import READERS, Unreadable
+from rlpost.data.row_store import Digests, PackedRows, Row, Rows, digests_of
 from rlpost.errors import DataError
 from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
 
-Row = dict[str, Any]
-Complaint = tuple[str, str]  # (field, what is wrong with it)
 PROBE_SECONDS = 10  # longest wait for the hub's first answer
 HELD_OUT = 0.1  # share of the prompts kept for test where that split has no rows of its own
+
+Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
+Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 
 
+class LocatedRows(Rows):
+    """Rows and their places: each a new dict, and "train.jsonl, row 3".
+
+    A row's number counts from 1; in a .jsonl or .csv file it is the row's line.
+    """
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], files: Sequence[tuple[int, str]]) -> None:
+        self.rows = rows
+        self.numbers = numbers
+        self.files = files  # where each file's rows begin in `rows`, and its name
+        self.chosen: Sequence[int] = range(len(numbers))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def at(self, number: int) -> Row:
+        """See `Rows.at`."""
+        return self.rows[self.chosen[number]]
+
+    def where(self, number: int) -> str:
+        """The place of the row `number`."""
+        place = self.chosen[number]
+        _, file = self.files[bisect_right(self.files, place, key=lambda each: each[0]) - 1]
+        return f"{file}, row {self.numbers[place]}"
+
+    def located(self) -> Iterator[tuple[str, Row]]:
+        """Each row with its place."""
+        return ((self.where(number), self[number]) for number in range(len(self)))
+
+    def only(self, numbers: Sequence[int]) -> LocatedRows:
+        """The rows with these numbers."""
+        rows = LocatedRows(self.rows, self.numbers, self.files)
+        rows.chosen = [self.chosen[number] for number in numbers]
+        return rows
+
+    @property
+    def digests(self) -> Digests:
+        """One number a row, equal for equal rows."""
+        digests = self.rows.digests if isinstance(self.rows, PackedRows) else digests_of(self.rows)
+        return digests[list(self.chosen)]
+
+
 def located_rows(
-    dataset: str | Sequence[Mapping[str, Any]],
+    dataset: Dataset,
     split: str,
     required: Sequence[str] = ("question", "answer"),
     limit: int | None = None,
     *,
     config: str | None = None,
     check: Callable[[Row], Complaint | None] | None = None,
+    prepare: Callable[[Row], Row] = dict,
     held_out: float = HELD_OUT,
     test_path: str | None = None,
     prompt: Callable[[Row], str] | None = None,
-) -> list[tuple[str, Row]]:
+    malformed: Malformed | None = None,
+) -> LocatedRows:
     """The first `limit` rows (None: all) of a split, each with non-empty strings under `required`.
-
-    Each comes with its place: "train.jsonl, row 3".
 
     `dataset` is a sequence of rows, which serve either split, or a path: a .jsonl, .json, .csv or
     .parquet file, a folder with one such file named after each split, or a hub id, whose
-    configuration `config` names. `test_path`, likewise, is where the split `test` is instead. Where
-    `test` has no rows of its own it is a share `held_out` of the others, which `train` then leaves
-    out: a row's `prompt` (None: its first required field) alone decides, so that no prompt is on both
-    sides. `check` returns the field and the fault of a row it cannot accept. Raises DataError naming
-    file, row (from 1; the line of a .jsonl or .csv file) and field.
+    configuration `config` names; several paths are read one after the other. `test_path`, likewise,
+    is where the split `test` is instead. Where `test` has no rows of its own it is a share `held_out`
+    of the others, which `train` then leaves out: a row's `prompt` (None: its first required field)
+    alone decides, so that no prompt is on both sides. `check` returns the field and the fault of a
+    row it cannot accept; `prepare` makes of one that is right what is kept.
+
+    Raises DataError with the file, row (from 1) and field of every bad row, unless `malformed` takes them.
     """
-    if isinstance(dataset, str):
-        key, place = ("env.path", dataset) if test_path is None or split != "test" else ("env.test_path", test_path)
-        source = local_source(place, split, key) or _hub_source(place, split, config, key)
-        if key == "env.test_path" and source.shared and not source.is_file:
-            raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
-    else:
-        source = Source("the dataset", enumerate(dataset, start=1), shared=False)
-    divided = source.shared and test_path is None
-    rows = []
-    for number, row in source.numbered if divided else islice(source.numbered, limit):
-        where = f"{source.name}, row {number}"
-        complaint = text_complaint(row, required) or (check(row) if check else None)
-        if complaint:
-            raise DataError(f"{where}, field {complaint[0]!r}: {complaint[1]}")
-        rows.append((where, dict(row)))
-    if not rows and isinstance(dataset, str):
-        raise DataError(f"{source.name} holds no rows: {_INSTEAD}, one JSON object a line")
+    sources = _sources(dataset, split, config, test_path)
+    divided = test_path is None and any(source.shared for source in sources)
+    complaints = Complaints(sources[0].name if len(sources) == 1 else f"{len(sources)} files")
+    kept: Any = PackedRows() if is_path(dataset) else []
+    numbers, ranks = array("q"), array("d")
+    files: list[tuple[int, str]] = []
+    for source in sources:
+        files.append((len(numbers), source.name))
+        left = None if divided or limit is None else limit - complaints.rows
+        for number, row, complaint in examined(islice(source.numbered, left), complaints, required, check):
+            wrong = complaint
+            if wrong is None:
+                row = prepare(row)
+                wrong = _keep(kept, row)
+            if wrong is not None:
+                complaints.add(source.name, number, wrong)
+                if malformed is not None and (split != "test" or not divided):
+                    malformed(f"{source.name}, row {number}", told(wrong).lstrip(", "))
+                continue
+            numbers.append(number)
+            if divided:
+                ranks.append(_rank(prompt(row) if prompt else row[required[0]]))
+    if isinstance(kept, PackedRows):
+        kept.finish()
+    if complaints.count and malformed is None:
+        raise complaints.error()
+    rows = LocatedRows(kept, numbers, files)
+    if not complaints.rows and is_path(dataset):
+        raise DataError(f"{complaints.source} holds no rows: {_INSTEAD}, one JSON object a line")
     if not divided:
         return rows
-    prompts = [prompt(row) if prompt else row[required[0]] for _, row in rows]
-    kept = [
-        row for row, is_test in zip(rows, held_out_of(prompts, held_out), strict=True) if is_test == (split == "test")
-    ]
-    if not kept:
+    sides = _held_out(ranks, held_out)
+    chosen = [number for number, is_test in enumerate(sides) if is_test == (split == "test")]
+    if not chosen and len(rows):
         raise DataError(
-            f"{source.name}: env.held_out={held_out:g} of its {len(set(prompts))} different prompts leaves none for "
-            f"{split}: change it, or {_INSTEAD}"
+            f"{complaints.source}: env.held_out={held_out:g} of its {len(set(ranks))} different prompts leaves none "
+            f"for {split}: change it, or {_INSTEAD}"
         )
-    return kept[:limit]
+    return rows.only(chosen[:limit])
+
+
+def examined(
+    numbered: Iterable[tuple[int, Any]],
+    complaints: Complaints,
+    required: Sequence[str] = (),
+    check: Callable[[Row], Complaint | None] | None = None,
+) -> Iterator[tuple[int, Any, Complaint | None]]:
+    """Each row with its number and what is wrong with it; `complaints` counts the rows."""
+    for number, row in numbered:
+        complaints.rows += 1
+        if isinstance(row, Unreadable):
+            yield number, row, ("", row.wrong)
+        else:
+            yield number, row, text_complaint(row, required) or (check(row) if check else None)
+
+
+def _keep(kept: PackedRows | list[Row], row: Row) -> Complaint | None:
+    """Add a row; or what is wrong with it, where it cannot be kept."""
+    if isinstance(kept, list):
+        kept.append(row)
+        return None
+    wrong = kept.add(row)
+    return None if wrong is None else ("", wrong)
 
 
 def held_out_of(prompts: Sequence[str], share: float) -> list[bool]:
@@ -91,11 +171,13 @@ def held_out_of(prompts: Sequence[str], share: float) -> list[bool]:
 
     With `share` between 0 and 1 and two different prompts there is one on each side at least.
     """
-    ranks = [_rank(prompt) for prompt in prompts]
-    held_out = {rank for rank in ranks if rank < share}
-    if 0 < share < 1 and len(set(ranks)) > 1:
-        held_out = held_out - {max(ranks)} | {min(ranks)}
-    return [rank in held_out for rank in ranks]
+    return _held_out([_rank(prompt) for prompt in prompts], share)
+
+
+def _held_out(ranks: Sequence[float], share: float) -> list[bool]:
+    different = set(ranks)
+    least, most = (min(different), max(different)) if 0 < share < 1 and len(different) > 1 else (-1.0, 2.0)
+    return [rank == least or (rank < share and rank != most) for rank in ranks]
 
 
 def _rank(prompt: str) -> float:
@@ -112,39 +194,63 @@ class Source:
     """
 
     name: str
-    numbered: Iterator[tuple[int, Any]]
+    numbered: Iterable[tuple[int, Any]]
     shared: bool
     is_file: bool = False
     partial: bool = False
 
 
-def local_source(path: str, split: str, key: str, most_bytes: int | None = None) -> Source | None:
-    """The rows of a file or folder on this machine; None for what can only be a hub id.
+def is_path(dataset: Dataset) -> bool:
+    """Whether rows are to be read from somewhere, rather than given."""
+    return isinstance(dataset, str) or (len(dataset) > 0 and isinstance(dataset[0], str))
 
-    With `most_bytes` of a larger file no more than its first row, and at most so much of it is read. Raises
-    DataError, naming `key`, for a path that holds no rows.
+
+def _sources(dataset: Dataset, split: str, config: str | None, test_path: str | None) -> list[Source]:
+    """What `located_rows` reads for a split."""
+    if not is_path(dataset):
+        rows: Iterable[Any] = dataset
+        return [Source("the dataset", enumerate(rows, start=1), shared=False)]
+    key, given = ("env.path", dataset) if test_path is None or split != "test" else ("env.test_path", test_path)
+    sources = []
+    for path in [given] if isinstance(given, str) else given:
+        assert isinstance(path, str)
+        found = local_sources(path, split, key) or [_hub_source(path, split, config, key)]
+        if key == "env.test_path" and any(source.shared and not source.is_file for source in found):
+            raise DataError(f"env.test_path={test_path} has no rows for the split test: give a file")
+        sources += found
+    return sources
+
+
+def local_sources(path: str, split: str, key: str, most_bytes: int | None = None) -> list[Source]:
+    """The rows of a file or folder on this machine; none for what can only be a hub id.
+
+    With `most_bytes` of a larger file no more than its first row. Raises DataError, naming `key`, for a path that
+    holds no rows.
     """
     local = expanded(path)
     if local.is_dir():
-        file = _split_file(local, split, key) or (_split_file(local, "train", key) if split == "test" else None)
-        if file is None:
+        files = _split_files(local, split, key) or (_split_files(local, "train", key) if split == "test" else [])
+        if not files:
             raise DataError(
                 f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {_instead_of(local, path, key)}"
             )
-        return _read(file, _split_file(local, "test", key) is None, most_bytes)
+        shared = split in ("train", "test") and not _split_files(local, "test", key)
+        return [_read(file, shared, most_bytes) for file in files]
     if local.is_file():
-        if local.suffix not in _READERS:
-            raise DataError(f"{key}={local} is no {', '.join(_READERS)} file: convert it, or {_INSTEAD}")
-        return _read(local, True, most_bytes, is_file=True)
-    if not _HUB_ID.fullmatch(path) or local.suffix in _READERS or path.startswith("."):
+        if local.suffix not in READERS:
+            raise DataError(f"{key}={local} is no {', '.join(READERS)} file: convert it, or {_INSTEAD}")
+        if split not in ("train", "test"):
+            raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
+        return [_read(local, True, most_bytes, is_file=True)]
+    if not _HUB_ID.fullmatch(path) or local.suffix in READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {_INSTEAD}")
-    return None
+    return []
 
 
 def _read(file: Path, shared: bool, most_bytes: int | None, *, is_file: bool = False) -> Source:
-    if most_bytes is None or file.stat().st_size <= most_bytes:
-        return Source(str(file), _READERS[file.suffix](file, None), shared, is_file)
-    return Source(str(file), islice(_READERS[file.suffix](file, most_bytes), 1), shared, is_file, partial=True)
+    rows = READERS[file.suffix](file)
+    partial = most_bytes is not None and file.stat().st_size > most_bytes
+    return Source(str(file), islice(rows, 1) if partial else rows, shared, is_file, partial)
 
 
 def _hub_source(path: str, split: str, config: str | None, key: str) -> Source:
@@ -152,12 +258,14 @@ def _hub_source(path: str, split: str, config: str | None, key: str) -> Source:
     return Source(f"{path} ({split}) on the hub", enumerate(rows, start=1), shared)
 
 
-def _split_file(folder: Path, split: str, key: str) -> Path | None:
-    files = [f for suffix in _READERS if (f := folder / f"{split}{suffix}").is_file()]
+def _split_files(folder: Path, split: str, key: str) -> list[Path]:
+    """The file named after a split; or its parts, as the hub names them (train-00000-of-00002.parquet)."""
+    files = [file for suffix in READERS if (file := folder / f"{split}{suffix}").is_file()]
     if len(files) > 1:
         names = " and ".join(file.name for file in files)
         raise DataError(f"{key}={folder} has {names}, and only one can be the split {split}: remove the others")
-    return files[0] if files else None
+    parts = (sorted(below.glob(f"{glob.escape(split)}-*-of-*")) for below in (folder, folder / "data"))
+    return files or next((found for part in parts if (found := [f for f in part if f.suffix in READERS])), [])
 
 
 def _instead_of(folder: Path, path: str, key: str) -> str:
@@ -168,110 +276,11 @@ def _instead_of(folder: Path, path: str, key: str) -> str:
         return f"it is a run, for model={path}; {_INSTEAD}"
     if (folder / "dataset_info.json").is_file():
         return "datasets saved it with save_to_disk: write it again with to_json or to_parquet"
-    others = sorted(file for name in ("*", "*/*") for file in folder.glob(name) if file.suffix in _READERS)
+    others = sorted(file for name in ("*", "*/*") for file in folder.glob(name) if file.suffix in READERS)
+    splits = sorted({file.stem for file in others if file.parent == folder} - {"train", "test"})
+    if splits and key == "env.path":
+        return f"give env.path={others[0]}, or a split that it has with env.split={splits[0]}"
     return f"give {key}={others[0]}" if others else f"add it, or {_INSTEAD}"
-
-
-def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
-    """The first required field that is missing, no text or blank."""
-    for field in required:
-        if not isinstance(row, Mapping):
-            return field, f"the row is no object of named fields but {type(row).__name__}"
-        if field not in row:
-            return field, missing(field, row)
-        if not isinstance(row[field], str):
-            return field, f"must be text, and is {type(row[field]).__name__}"
-        if not row[field].strip():
-            return field, "is empty"
-    return None
-
-
-def missing(field: str, row: Mapping[str, Any]) -> str:
-    """What to say of a row without `field`: the nearest field it has, and all of them."""
-    near = nearest(field, map(str, row))
-    return f"missing{did_you_mean(near)}{'' if near else ';'} the row has {', '.join(map(str, row)) or 'no fields'}"
-
-
-def _read_jsonl(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(path, most_bytes).split("\n"), start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise DataError(f"{path}, line {number} is not JSON ({error}): correct or remove the line") from error
-
-
-def _read_json(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
-    text = _text(path, most_bytes)
-    if most_bytes is not None:  # a list is whole or it is none
-        return
-    try:
-        rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}): correct it, or write one object a line as .jsonl") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{path} holds a {type(rows).__name__} at its top: it must be a list of objects")
-    yield from enumerate(rows, start=1)
-
-
-def _read_csv(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(
-        io.StringIO(_text(path, most_bytes), newline=""), strict=True
-    )  # a record ends at \n or \r alone
-    try:
-        for row in reader:
-            if None in row:
-                raise DataError(f"{path}, row {reader.line_num} has more cells than the header has names")
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise DataError(f"{path}, row {reader.line_num} is not CSV ({error}): correct or remove it") from error
-
-
-def _read_parquet(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        if most_bytes is None:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            first = next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1), None)
-            rows = [] if first is None else first.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or {_INSTEAD}") from error
-    yield from enumerate(rows, start=1)
-
-
-_READERS: dict[str, Callable[[Path, int | None], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-def _text(path: Path, most_bytes: int | None) -> str:
-    """The file, or its whole lines within `most_bytes`, as text without a byte order mark.
-
-    Raises DataError where it is unreadable or no UTF-8.
-    """
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(-1 if most_bytes is None else most_bytes)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
-    try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(content, final=most_bytes is None)
-        if "\0" in text:
-            raise UnicodeDecodeError("utf-8", content, content.index(0), content.index(0) + 1, "a zero byte")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        likely = "UTF-16" if b"\0" in content[:1000] else "Windows-1252 or Latin-1"
-        raise DataError(
-            f"{path}, line {line} is not UTF-8 (byte {error.start}), but likely {likely}: save the file as UTF-8"
-        ) from error
-    whole = text if most_bytes is None else text[: text.rfind("\n") + 1]
-    return whole.replace("\r\n", "\n")
 
 
 def _fetch(hub_id: str, split: str, config: str | None, key: str) -> tuple[Iterable[Any], bool]:

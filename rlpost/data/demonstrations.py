@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from rlpost.data.complaints import SHOWN, listing
+from rlpost.errors import DataError
 from rlpost.text import counted
-
-EXAMPLES_KEPT = 3  # bad rows of each kind that a summary can show
 
 ChatMessage = dict[str, Any]  # role, content, tool_calls, ... as chat templates read them
 
@@ -17,6 +18,7 @@ class Fault(Enum):
     """Why a row cannot be trained on as it is; the value is what a summary calls it."""
 
     cut = "cut"  # longer than max_tokens: the end of an answer is missing; the rest is trained on
+    malformed = "malformed"
     empty = "nothing to train on"
     template = "refused by the chat template"
     nesting = "rendered differently once more follows"
@@ -25,7 +27,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """What one row shows: a conversation (`messages`) or plain `text`, exactly one of the two.
+    """What one row shows: a conversation (`messages`) or plain `text`, one of the two, unless it is `wrong`.
 
     `where` names the row ("train.jsonl, row 3"). Every assistant's message is trained, unless it
     carries `weight: 0`. `tools` are the functions the model may call, as JSON schemas.
@@ -35,6 +37,7 @@ class Demonstration:
     messages: list[ChatMessage] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    wrong: str = ""  # what is, of a malformed row
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +67,38 @@ class Sample:
 
 @dataclass
 class BadRows:
-    """How many of `total` rows are bad, by fault, with the first few of each."""
+    """How many of `total` rows are bad, by fault, with the first few of all and the first of each fault."""
 
     total: int = 0
-    counts: dict[Fault, int] = field(default_factory=dict)
-    examples: dict[Fault, list[Sample]] = field(default_factory=dict)
+    counts: Counter[Fault] = field(default_factory=Counter)
+    first: list[Sample] = field(default_factory=list)
+    examples: dict[Fault, Sample] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """All bad rows."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     def add(self, sample: Sample) -> None:
         """Count one row, good or bad."""
         self.total += 1
         if sample.fault is not None:
-            self.counts[sample.fault] = self.counts.get(sample.fault, 0) + 1
-            kept = self.examples.setdefault(sample.fault, [])
-            if len(kept) < EXAMPLES_KEPT:
-                kept.append(sample)
+            self.counts[sample.fault] += 1
+            self.examples.setdefault(sample.fault, sample)
+            if len(self.first) < SHOWN:
+                self.first.append(sample)
 
     def lines(self) -> list[str]:
         """A line for each fault: how many rows, and the first of them with the reason."""
-        lines = []
-        for fault, count in sorted(self.counts.items(), key=lambda item: -item[1]):
-            first = self.examples[fault][0]
-            lines.append(
-                f"{fault.value}: {count} of {counted(self.total, 'row')}, such as {first.where}: {first.reason}"
-            )
-        return lines
+        total = counted(self.total, "row")
+        return [
+            f"{fault.value}: {count:,} of {total}, such as {self.examples[fault].where}: {self.examples[fault].reason}"
+            for fault, count in self.counts.most_common()
+        ]
+
+    def error(self, allowed: str) -> DataError:
+        """What to raise for them: the first rows, and counts by fault."""
+        rows = [f"{s.where}: {s.fault.value if s.fault else ''}: {s.reason}" for s in self.first]
+        kinds = Counter({fault.value: count for fault, count in self.counts.items()})
+        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): correct or remove them"
+        return DataError("\n".join([heading, *listing(rows, kinds)]))

@@ -8,8 +8,6 @@ from typing import Any
 from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.rendering import text_ids
-from rlpost.errors import DataError
-from rlpost.text import counted
 
 
 class Encoder:
@@ -26,6 +24,8 @@ class Encoder:
     def encode(self, demonstration: Demonstration) -> Sample:
         """The sample of one demonstration; what is wrong with it is told by its `fault`, never raised."""
         where = demonstration.where
+        if demonstration.wrong:
+            return Sample(where, fault=Fault.malformed, reason=demonstration.wrong)
         try:
             if demonstration.messages is None:
                 ids, mask = self._text(demonstration.text or "")
@@ -81,5 +81,5 @@ def encode_all(
             samples.append(sample)
     if bad.count and (not samples or bad.count > max_bad_share * bad.total):
         allowed = "none can be trained on" if not samples else f"more than the {max_bad_share:.0%} allowed"
-        raise DataError(f"{bad.count} of {counted(bad.total, 'row')} are bad ({allowed}): " + "; ".join(bad.lines()))
+        raise bad.error(allowed)
     return samples, bad

@@ -1,9 +1,9 @@
 """The forms in which people keep demonstrations, read into messages.
 
-Four are known, told apart by the columns of the first row: `messages` (role and content, tool calls
+Five are known, told apart by the columns of the first row: `messages` (role and content, tool calls
 as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion,
-each a text or messages; plain `text`. A column of messages may be JSON written out as text, as a
-CSV file has it.
+each a text or messages; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of messages
+may be JSON written out as text, as a CSV file has it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlpost.data.datasets import Complaint, Row, missing
+from rlpost.data.complaints import Complaint, kind_of, missing
 from rlpost.data.demonstrations import ChatMessage
+from rlpost.data.row_store import Row
 
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = ("prompt", "question")
 COMPLETION_COLUMN = "completion"
+ALPACA_COLUMNS = ("instruction", "input", "output")  # the second may be missing, or empty
 TEXT_COLUMN = "text"
 TOOLS_COLUMN = "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,11 +69,13 @@ class RowFormat:
             self.chat = chat
         elif COMPLETION_COLUMN in first_row and (prompt is not None or templated):
             self.prompt, self.completion = prompt, COMPLETION_COLUMN
+        elif is_alpaca(first_row):
+            self.prompt, _, self.completion = ALPACA_COLUMNS
         elif TEXT_COLUMN in first_row:
             self.text = TEXT_COLUMN
         else:
-            wanted = "a demonstration has messages, prompt and completion, or text: name its columns with "
-            wanted += "env.prompt_column and env.completion_column"
+            wanted = "a demonstration has messages, prompt and completion, instruction and output, or text: name its "
+            wanted += "columns with env.prompt_column and env.completion_column"
             column = CHAT_COLUMNS[0] if prompt is None else COMPLETION_COLUMN
             raise FormatError(column, f"{missing(column, first_row)}; {wanted}")
 
@@ -87,7 +91,7 @@ class RowFormat:
         if isinstance(value, str):
             if not value.strip():
                 raise FormatError(self.prompt, "is empty")
-            return value
+            return with_input(row) if (self.prompt, self.completion) == ALPACA_COLUMNS[::2] else value
         messages = read_messages(value, self.prompt)
         return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
@@ -121,10 +125,37 @@ class RowFormat:
         return _without_nulls(value)
 
 
-def read_messages(value: Any, column: str) -> list[ChatMessage]:
-    """A column's messages as chat templates read them. Raises FormatError naming message and fault."""
+def is_alpaca(row: Row) -> bool:
+    """Whether a row has an instruction and its output."""
+    return ALPACA_COLUMNS[0] in row and ALPACA_COLUMNS[2] in row
+
+
+def with_input(row: Row) -> str:
+    """What an Alpaca row asks: its instruction, and its input below where there is one."""
+    instruction, given = (row.get(name) for name in ALPACA_COLUMNS[:2])
+    return f"{instruction}\n\n{given}" if isinstance(given, str) and given.strip() else str(instruction)
+
+
+def written_out(value: Any, column: str) -> Any:
+    """A column's messages, read where they are JSON as text, ShareGPT's speakers as roles. Raises FormatError."""
     if isinstance(value, str):
         value = _from_json(value, column)
+    return [_with_role(message) for message in value] if isinstance(value, list) else value
+
+
+def _with_role(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    read = dict(message)
+    if "role" not in read and "from" in read:
+        read = {"role": read.pop("from"), "content": read.pop("value", ""), **read}
+    role = read.get("role")
+    return {**read, "role": SHARE_GPT.get(role, role)} if isinstance(role, str) else read
+
+
+def read_messages(value: Any, column: str) -> list[ChatMessage]:
+    """A column's messages as chat templates read them. Raises FormatError naming message and fault."""
+    value = written_out(value, column)
     if not isinstance(value, list):
         raise FormatError(column, f"must be a list of messages, and is {kind_of(value)}")
     if not value:
@@ -136,9 +167,6 @@ def _message(message: Any, number: int, column: str) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise FormatError(column, f"message {number} is no object with role and content but {kind_of(message)}")
     read = {str(name): value for name, value in message.items() if value is not None}
-    if "role" not in read and "from" in read:
-        speaker = read.pop("from")
-        read = {"role": SHARE_GPT.get(speaker, speaker), "content": read.pop("value", ""), **read}
     role = read.get("role")
     if role not in ROLES:
         raise FormatError(column, f"message {number} has the role {role!r:.40}: it must be one of {', '.join(ROLES)}")
@@ -193,7 +221,7 @@ def _without_nulls(value: Any) -> Any:
 def _from_json(text: str, column: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(column, f"{text[:40]!r} is not JSON ({error})") from error
 
 
@@ -201,10 +229,3 @@ def _present(row: Row, column: str) -> Any:
     if column not in row:
         raise FormatError(column, missing(column, row))
     return row[column]
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, in words."""
-    if value is None:
-        return "null"
-    return {"str": "text", "list": "a list", "dict": "an object"}.get(type(value).__name__, type(value).__name__)

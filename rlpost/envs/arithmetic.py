@@ -149,7 +149,7 @@ class Problems:
         count = len(self.operations) * own
         return count if self.limit is None else min(count, self.limit)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, served: int) -> str:
         """What a saved position depends on besides the seed, in words."""
         asked = f"{', '.join(self.operations)} of {self.lowest} to {self.lowest + self.num_operands - 1}"
         return f"{self.split} problems: {asked}, {self.held_out:g} held out, limit {self.limit}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import Row
+from rlpost.data.datasets import LocatedRows
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, as_answer, asked
 from rlpost.envs.rows import order_seed
@@ -18,6 +20,8 @@ from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
 from rlpost.rewards.numbers import last_number
 from rlpost.settings import DatasetSettings, EnvSettings
+
+COLUMNS_OF = 10_000  # rows that are looked at for the columns a reward may take
 
 
 class DatasetEnv(DatasetChatEnv):
@@ -56,7 +60,7 @@ class DatasetEnv(DatasetChatEnv):
         self.rewards = rewards = load_rewards(self.settings)
         assert rewards is not None
         super().start()
-        columns = list(dict.fromkeys(str(name) for task in self.tasks for name in task))
+        columns = list(dict.fromkeys(name for task in islice(self.tasks, COLUMNS_OF) for name in task))
         rewards.offer_columns(columns, self.settings.path)
         known = all(function.reference in BUILT_IN for function in rewards.functions)
         self.max_reward = sum(rewards.weights) if known else None
@@ -73,11 +77,12 @@ class DatasetEnv(DatasetChatEnv):
         """The rows of this environment's split, once it is started."""
         return self._rows.rows
 
-    def load(self, split: str) -> list[Row]:
+    def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
-        rows = self.located(split, self._prompts.complaint, self._prompts.identity)
-        self.data_key = self._prompts.column
-        return [row for _, row in rows]
+        prompts = self._prompts
+        rows = self.located(split, prompts.complaint, prompts.identity, prompts.prepared)
+        self.data_key = prompts.key
+        return rows
 
     def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
         """See `ChatEnv.opening_messages`."""
@@ -119,10 +124,19 @@ class DatasetEnv(DatasetChatEnv):
     def demonstrations(self) -> Iterator[Demonstration]:
         """See `EnvBase.demonstrations`: the rows as `rlpost.data.formats` reads them; no reward is needed.
 
-        Raises DataError naming file, row and field, ConfigError for a setting that the rows have no place for.
+        Malformed rows come first, with what is wrong with them. Raises ConfigError for a setting that the rows
+        have no place for.
         """
         shown = DemonstrationRows(self.settings, self.user_role)
-        for where, row in self.located(self.split, shown.complaint, shown.identity):
+        bad: list[Demonstration] = []
+        rows = self.located(
+            self.split,
+            shown.complaint,
+            shown.identity,
+            malformed=lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)),
+        )
+        yield from bad
+        for where, row in rows.located():
             demonstration = shown.demonstration(where, row)
             if demonstration.messages is not None:
                 demonstration = replace(demonstration, messages=self._under_system(demonstration.messages))
@@ -134,13 +148,14 @@ class DatasetEnv(DatasetChatEnv):
         """See `EnvBase.all_tasks`; raises DataError for rows without an answer."""
         self.start()
         column = self._prompts.answer_column
-        for number, task in enumerate(self.tasks, start=1):
+        for number, task in enumerate(self.tasks):
+            where = self.where(number)
             if as_answer(task.get(column)) is None:
                 raise DataError(
-                    f"{self.settings.path}: {self.split} row {number} has no {column}, and a test needs a good reply "
-                    "for each row: name the column that holds it with env.answer_column"
+                    f"{where} has no {column}, and a test needs a good reply for each row: name the column that holds "
+                    "it with env.answer_column"
                 )
-            yield f"{self.split} row {number}", task
+            yield where, task
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the row's answer, or its number where that is all the rewards look for."""

@@ -7,7 +7,9 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
-from rlpost.data.datasets import HELD_OUT, Complaint, Row, located_rows
+from rlpost.data.complaints import Complaint
+from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Malformed, is_path, located_rows
+from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.rows import OrderedRows, order_seed
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
@@ -34,7 +36,7 @@ class DatasetChatEnv(ChatEnv):
 
     def __init__(
         self,
-        dataset: str | Sequence[Mapping[str, Any]],
+        dataset: Dataset,
         *,
         split: str = "train",
         limit: int | None = None,
@@ -102,18 +104,19 @@ class DatasetChatEnv(ChatEnv):
 
     def load(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The tasks of one split, `limit` at most."""
-        if isinstance(self.dataset, str):
-            return [row for _, row in self.located(split)]
-        if self.limit is None:
-            return self.dataset
-        return [self.dataset[i] for i in range(min(self.limit, len(self.dataset)))]
+        if is_path(self.dataset):
+            return self.located(split)
+        rows: Any = self.dataset
+        return rows if self.limit is None else [rows[i] for i in range(min(self.limit, len(rows)))]
 
     def located(
         self,
         split: str,
         check: Callable[[Row], Complaint | None] | None = None,
         prompt: Callable[[Row], str] | None = None,
-    ) -> list[tuple[str, Row]]:
+        prepare: Callable[[Row], Row] = dict,
+        malformed: Malformed | None = None,
+    ) -> LocatedRows:
         """The rows of one split with their places, as `located_rows` reads, checks and divides them.
 
         Without `prompt` a row's `data_key` is its prompt, and has to be text.
@@ -125,10 +128,17 @@ class DatasetChatEnv(ChatEnv):
             self.limit,
             config=self.config,
             check=check,
+            prepare=prepare,
             held_out=self.held_out,
             test_path=self.test_path,
             prompt=prompt,
+            malformed=malformed,
         )
+
+    def where(self, number: int) -> str:
+        """The place of a row of this split, from 0: file and row, where it comes from one."""
+        rows = self._rows.rows
+        return rows.where(number) if isinstance(rows, LocatedRows) else f"{self.split} row {number + 1}"
 
     @property
     def num_tasks(self) -> int:
@@ -140,15 +150,16 @@ class DatasetChatEnv(ChatEnv):
         """How many prompts of this split are also prompts of `other`; reads the rows of both."""
         return len(self._openings() & other._openings())
 
-    def _openings(self) -> set[str]:
-        """How the conversation about each row begins; none where tasks are made rather than kept as rows."""
+    def _openings(self) -> set[int]:
+        """A hash of how the conversation about each row begins; none where tasks are made rather than kept as rows."""
         self.start()
-        return {repr(self.opening_messages(row)) for row in getattr(self._rows, "rows", ())}
+        return {hash(repr(self.opening_messages(row))) for row in getattr(self._rows, "rows", ())}
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`: the rows."""
-        for number, row in enumerate(self.load(self.split), start=1):
-            yield f"{self.split} row {number}", row
+        self.start()
+        for number, row in enumerate(self._rows.rows):
+            yield self.where(number), row
 
     def demonstrations(self) -> Iterator[Demonstration]:
         """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
@@ -174,18 +185,27 @@ class DatasetChatEnv(ChatEnv):
     def state_dict(self) -> dict[str, Any]:
         """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""
         self.start()
-        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint()}
+        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint(self.rows_served)}
+
+    def initial_state(self) -> dict[str, Any]:
+        """See `EnvBase.initial_state`."""
+        return {**super().initial_state(), "rows": self._rows.fingerprint(0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `EnvBase.load_state_dict`. Raises DataError where the rows are not those `state` was taken with."""
+        """See `EnvBase.load_state_dict`. Raises DataError where the rows drawn are not those `state` was taken with."""
         self.start()
-        if state["rows"] != self._rows.fingerprint():
-            raise DataError(
-                f"the saved position was taken with {state['rows']}, and this dataset has {self._rows.fingerprint()}: "
-                "resume with the dataset and env settings the run began with"
-            )
         self.set_seed(state["seed"])
         super().load_state_dict(state)
+        if state["rows"] != (these := self._rows.fingerprint(self.rows_served)):
+            raise DataError(
+                f"the saved position was taken with {state['rows']}, and this dataset gives {these}: resume with the "
+                "dataset and env settings the run began with; only rows that were not drawn yet may go"
+            )
+
+    @property
+    def rows_served(self) -> int:
+        """How many rows have been drawn; the copies of one count as one."""
+        return 0 if self.primer is None else -(-self.primer.position // self.repeats)
 
 
 def _plain(value: Any) -> Any:

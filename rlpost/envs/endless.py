@@ -66,8 +66,8 @@ class EndlessProblems(ABC):
         """How many problems count as one pass: `limit`, or 10,000 of which the next pass repeats none on purpose."""
         return EPOCH if self.limit is None else self.limit
 
-    def fingerprint(self) -> str:
-        """What a saved position depends on besides the seed, in words."""
+    def fingerprint(self, served: int) -> str:
+        """What a saved position depends on besides the seed, in words: the same wherever it is."""
         return f"{self.split} problems: {self.describe()}, {self.held_out:g} held out, limit {self.limit}"
 
     def _has(self, task: Task) -> bool:

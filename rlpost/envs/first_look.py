@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from rlpost.data.datasets import Complaint, Row, local_source
+from rlpost.data.complaints import Complaint, Complaints
+from rlpost.data.datasets import examined, local_sources
+from rlpost.data.row_store import Row
 from rlpost.errors import DataError
 from rlpost.settings import EnvSettings
 
@@ -13,11 +15,14 @@ MOST_BYTES = 8 << 20  # of a file that is read to its end; of a larger one the f
 Check = Callable[[Row], Complaint | None]
 
 
-def look_at_rows(settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool) -> list[str] | None:
+def look_at_rows(
+    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float = 0.0
+) -> list[str] | None:
     """The columns of the rows that `settings` name; None where not all were looked at.
 
     `demonstrated` is whether they are learnt from as they are. A hub's rows are not fetched. Raises DataError
-    naming file, row and field, as reading them for `splits` would.
+    with file, row and field of the bad rows where they are more than `max_bad_share`, as reading them for `splits`
+    would.
     """
     path = getattr(settings, "path", None)
     if not isinstance(path, str):
@@ -28,27 +33,28 @@ def look_at_rows(settings: EnvSettings, splits: Sequence[str], *, demonstrated: 
     whole = True
     for split in splits:
         check = check_of(settings, demonstrated=demonstrated)
-        found = check and _look(settings, path, split, check)
+        found = check and _look(settings, path, split, check, max_bad_share)
         whole = whole and found is not None
         columns |= dict.fromkeys(found or ())
     return list(columns) if whole else None
 
 
-def _look(settings: EnvSettings, path: str, split: str, check: Check) -> list[str] | None:
+def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float) -> list[str] | None:
     """The columns of one split."""
     test_path = getattr(settings, "test_path", None) if split == "test" else None
-    source = local_source(test_path or path, split, "env.test_path" if test_path else "env.path", MOST_BYTES)
-    if source is None:
-        return None
-    divided = source.shared and getattr(settings, "test_path", None) is None
-    limit = settings.limit if split == settings.split and not divided else None
+    sources = local_sources(test_path or path, split, "env.test_path" if test_path else "env.path", MOST_BYTES)
     columns: dict[str, None] = {}
-    rows = 0
-    for number, row in islice(source.numbered, limit):
-        rows += 1
-        if complaint := check(row):
-            raise DataError(f"{source.name}, row {number}, field {complaint[0]!r}: {complaint[1]}")
-        columns |= dict.fromkeys(map(str, row))
-    if not rows and not source.partial:
-        raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
-    return None if source.partial else list(columns)
+    for source in sources:
+        divided = source.shared and getattr(settings, "test_path", None) is None
+        limit = settings.limit if split == settings.split and not divided else None
+        complaints = Complaints(source.name)
+        for number, row, complaint in examined(islice(source.numbered, limit), complaints, check=check):
+            if complaint is not None:
+                complaints.add(source.name, number, complaint)
+            else:
+                columns |= dict.fromkeys(map(str, row))
+        if complaints.count > max_bad_share * complaints.rows:
+            raise complaints.error()
+        if not complaints.rows and not source.partial:
+            raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
+    return list(columns) if sources and not any(source.partial for source in sources) else None

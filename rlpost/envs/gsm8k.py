@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Row
+from rlpost.data.datasets import LocatedRows
+from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import gsm8k_complaint
 from rlpost.envs.scoring import check_tiers
@@ -58,12 +59,9 @@ class GSM8KEnv(DatasetChatEnv):
         self.compute_reward = compute_reward
         self.max_reward = tiers[0]
 
-    def load(self, split: str) -> list[Row]:
+    def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError for a row without a final answer."""
-        rows = self.located(split, gsm8k_complaint)
-        for _, row in rows:
-            row["solution"], row["answer"] = gsm8k.split_solution(row["answer"])
-        return [row for _, row in rows]
+        return self.located(split, gsm8k_complaint, prepare=_task)
 
     def score(self, conversation: Conversation) -> Score | None:
         """Only the reply is read, never the system prompt's example."""
@@ -83,3 +81,8 @@ class GSM8KEnv(DatasetChatEnv):
             wrong.append(right.removeprefix("-") if right.startswith("-") else f"-{right}")
         tagged = [f"<think></think><answer>{answer}</answer>" for answer in wrong]
         return ["", f"{task['solution']}\nThe answer is {right}1.", *tagged]
+
+
+def _task(row: Row) -> Row:
+    solution, answer = gsm8k.split_solution(row["answer"])
+    return {**row, "solution": solution, "answer": answer}

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDictBase
 
+from rlpost.data.complaints import Complaint
 from rlpost.data.conversation import Conversation, strip_end_of_turn
-from rlpost.data.datasets import Complaint, Row, located_rows
+from rlpost.data.datasets import LocatedRows, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.ragged import column, ragged
+from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.scoring import record_score
 from rlpost.envs.transforms.base import Transform
@@ -246,7 +248,7 @@ class IFEvalEnv(DatasetChatEnv):
         if compute_reward:
             self.append_transform(_ShownVerdicts(self.scorer))
 
-    def load(self, split: str) -> list[Row]:
+    def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`: each instruction is set up once, so that none fails in training.
 
         Raises DataError naming file, row and field, ConfigError for an unknown kind in `leave_out`.
@@ -258,10 +260,10 @@ class IFEvalEnv(DatasetChatEnv):
                     f"env.leave_out names {kind!r}, which is no instruction of {self.instructions.name}{near}"
                 )
         rows = located_rows(self.dataset, split, (self.data_key,), check=self._complaint, held_out=self.held_out)
-        kept = [row for _, row in rows if not self._is_left_out(row)]
+        kept = [number for number, row in enumerate(rows) if not self._is_left_out(row)]
         if not kept:
             raise DataError(f"env.leave_out={self.leave_out} leaves none of {len(rows)} rows: name fewer kinds")
-        return kept[: self.limit]
+        return rows.only(kept[: self.limit])
 
     def score(self, conversation: Conversation) -> Score | None:
         """See `ChatEnv.score`."""
@@ -270,13 +272,13 @@ class IFEvalEnv(DatasetChatEnv):
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; IFEval has no gold answers, so each different instruction of the rows is a task."""
         seen = set()
-        for number, row in enumerate(self.load(self.split), start=1):
+        for where, row in self.load(self.split).located():
             for kind, arguments in zip(row["instruction_id_list"], row["kwargs"], strict=True):
                 given = {name: value for name, value in arguments.items() if value is not None}
                 if (key := repr((kind, given))) not in seen and replies_to(kind, given) is not None:
                     seen.add(key)
                     yield (
-                        f"{self.split} row {number}, {kind}",
+                        f"{where}, {kind}",
                         {self.data_key: row[self.data_key], "instruction_id_list": [kind], "kwargs": [given]},
                     )
 
@@ -295,15 +297,15 @@ class IFEvalEnv(DatasetChatEnv):
 
         Raises DataError for a row without one.
         """
-        for number, row in enumerate(self.load(self.split), start=1):
+        for where, row in self.load(self.split).located():
             answer = row.get("completion")
             if not isinstance(answer, str) or not answer.strip():
                 raise DataError(
-                    f"{self.split} row {number} has no answer to learn from, nor has any of {self.instructions.name}: "
+                    f"{where} has no answer to learn from, nor has any of {self.instructions.name}: "
                     "add a field 'completion' to each row"
                 )
             reply = {"role": self.policy_role, "content": answer}
-            yield Demonstration(f"{self.split} row {number}", messages=[*self.opening_messages(row), reply])
+            yield Demonstration(where, messages=[*self.opening_messages(row), reply])
 
     def _complaint(self, row: Row) -> Complaint | None:
         return None if self._is_left_out(row) else self.instructions.complaint(row)

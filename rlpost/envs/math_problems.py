@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.data.datasets import Row
+from rlpost.data.datasets import LocatedRows
+from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.row_checks import math_answer, math_complaint, math_question
 from rlpost.envs.scoring import check_tiers, record
@@ -57,12 +58,9 @@ class MathEnv(DatasetChatEnv):
         super().close()
         self.verifier.close()
 
-    def load(self, split: str) -> list[Row]:
+    def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError for a row without a problem or a right answer."""
-        return [
-            row | {"question": math_question(row), "answer": math_answer(row), "solution": str(row.get("solution", ""))}
-            for _, row in self.located(split, math_complaint, math_question)
-        ]
+        return self.located(split, math_complaint, math_question, _task)
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """See `ChatEnv.score_finished`: all of them at once."""
@@ -80,3 +78,11 @@ class MathEnv(DatasetChatEnv):
         boxes = ["", "\\text{unknown}", "-98765432.1", "\\left\\{98765, 43210\\right\\}"]
         after = f"\\boxed{{{task['answer']}}} is wrong: it is \\boxed{{-98765432.1}}"
         return ["", "I do not know.", after, *(f"\\boxed{{{box}}}" for box in boxes)]
+
+
+def _task(row: Row) -> Row:
+    return row | {
+        "question": math_question(row),
+        "answer": math_answer(row),
+        "solution": str(row.get("solution", "")),
+    }

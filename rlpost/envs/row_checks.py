@@ -11,18 +11,28 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from rlpost.data.complaints import Complaint, kind_of, missing, no_object, text_complaint
 from rlpost.data.conversation import Message
-from rlpost.data.datasets import Complaint, Row, missing, text_complaint
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.formats import FormatError, RowFormat, kind_of
+from rlpost.data.formats import (
+    ALPACA_COLUMNS,
+    CHAT_COLUMNS,
+    COMPLETION_COLUMN,
+    FormatError,
+    RowFormat,
+    is_alpaca,
+    with_input,
+    written_out,
+)
+from rlpost.data.row_store import Row
 from rlpost.envs.rows import filled
 from rlpost.errors import ConfigError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.gsm8k import split_solution
 from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings
 
-PROMPT_COLUMNS = ("prompt", "messages", "question")
-ANSWER_COLUMN = "answer"
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "question", ALPACA_COLUMNS[0])
+ANSWER_COLUMNS = ("answer", COMPLETION_COLUMN, ALPACA_COLUMNS[2])
 ROLES = ("system", "user", "assistant", "tool")
 QUESTIONS = ("problem", "question")  # of MATH: the first of them that a row has
 
@@ -96,47 +106,64 @@ class PromptRows:
         self.settings = settings
         self.column = settings.prompt_column or PROMPT_COLUMNS[0]
         self.of_messages: bool | None = None  # None: no row has been seen
-        self.answer_column = settings.answer_column or ANSWER_COLUMN
+        self.answer_column = settings.answer_column or ANSWER_COLUMNS[0]
+        self.key = self.column  # under which a prepared row has its prompt
         self.built_in = [name for name in BUILT_IN if name in (*settings.reward, settings.accuracy)]
 
     def complaint(self, row: Row) -> Complaint | None:
         """No prompt, a malformed one, or no answer where a reward needs one. Raises ConfigError for the template."""
         if not isinstance(row, Mapping):
-            return "prompt", f"the row is no object of named fields but {type(row).__name__}"
+            return no_object(row, "prompt")
+        if self.of_messages is None:
+            self._look(row)
         return self._prompt_complaint(row) or self._answer_complaint(row)
 
+    def prepared(self, row: Row) -> Row:
+        """A row without a complaint, its messages with role and content, an instruction with its input as `prompt`."""
+        if self.of_messages:
+            return {**row, self.column: written_out(row[self.column], self.column)}
+        return {**row, self.key: with_input(row)} if self.key != self.column else dict(row)
+
     def identity(self, row: Row) -> str:
-        """What makes a row's prompt the same as another's."""
-        prompt = row.get(self.column)
+        """What makes a prepared row's prompt the same as another's."""
+        prompt = row.get(self.key)
         if prompt is None:
             return filled(self.settings.prompt_template or "", row)
         return prompt if isinstance(prompt, str) else json.dumps(asked(prompt))
 
     def _prompt_complaint(self, row: Row) -> Complaint | None:
         named, template = self.settings.prompt_column, self.settings.prompt_template
-        if self.of_messages is None:
-            self.column = named or next((name for name in PROMPT_COLUMNS if name in row), PROMPT_COLUMNS[0])
         column = self.column
         if column not in row:
             if template is not None and named is None:  # it writes the prompt from other fields
-                self.of_messages = False
                 return template_complaint(template, row)
             return _absent(row, column, "" if named else "; name one of them with env.prompt_column")
         prompt = row[column]
-        if self.of_messages is None:
-            self.of_messages = isinstance(prompt, list)
-            if self.of_messages and template is not None:
-                raise ConfigError(
-                    f"env.prompt_template is for prompts of text, and {column} holds messages: leave it out"
-                )
-        if isinstance(prompt, list) != self.of_messages:
+        if _holds_messages(column, prompt) != self.of_messages:
             return column, f"is {kind_of(prompt)} where the first row has {'messages' if self.of_messages else 'text'}"
-        if isinstance(prompt, list):
-            wrong = _messages_complaint(prompt)
+        if self.of_messages:
+            try:
+                wrong = _messages_complaint(written_out(prompt, column))
+            except FormatError as error:
+                return error.complaint
             return (column, wrong) if wrong else None
         if not isinstance(prompt, str):
             return column, f"must be text or a list of messages, and is {kind_of(prompt)}"
         return template_complaint(template, row) if prompt.strip() else (column, "is empty")
+
+    def _look(self, first_row: Row) -> None:
+        """Tell from a row where prompts and answers are. Raises ConfigError for a template that has no place."""
+        settings = self.settings
+        self.column = settings.prompt_column or next((n for n in PROMPT_COLUMNS if n in first_row), PROMPT_COLUMNS[0])
+        self.of_messages = _holds_messages(self.column, first_row.get(self.column))
+        if self.of_messages and settings.prompt_template is not None:
+            raise ConfigError(
+                f"env.prompt_template is for prompts of text, and {self.column} holds messages: leave it out"
+            )
+        alpaca = settings.prompt_column is None and self.column == ALPACA_COLUMNS[0] and is_alpaca(first_row)
+        self.key = PROMPT_COLUMNS[0] if alpaca else self.column
+        if settings.answer_column is None:
+            self.answer_column = next((n for n in ANSWER_COLUMNS if n in first_row), ANSWER_COLUMNS[0])
 
     def _answer_complaint(self, row: Row) -> Complaint | None:
         """Built-in rewards need an answer in each row; a column that was named has to be there."""
@@ -166,7 +193,7 @@ class DemonstrationRows:
     def complaint(self, row: Row) -> Complaint | None:
         """A row that shows nothing. Raises ConfigError for a setting that the rows have no place for."""
         if not isinstance(row, Mapping):
-            return "messages", f"the row is no object of named fields but {kind_of(row)}"
+            return no_object(row, CHAT_COLUMNS[0])
         try:
             if self._format is None:
                 self._format = self._told_format(row)
@@ -208,6 +235,8 @@ class DemonstrationRows:
         told = self._format
         assert told is not None
         column = self.settings.prompt_column or next((name for name in PROMPT_COLUMNS if name in row), None)
+        if column == ALPACA_COLUMNS[0] and is_alpaca(row):
+            return with_input(row)
         if column is not None and column != told.chat and isinstance(row[column], str):
             return row[column]
         if told.text is not None:
@@ -246,6 +275,13 @@ def asked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages to answer: role and content of each, a trailing assistant's left out."""
     kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     return [{"role": message["role"], "content": message["content"]} for message in kept]
+
+
+def _holds_messages(column: str, prompt: Any) -> bool:
+    """Whether a prompt is a list of messages, or one written out as JSON in a column that is for messages."""
+    return isinstance(prompt, list) or (
+        column in CHAT_COLUMNS and isinstance(prompt, str) and prompt.lstrip().startswith("[")
+    )
 
 
 def _messages_complaint(messages: Sequence[Any]) -> str | None:

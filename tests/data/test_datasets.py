@@ -8,7 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpost.data.datasets import Row, located_rows
+from rlpost.data.datasets import located_rows
+from rlpost.data.row_store import Row
 from rlpost.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]
@@ -16,7 +17,7 @@ LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
 
 
 def load_rows(dataset: Any, split: str, **options: Any) -> list[Row]:
-    return [row for _, row in located_rows(dataset, split, **options)]
+    return list(located_rows(dataset, split, **options))
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -145,8 +146,8 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path: Path) -> No
         ('{"question": "q", "anser": "a"}', "missing; did you mean anser? the row has question, anser"),
         ('{"question": 7, "answer": "a"}', "row 3, field 'question': must be text, and is int"),
         ('{"question": " ", "answer": "a"}', "row 3, field 'question': is empty"),
-        ("[1]", "row 3, field 'question': the row is no object of named fields but list"),
-        ('{"question": ', "line 3 is not JSON"),
+        ("[1]", "row 3, field 'question': the row is no object of named fields but a list"),
+        ('{"question": ', "row 3 is not JSON"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path: Path, line: str, said: str) -> None:
@@ -166,10 +167,10 @@ def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.jsonl", "", "holds no rows"),
-        ("a.json", "{}", "holds a dict at its top"),
+        ("a.json", "{}", "holds no list at its top"),
         ("a.json", "[", "is not JSON"),
         ("a.csv", "question,answer\n1,2,3\n", "row 2 has more cells"),
-        ("a.csv", "question,answer\n1\n", "row 2, field 'answer': must be text, and is NoneType"),
+        ("a.csv", "question,answer\n1\n", "row 2, field 'answer': must be text, and is null"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),
         ("a.txt", LINES, "is no .jsonl"),
     ],
@@ -185,7 +186,7 @@ def test_a_file_that_is_not_utf8_says_where(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "caf\xe9"}')
     with pytest.raises(
-        DataError, match=r"a.jsonl, line 1 is not UTF-8 \(byte 17\), but likely Windows-1252 or Latin-1: save"
+        DataError, match=r"a.jsonl, row 1 is not UTF-8 \(byte 17\), but likely Windows-1252 or Latin-1: save"
     ):
         load_rows(str(path), "train")
 
@@ -214,6 +215,6 @@ def test_an_unreachable_hub_is_an_error_within_seconds(tmp_path: Path, monkeypat
 
 
 def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:
-    assert located_rows(ROWS, "test", limit=1) == [("the dataset, row 1", ROWS[0])]
+    assert list(located_rows(ROWS, "test", limit=1).located()) == [("the dataset, row 1", ROWS[0])]
     with pytest.raises(DataError, match="the dataset, row 2, field 'answer': missing; the row has question"):
         load_rows([ROWS[0], {"question": "And?"}], "train")

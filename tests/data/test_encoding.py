@@ -71,8 +71,9 @@ def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any
     with pytest.raises(DataError) as raised:
         encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
     assert str(raised.value) == (
-        "1 of 4 rows are bad (more than the 24% allowed): nothing to train on: 1 of 4 rows, such as row 2: "
-        "no message of the assistant is trained"
+        "1 of 4 rows are bad (more than the 24% allowed): correct or remove them\n"
+        "  row 2: nothing to train on: no message of the assistant is trained\n"
+        "  1 x nothing to train on"
     )
     assert encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.25)[1].count == 1
 
@@ -82,9 +83,11 @@ def test_no_row_to_train_on_is_an_error_whatever_share_is_allowed(gemma: Any) ->
         encode_all([EMPTY, FORBIDDEN], Encoder(gemma), max_bad_share=1.0)
 
 
-def test_only_the_first_rows_of_a_kind_are_kept_as_examples() -> None:
+def test_the_first_twenty_rows_are_shown_and_all_are_counted() -> None:
     bad = BadRows()
-    for number in range(9):
-        bad.add(Sample(f"row {number}", fault=Fault.empty))
-    assert [sample.where for sample in bad.examples[Fault.empty]] == ["row 0", "row 1", "row 2"]
-    assert bad.counts == {Fault.empty: 9}
+    for number in range(23):
+        bad.add(Sample(f"row {number}", fault=Fault.cut if number == 22 else Fault.empty, reason="why"))
+    told = str(bad.error("none allowed")).split("\n")
+    assert told[0] == "23 of 23 rows are bad (none allowed): correct or remove them"
+    assert told[1:21] == [f"  row {number}: nothing to train on: why" for number in range(20)]
+    assert told[21:] == ["  and 3 more", "  22 x nothing to train on", "  1 x cut"]

@@ -1,6 +1,7 @@
 # pyright: reportArgumentType=false
 # TensorDict.set takes a list of str, which its annotation leaves out
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -65,11 +66,11 @@ def test_conversations_carry_their_limits_and_no_system_message_by_default() -> 
 
 
 def test_every_epoch_is_a_permutation_of_its_own() -> None:
-    drawn = questions(DatasetChatEnv(ROWS, seed=3).draw(10))
+    drawn = questions(DatasetChatEnv(ROWS, seed=5).draw(10))
     first, second = drawn[:5], drawn[5:]
     assert sorted(first) == sorted(second) == ["q0", "q1", "q2", "q3", "q4"]
     assert first != second
-    assert drawn == questions(DatasetChatEnv(ROWS, seed=3).draw(10))
+    assert drawn == questions(DatasetChatEnv(ROWS, seed=5).draw(10))
     assert drawn != questions(DatasetChatEnv(ROWS, seed=4).draw(10))
 
 
@@ -83,10 +84,35 @@ def test_drawing_resumes_exactly_even_inside_a_group(drawn_before: int) -> None:
     assert env.draw(20) == resumed.draw(20)
 
 
-def test_a_position_in_other_rows_is_refused() -> None:
-    saved = DatasetChatEnv(ROWS).state_dict()
-    with pytest.raises(DataError, match=r"5 rows, shuffled.*4 rows, shuffled"):
-        DatasetChatEnv(ROWS[:4]).load_state_dict(saved)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_only_rows_that_were_not_drawn_may_go(shuffle: bool) -> None:
+    env = DatasetChatEnv(ROWS, shuffle=shuffle, repeats=2)
+    drawn = questions(env.draw(5))  # the third row once
+    saved = json.loads(json.dumps(env.state_dict()))
+    rest = questions(env.draw(1)) + questions(env.draw(4))
+    for gone in range(5):
+        fewer = DatasetChatEnv(ROWS[:gone] + ROWS[gone + 1 :], shuffle=shuffle, repeats=2)
+        if ROWS[gone]["question"] in drawn:
+            with pytest.raises(DataError, match=r"3 different rows drawn.* only rows that were not drawn yet may go"):
+                fewer.load_state_dict(saved)
+        else:
+            fewer.load_state_dict(saved)
+            assert questions(fewer.draw(3)) == [q for q in rest if q != ROWS[gone]["question"]]
+
+
+def test_once_an_epoch_is_over_no_row_may_go() -> None:
+    env = DatasetChatEnv(ROWS)
+    env.draw(6)
+    with pytest.raises(DataError, match=r"5 different rows drawn, shuffled.*4 different rows drawn, shuffled"):
+        DatasetChatEnv(ROWS[:4]).load_state_dict(env.state_dict())
+
+
+def test_equal_rows_are_told_apart_and_not_drawn_one_behind_the_other() -> None:
+    rows = [{"question": "same"}] * 50 + [{"question": "other"}] * 50
+    order = DatasetChatEnv(rows).open_rows(0).order(0).tolist()
+    assert sorted(order) == list(range(100))
+    changes = sum((a < 50) != (b < 50) for a, b in itertools.pairwise(order))
+    assert 30 < changes < 70  # 49.5 on average, standard deviation 5
 
 
 def test_seeding_and_resetting_begin_again() -> None:

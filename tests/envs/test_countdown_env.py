@@ -105,7 +105,7 @@ def test_settings_reach_the_environment() -> None:
     )
     env = build_env(settings, num_prompts=1, group_size=1, seed=0)
     assert isinstance(env, CountdownEnv)
-    assert env.open_rows(0).fingerprint() == (
+    assert env.open_rows(0).fingerprint(0) == (
         "train problems: 2 to 4 numbers up to 30, targets up to 50, +, 0.5 held out, limit None"
     )
 

@@ -103,7 +103,7 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": None}, "field 'answer': must be text or a number, and is null"),
         ({"prompt": "a", "answer": True}, "field 'answer': must be text or a number, and is bool"),
         ({"prompt": "a", "answer": " "}, "field 'answer': is empty"),
-        (["a"], "the row is no object of named fields but list"),
+        (["a"], "the row is no object of named fields but a list"),
     ],
 )
 def test_a_bad_row_is_named_by_file_row_and_field(row: Any, said: str, tmp_path: Path) -> None:
@@ -251,7 +251,8 @@ def test_ones_own_rewards_are_tried_on_every_answer(tmp_path: Path) -> None:
     backwards = reward_file(tmp_path / "other", "return [float(c == '') for c in completions]")
     failures = prove(env_of(tmp_path, ROWS[:1], reward=backwards)).failures
     assert failures == [
-        "train row 1: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None"
+        f"{tmp_path}/rows.jsonl, row 1: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy "
+        "None"
     ]
 
 
@@ -263,7 +264,7 @@ def test_a_reward_that_gives_everything_the_same_proves_nothing(tmp_path: Path) 
 
 def test_a_proof_needs_answers(tmp_path: Path) -> None:
     env = env_of(tmp_path, [{"prompt": "a"}], reward=reward_file(tmp_path, "return [1.0]"))
-    with pytest.raises(DataError, match=r"train row 1 has no answer.*env.answer_column"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1 has no answer.*env.answer_column"):
         prove(env)
 
 
@@ -276,8 +277,10 @@ def test_it_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 def test_it_does_not_resume_with_as_many_other_rows(tmp_path: Path) -> None:
-    state = env_of(tmp_path, ROWS).state_dict()
+    env = env_of(tmp_path, ROWS)
+    env.draw(1)
+    state = env.state_dict()
     changed = [{**ROWS[0], "answer": "changed"}, *ROWS[1:]]
-    with pytest.raises(DataError, match=r"taken with 40 rows, in order, content \w+, and this dataset has 40 rows"):
+    with pytest.raises(DataError, match=r"with 1 different row drawn, in order, content \w+, and this dataset gives"):
         env_of(tmp_path, changed).load_state_dict(state)
     env_of(tmp_path, ROWS).load_state_dict(state)

@@ -64,16 +64,13 @@ def test_of_a_large_file_the_first_row_is_looked_at(
         look_at_rows(GSM8KSettings(path=large(BAD)), ["train"], demonstrated=False)
 
 
-def test_the_encoding_of_a_large_file_is_looked_at_where_it_begins(
+def test_a_large_file_of_another_encoding_is_told_from_its_first_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    line = json.dumps(GOOD).encode() + b"\n"
-    monkeypatch.setattr(first_look, "MOST_BYTES", len(line) + 27)
-    path.write_bytes(line + b"\xc3\xa9" * 40)  # the last byte that is read is the first half of a letter
-    assert look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False) is None
-    path.write_bytes(line + b"\xe9" + line * 9)
-    with pytest.raises(DataError, match=rf"rows.jsonl, line 2 is not UTF-8 \(byte {len(line)}\)"):
+    monkeypatch.setattr(first_look, "MOST_BYTES", 27)
+    path.write_bytes((json.dumps(GOOD) + "\n").encode("utf-16"))
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1 is not UTF-8 \(byte 0\), but likely UTF-16: save the file"):
         look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False)
 
 
@@ -117,9 +114,17 @@ def test_a_demonstration_is_refused_in_the_same_words_when_it_is_read(tmp_path: 
     with pytest.raises(DataError, match="row 2, field 'completion': missing") as looked:
         look_at_rows(settings, ["train"], demonstrated=True)
     env = build_env(settings, num_prompts=1, group_size=1, seed=0)
-    with pytest.raises(DataError) as read:
-        list(env.demonstrations())
-    assert str(read.value) == str(looked.value)
+    [bad] = [each for each in env.demonstrations() if each.wrong]
+    assert f"{bad.where}, {bad.wrong}" == str(looked.value)
+
+
+def test_as_many_malformed_demonstrations_as_are_allowed_pass(tmp_path: Path) -> None:
+    path = written(tmp_path, {"prompt": "Hi", "completion": "Ho"}, {"prompt": "Hi"})
+    settings = DatasetSettings(path=path)
+    columns = look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.5)
+    assert columns == ["prompt", "completion"]
+    with pytest.raises(DataError):
+        look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.49)
 
 
 class Evil:

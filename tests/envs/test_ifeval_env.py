@@ -327,9 +327,9 @@ def test_a_proof_finds_a_reward_that_is_wrong() -> None:
 def test_completions_are_learned_from_where_rows_have_them() -> None:
     learned = list(IFEvalEnv([{**QUOTED, "completion": '"So."'}]).demonstrations())
     assert [(one.where, one.messages) for one in learned] == [
-        ("train row 1", [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}])
+        ("the dataset, row 1", [{"role": "user", "content": "Quote it."}, {"role": "assistant", "content": '"So."'}])
     ]
-    with pytest.raises(DataError, match=r"train row 2 has no answer to learn from, .*: add a field 'completion'"):
+    with pytest.raises(DataError, match=r"row 2 has no answer to learn from, .*: add a field 'completion'"):
         list(IFEvalEnv([{**QUOTED, "completion": '"So."'}, BOTH]).demonstrations())
 
 

@@ -1,0 +1,268 @@
+"""Rows of a file, one after the other and never the whole file at once, each with its number.
+
+A row that cannot be read is given as `Unreadable`, so that the rows behind it are read too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rlpost.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+MOST_ROW_BYTES = 16 << 20  # of a row
+MOST_GROUP_BYTES = 8 << 30  # of a row group of Parquet, whose columns are held while its rows are read
+MOST_ROWS = 100_000_000
+BATCH_ROWS = 256  # of Parquet, at a time
+_CHUNK = 1 << 20
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
+
+Numbered = Iterator[tuple[int, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A row that could not be read, and why."""
+
+    wrong: str
+
+
+def read_jsonl(path: Path) -> Numbered:
+    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8."""
+    for number, text in _lines(path):
+        if isinstance(text, Unreadable):
+            yield number, text
+        elif text.strip():
+            yield number, _parsed(text.rstrip())
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return Unreadable("is nested too deeply")
+    except json.JSONDecodeError as error:
+        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1})")
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        return Unreadable("holds a number of more digits than can be read")
+
+
+def read_json(path: Path) -> Numbered:
+    """The elements of a list, from 1. Raises DataError for what is no list of JSON: then no row of it is known."""
+    decoder, of_any_size = json.JSONDecoder(), json.JSONDecoder(parse_int=str)
+    chunks = _chunks(path)
+    text, at, number, wants_element = next(chunks, ""), 0, 0, True
+
+    def broken(why: str) -> DataError:
+        return DataError(
+            f"{path} is not JSON (row {number + 1}: {why}): correct it, or write one object a line as .jsonl"
+        )
+
+    at = _end_of_blank(text, 0)
+    if text[at : at + 1] != "[":
+        raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
+    at += 1
+    while True:
+        at = _end_of_blank(text, at)
+        if at < len(text) and text[at] == "]" and (number == 0 or not wants_element):
+            break
+        if at < len(text) and not wants_element:
+            if text[at] != ",":
+                raise broken("a comma is missing before it")
+            at, wants_element = at + 1, True
+            continue
+        row, end, why = None, len(text), "the list has no end"
+        try:
+            if at < len(text):
+                row, end = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            why = error.msg
+        except RecursionError as error:
+            raise broken("it is nested too deeply") from error
+        except ValueError:
+            row, end = Unreadable("holds a number of more digits than can be read"), of_any_size.raw_decode(text, at)[1]
+        if end == len(text):  # it may go on, a number for one
+            more = next(chunks, "")
+            if not more:
+                raise broken(why)
+            text, at = text[at:] + more, 0
+            continue
+        number += 1
+        yield number, row
+        at, wants_element = end, False
+    if _end_of_blank(text, at + 1) < len(text):
+        raise broken("there is more behind the list")
+
+
+def _end_of_blank(text: str, at: int) -> int:
+    match = _BLANK.match(text, at)
+    return at if match is None else match.end()
+
+
+def _chunks(path: Path) -> Iterator[str]:
+    """The file's text, in pieces each as long as all before it, so that a long element is not read over and over."""
+    size = _CHUNK
+    lines = (text for _, text in _lines(path))
+    held: list[str] = []
+    length = 0
+    for text in lines:
+        if isinstance(text, Unreadable):
+            raise DataError(f"{path} {text.wrong}")
+        held.append(text)
+        length += len(text)
+        if length >= size:
+            yield "".join(held)
+            size, held, length = size * 2, [], 0
+    if held:
+        yield "".join(held)
+
+
+def read_csv(path: Path) -> Numbered:
+    """A dict a record, under the names of the header; a row's number is its line, the header's being 1.
+
+    Cells are separated by commas, or where the header has none by semicolons or tabs, as spreadsheets write them.
+    """
+    csv.field_size_limit(MOST_ROW_BYTES)
+    reader = None
+    try:
+        reader = csv.DictReader(_records(path), strict=True, delimiter=_delimiter(path))
+        for row in reader:
+            more = None in row
+            yield reader.line_num, Unreadable("has more cells than the header has names") if more else row
+    except csv.Error as error:
+        number = 1 if reader is None else reader.line_num
+        raise DataError(f"{path}, row {number} is not CSV ({error}): correct or remove it") from error
+
+
+def _delimiter(path: Path) -> str:
+    header = next(_records(path), "")
+    return "," if "," in header else next((sign for sign in ";\t" if sign in header), ",")
+
+
+def _records(path: Path) -> Iterator[str]:
+    """Lines of CSV: a record ends at a lone carriage return too."""
+    for number, text in _lines(path):
+        if isinstance(text, Unreadable):
+            raise DataError(f"{path}, row {number} {text.wrong}")
+        yield from _LONE_RETURN.split(text)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str | Unreadable]]:
+    """Lines as text, from 1, without a byte order mark.
+
+    Raises DataError for a file that cannot be read, or whose first line shows that it is no UTF-8.
+    """
+    with _opened(path) as stream:
+        for number in count(1):
+            line = stream.readline(MOST_ROW_BYTES)
+            if not line:
+                return
+            if len(line) == MOST_ROW_BYTES and not line.endswith(b"\n"):
+                while len(line) == MOST_ROW_BYTES and not line.endswith(b"\n"):
+                    line = stream.readline(MOST_ROW_BYTES)
+                yield number, Unreadable(f"has more than {MOST_ROW_BYTES >> 20} MB: cut it up, or remove it")
+                continue
+            yield number, _decoded(path, number, line)
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str | Unreadable:
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        if "\0" not in text:
+            return text[:-2] + "\n" if text.endswith("\r\n") else text
+        at = line.index(0)
+    except UnicodeDecodeError as error:
+        at = error.start
+    likely = "UTF-16" if b"\0" in line else "Windows-1252 or Latin-1"
+    wrong = f"is not UTF-8 (byte {at}), but likely {likely}: save the file as UTF-8"
+    if number == 1 or b"\0" in line:
+        raise DataError(f"{path}, row {number} {wrong}")
+    return Unreadable(wrong)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    with stream:
+        yield stream
+
+
+def read_parquet(path: Path) -> Numbered:
+    """Its rows from 1. Raises DataError for what is no Parquet, or would not fit into memory a row group at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        _check_size(path, file.metadata)
+        # a text that is repeated is held once: else a small file could stand for any amount of memory
+        texts = [field.name for field in file.schema_arrow if _is_text(field.type)]
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=texts)
+        number = 0
+        for batch in file.iter_batches(batch_size=BATCH_ROWS):
+            for row in _rows_of(batch):
+                number += 1
+                yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error}): write it again, or as .jsonl") from error
+
+
+def _check_size(path: Path, metadata: Any) -> None:
+    """Raise DataError for a file that promises more than is reasonable to read."""
+    if metadata.num_rows > MOST_ROWS:
+        raise DataError(f"{path} has {metadata.num_rows:,} rows, more than {MOST_ROWS:,}: give a part of it")
+    for number in range(metadata.num_row_groups):
+        if (size := metadata.row_group(number).total_byte_size) > MOST_GROUP_BYTES:
+            raise DataError(
+                f"{path}: its row group {number + 1} takes {size / 1e9:,.0f} GB when it is read, more than "
+                f"{MOST_GROUP_BYTES / 1e9:,.0f}: write it again with smaller row groups"
+            )
+
+
+def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass  # one of its texts is no UTF-8: it is looked for row by row
+    for number in range(batch.num_rows):
+        yield _row(batch, number)
+
+
+def _row(batch: pyarrow.RecordBatch, number: int) -> Any:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[number].as_py()
+        except UnicodeDecodeError:
+            return Unreadable(f"has text in {name!r} that is not UTF-8: write the file again with valid text")
+    return row
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    import pyarrow.types
+
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+
+
+READERS: dict[str, Callable[[Path], Numbered]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
