@@ -17,14 +17,14 @@ from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.envs.build import build_env, longest_conversation, longest_sampled
-from rlpost.envs.checks import check_rewards, check_template
+from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
-from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
@@ -69,6 +69,7 @@ class SamplingParts:
     collector: LLMCollector
     buffer: ReplayBuffer
     optimizer: torch.optim.Optimizer
+    notes: list[str]  # what a user should know of the data before training begins
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +153,9 @@ def assemble_sampling(
             each.start()  # a bad path or row is found here, before a model is loaded
         tokenizer = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
+        context = context_length(starting_folder(settings, checkpoint))
+        looked_at = (env, eval_env) if settings.eval.enabled else (env,)
+        notes = [told for each in looked_at if (told := look_at_lengths(each, settings.env, tokenizer, context))]
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
         policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
         collector = LLMCollector(
@@ -175,6 +179,7 @@ def assemble_sampling(
             collector=collector,
             buffer=buffer,
             optimizer=trainable.optimizer,
+            notes=notes,
         )
 
 
@@ -300,6 +305,7 @@ def evaluate_command(
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
             check_template(env, tokenizer)
+            left_out = look_at_lengths(env, settings.env, tokenizer, context_length(folder))
             policy = build_policy(
                 settings.policy,
                 folder,
@@ -312,6 +318,8 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
+        if left_out:
+            note(left_out)
         longest = settings.env.max_completion_tokens
         if told := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
             note(told)

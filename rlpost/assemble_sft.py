@@ -16,10 +16,12 @@ from rlpost.assemble import build_trained_policy, build_updater
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, encode_all
 from rlpost.envs.build import build_env
+from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.rows import OrderedRows
 from rlpost.errors import DataError
-from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
+from rlpost.model.load import context_length
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings, SFTSettings
@@ -53,6 +55,7 @@ class SFTParts:
     bad_held_out: BadRows
     held_out: list[Sample]  # none where evaluation is off
     accuracy: AccuracyParts | None  # None unless eval.accuracy
+    notes: list[str]  # what a user should know of the data before training begins
     objective: SFTObjective
     optimizer: torch.optim.Optimizer
 
@@ -93,6 +96,11 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         eval_env.start()  # a bad path or row is found here, before a model is loaded
     objective = SFTObjective(settings.loss)
     tokenizer = starting_tokenizer(settings, checkpoint)
+    notes: list[str | None] = []
+    if settings.eval.accuracy:
+        notes.append(
+            look_at_lengths(eval_env, settings.env, tokenizer, context_length(starting_folder(settings, checkpoint)))
+        )
     encoder = Encoder(tokenizer, settings.max_tokens)
     samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []
@@ -115,6 +123,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         bad_held_out=bad_held_out,
         held_out=held_out,
         accuracy=build_accuracy(settings, eval_env, tokenizer, trainable) if settings.eval.accuracy else None,
+        notes=[told for told in notes if told],
         objective=objective,
         optimizer=trainable.optimizer,
     )

@@ -146,6 +146,10 @@ class ChatEnv(EnvBase):
             [self._conversation({self.data_key: row["query"], **row}, first + i, 0) for i, row in enumerate(rows)]
         )
 
+    def begun(self, task: Mapping[str, Any]) -> Conversation:
+        """A conversation about `task` as it begins, of no draw."""
+        return self._opened([self._conversation(task, 0, 0)])[0]
+
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         for transform in self.transforms:
             transform.on_begin(conversations)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rlpost.data.complaints import SHOWN
 from rlpost.data.continuation import Continuation
+from rlpost.data.conversation import Message
 from rlpost.envs.chat import ChatEnv
-from rlpost.errors import ConfigError
+from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import EnvSettings, LongPrompts
+from rlpost.text import counted
+
+ALL_UP_TO = 100_000  # rows whose lengths are all looked at
+SAMPLE = 20_000  # of more rows, those that may be too long; the others are looked at when they are drawn
 
 
 def check_rewards(env: ChatEnv) -> None:
@@ -25,3 +34,62 @@ def check_template(env: ChatEnv, tokenizer: Any) -> None:
     tools = env.tools.transforms if env.tools else []
     schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
     Continuation(tokenizer).check(env.tool_role if tools else env.user_role, schemas)
+
+
+def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
+    """Look for prompts that are too long, before a model is loaded; they are left out where `settings` says so.
+
+    Returns what to say of those that were left out. A prompt is too long above `max_prompt_tokens`, or where the
+    model's `context` (None: unknown) has no room for a completion behind it. Raises DataError with file, row and
+    length of the first of them, and how many there are.
+    """
+    policy = getattr(settings, "long_prompts", None)
+    rows = env.rows
+    if policy is None or not len(rows):
+        return None
+    most, reason = settings.max_prompt_tokens, f"env.max_prompt_tokens={settings.max_prompt_tokens}"
+    if context is not None and context - settings.max_completion_tokens < most:
+        most = context - settings.max_completion_tokens
+        reason = f"the {most} that the model's {context} leave beside env.max_completion_tokens"
+    suspects = _may_be_longer(env, rows, tokenizer, most)
+    if policy is LongPrompts.error and len(rows) > ALL_UP_TO and len(suspects) > SAMPLE:
+        suspects = suspects[:: -(-len(suspects) // SAMPLE)]
+    long = {number: length for number in suspects if (length := _length(env, rows[number], tokenizer)) > most}
+    if not long:
+        return None
+    told = f"{len(long):,} of {counted(len(rows), 'prompt')} of the split {env.split} have more tokens than {reason}"
+    if policy is LongPrompts.skip:
+        env.drop_rows(list(long))
+        return f"{told}: left out"
+    first = [f"  {env.where(number)}: {length:,} tokens" for number, length in list(long.items())[:SHOWN]]
+    more = [f"  and {len(long) - SHOWN:,} more"] if len(long) > SHOWN else []
+    advice = "raise the limit, shorten the rows, or add env.long_prompts=skip"
+    raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
+
+
+def _may_be_longer(env: DatasetChatEnv, rows: Sequence[Any], tokenizer: Any, most: int) -> list[int]:
+    """The numbers of rows whose prompt may have more than `most` tokens: a token stands for a byte or more.
+
+    What a template adds to the messages is measured on the first row.
+    """
+    first = env.opening_messages(rows[0])
+    conversation = env.begun(rows[0])
+    Continuation(tokenizer).begin(conversation)
+    added = len(conversation.prompt_text.encode()) - _bytes(first)
+    each = max(added, 0) / len(first)
+    suspects = []
+    for number, row in enumerate(rows):
+        messages = env.opening_messages(row)
+        if _bytes(messages) + each * max(len(messages), len(first)) > most:
+            suspects.append(number)
+    return suspects
+
+
+def _bytes(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"].encode()) for message in messages)
+
+
+def _length(env: DatasetChatEnv, row: Any, tokenizer: Any) -> int:
+    conversation = env.begun(row)
+    Continuation(tokenizer).begin(conversation)
+    return len(conversation.prompt_ids)

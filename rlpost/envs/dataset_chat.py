@@ -17,6 +17,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
+    from rlpost.data.conversation import Conversation
     from rlpost.data.demonstrations import Demonstration
 
 
@@ -80,7 +81,7 @@ class DatasetChatEnv(ChatEnv):
     @classmethod
     def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
         """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
-        common = {field.name for field in fields(EnvSettings)}
+        common = {*(field.name for field in fields(EnvSettings)), "long_prompts"}  # the tokenizer is needed for it
         own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
         return {"dataset" if name == "path" else name: value for name, value in own.items()}
 
@@ -135,6 +136,24 @@ class DatasetChatEnv(ChatEnv):
             malformed=malformed,
         )
 
+    def drop_rows(self, numbers: Sequence[int]) -> None:
+        """Draw no more of these rows of the split, numbered from 0. Raises DataError where none is left."""
+        rows, gone = self._rows.rows, set(numbers)
+        kept = [number for number in range(len(rows)) if number not in gone]
+        if not kept:
+            raise DataError(f"none of {len(rows)} prompts is left: raise env.max_prompt_tokens")
+        self._rows.rows = rows.only(kept) if isinstance(rows, LocatedRows) else [rows[number] for number in kept]
+        self._rows = self.open_rows(self.seed)
+        self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def draw(self, count: int | None = None) -> list[Conversation]:
+        """See `EnvBase.draw`; each conversation knows the place of its row."""
+        conversations = super().draw(count)
+        if isinstance(self._rows, OrderedRows) and self.primer is not None and self.primer.serves(self._rows):
+            for conversation in conversations:
+                conversation.where = self.where(self._rows.row_at(conversation.group_id))
+        return conversations
+
     def where(self, number: int) -> str:
         """The place of a row of this split, from 0: file and row, where it comes from one."""
         rows = self._rows.rows
@@ -150,10 +169,15 @@ class DatasetChatEnv(ChatEnv):
         """How many prompts of this split are also prompts of `other`; reads the rows of both."""
         return len(self._openings() & other._openings())
 
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The tasks of this split; none where they are made rather than kept."""
+        self.start()
+        return getattr(self._rows, "rows", ())
+
     def _openings(self) -> set[int]:
         """A hash of how the conversation about each row begins; none where tasks are made rather than kept as rows."""
-        self.start()
-        return {hash(repr(self.opening_messages(row))) for row in getattr(self._rows, "rows", ())}
+        return {hash(repr(self.opening_messages(row))) for row in self.rows}
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`: the rows."""

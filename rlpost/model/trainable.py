@@ -55,9 +55,15 @@ def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> A
 
     That of a checkpoint was saved with the chat template, and what it is told, that the run has.
     """
+    folder = starting_folder(settings, checkpoint)
+    return load_tokenizer(folder) if checkpoint is not None else load_tokenizer(folder, settings.model)
+
+
+def starting_folder(settings: TrainingSettings, checkpoint: Path | None) -> Path:
+    """Where the tokenizer and the configuration of that model are."""
     if checkpoint is not None:
-        return load_tokenizer(checkpoint / "model")
-    return load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
+        return checkpoint / "model"
+    return locate_tokenizer(settings.model.path, settings.model.revision)
 
 
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:

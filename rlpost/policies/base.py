@@ -150,7 +150,8 @@ class Policy(ABC):
     def _check_prompt(self, conversation: Conversation) -> None:
         """Raise DataError for a prompt that leaves its completion no room, or is longer than the environment allows."""
         length, limit = len(conversation.prompt_ids), conversation.max_prompt_tokens
-        prompt = f"the prompt of draw {conversation.group_id} ({conversation.query[:60]!r}...) has {length} tokens"
+        place = conversation.where or f"draw {conversation.group_id}"
+        prompt = f"the prompt of {place} ({conversation.query[:60]!r}...) has {length} tokens"
         if limit is not None and length > limit:
             raise DataError(f"{prompt}, more than env.max_prompt_tokens={limit}: raise it, or leave the row out")
         if self.max_model_len is not None and length + conversation.max_completion_tokens > self.max_model_len:

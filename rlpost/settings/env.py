@@ -20,6 +20,13 @@ class Operation(Enum):
     multiply = "*"
 
 
+class LongPrompts(Enum):
+    """What becomes of rows whose prompts are longer than env.max_prompt_tokens."""
+
+    error = "error"  # training does not begin
+    skip = "skip"  # they are left out, and counted
+
+
 @dataclass
 class EnvSettings(Settings, group="env"):
     """What every environment has; each environment's own class adds to it.
@@ -53,6 +60,7 @@ class RowsSettings(EnvSettings):
 
     path: str = MISSING  # folder, file or hub id
     held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test where no file of its own holds it
+    long_prompts: LongPrompts = LongPrompts.error  # rows with longer ones, found before training begins
     shuffle: bool = True  # false: rows in the order of the file
     seed: int = 0  # of the order in which rows are drawn
 

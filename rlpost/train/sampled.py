@@ -85,7 +85,7 @@ class SamplingSession(Session[S, P]):
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         ]
-        notes = [thinking_note(env, parts.tokenizer)]
+        notes = [*parts.notes, thinking_note(env, parts.tokenizer)]
         if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
             notes.append(
                 f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called "

@@ -72,6 +72,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             *([f"policy  {type(parts.accuracy.policy).__name__}, greedy"] if parts.accuracy else []),
         ]
         notes = [
+            *parts.notes,
             *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
             *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
             thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,

@@ -73,6 +73,10 @@ class DataLoadingPrimer(Transform):
         self._iterator: Iterator[Any] | None = None
         self._element: Mapping[str, Any] | None = None
 
+    def serves(self, dataloader: Any) -> bool:
+        """Whether the elements are those of `dataloader`."""
+        return self._dataloader is dataloader
+
     def take(self, count: int) -> list[Draw]:
         """The next `count` draws.
 

@@ -1,0 +1,92 @@
+"""Prompts that are too long are found before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.envs import checks
+from rlpost.envs.checks import look_at_lengths
+from rlpost.envs.dataset import DatasetEnv
+from rlpost.errors import DataError
+from rlpost.model.load import tiny_tokenizer
+from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.settings import DatasetSettings, LongPrompts
+
+SHORT = [{"prompt": f"short {number}", "answer": "1"} for number in range(40)]
+LONG = {"prompt": "word " * 5000, "answer": "1"}
+
+
+def opened(folder: Path, rows: list[Any], **settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = DatasetSettings(path=str(path), reward=["exact"], held_out=0.0, **settings)
+    env = DatasetEnv(made, max_prompt_tokens=made.max_prompt_tokens, max_completion_tokens=made.max_completion_tokens)
+    env.start()
+    return env, made
+
+
+def test_a_long_prompt_is_an_error_with_file_row_and_length_before_training(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [*SHORT, LONG, LONG | {"prompt": "y" * 2000}])
+    with pytest.raises(DataError) as raised:
+        look_at_lengths(env, settings, tiny_tokenizer(), None)
+    # byte-level: <|im_start|>user, line break, the text, <|im_end|>, line break, <|im_start|>assistant, line break
+    around = len("user\n") + 2 + len("\n") + 1 + len("assistant\n")
+    assert str(raised.value).split("\n") == [
+        "2 of 42 prompts of the split train have more tokens than env.max_prompt_tokens=1024: raise the limit, shorten "
+        "the rows, or add env.long_prompts=skip",
+        f"  {settings.path}, row 41: {25_000 + around:,} tokens",
+        f"  {settings.path}, row 42: {2000 + around:,} tokens",
+    ]
+
+
+def test_long_prompts_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [LONG, *SHORT], long_prompts=LongPrompts.skip)
+    told = look_at_lengths(env, settings, tiny_tokenizer(), None)
+    assert told == "1 of 41 prompts of the split train have more tokens than env.max_prompt_tokens=1024: left out"
+    assert env.num_tasks == 40
+    assert {c.query for c in env.draw(40)} == {row["prompt"] for row in SHORT}
+
+
+def test_the_order_of_the_other_rows_is_that_without_the_long_one(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [*SHORT[:7], LONG, *SHORT[7:]], long_prompts=LongPrompts.skip)
+    look_at_lengths(env, settings, tiny_tokenizer(), None)
+    drawn = [c.query for c in env.draw(60)]
+    without, _ = opened(tmp_path, SHORT)
+    assert drawn == [c.query for c in without.draw(60)]
+
+
+def test_what_the_context_has_no_room_for_is_too_long(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [*SHORT, {"prompt": "x" * 600, "answer": "1"}], max_completion_tokens=500)
+    assert look_at_lengths(env, settings, tiny_tokenizer(), None) is None
+    with pytest.raises(DataError, match=r"than the 500 that the model's 1000 leave beside env.max_completion_tokens"):
+        look_at_lengths(env, settings, tiny_tokenizer(), 1000)
+
+
+def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [LONG], long_prompts=LongPrompts.skip)
+    with pytest.raises(DataError, match=r"none of 1 prompts is left: raise env.max_prompt_tokens"):
+        look_at_lengths(env, settings, tiny_tokenizer(), None)
+
+
+def test_of_many_rows_a_sample_is_looked_at_and_the_others_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "ALL_UP_TO", 10)
+    monkeypatch.setattr(checks, "SAMPLE", 2)
+    suspects = [{"prompt": "é" * 520 + str(number), "answer": "1"} for number in range(9)]  # 1,041 bytes each
+    asked: list[int] = []
+    monkeypatch.setattr(checks, "_length", lambda env, row, tokenizer: asked.append(int(row["prompt"][-1])) or 1)
+    env, settings = opened(tmp_path, [*SHORT, *suspects])
+    assert look_at_lengths(env, settings, tiny_tokenizer(), None) is None
+    assert asked == [0, 5]
+
+
+def test_a_prompt_that_is_too_long_when_it_is_drawn_is_named_by_file_and_row(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, [LONG])
+    policy = ScriptedPolicy(["1"], tokenizer=tiny_tokenizer())
+    with pytest.raises(DataError, match=rf"the prompt of {settings.path}, row 1 \('word word .* has \d+ tokens, more"):
+        policy.reply(env.draw(1))
