@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_trained_policy, build_updater
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, encode_all
+from rlpost.data.row_store import Digests
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
@@ -74,15 +76,6 @@ class SFTParts:
         if self.accuracy:
             self.accuracy.close()
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """What a data position depends on besides the seed: how many samples there are, and every id of them."""
-        digest = hashlib.blake2b(digest_size=8)
-        for sample in self.samples.rows:
-            digest.update(repr((sample.ids, sample.mask)).encode())
-        order = "shuffled" if self.samples.shuffle else "in order"
-        return f"{self.samples.count()} samples, {order}, content {digest.hexdigest()}"
-
 
 def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTParts:
     """The parts of `rlpost train sft`, with the weights of a checkpoint's folder where one is given.
@@ -118,7 +111,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         tokenizer=tokenizer,
         model=trainable.model,
         reference=trainable.reference,
-        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed),
+        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests_of_samples(samples)),
         bad_rows=bad_rows,
         bad_held_out=bad_held_out,
         held_out=held_out,
@@ -133,3 +126,9 @@ def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, t
     """What samples greedy replies during fine-tuning and scores them."""
     policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
     return AccuracyParts(env, policy, build_updater(settings.policy, policy))
+
+
+def digests_of_samples(samples: Sequence[Sample]) -> Digests:
+    """One number a sample: of its ids, and of which are trained."""
+    digests = (hashlib.blake2b(repr((each.ids, each.mask)).encode(), digest_size=8).digest() for each in samples)
+    return np.frombuffer(b"".join(digests), np.uint64)

@@ -65,7 +65,7 @@ class LocatedRows(Rows):
     def only(self, numbers: Sequence[int]) -> LocatedRows:
         """The rows with these numbers."""
         rows = LocatedRows(self.rows, self.numbers, self.files)
-        rows.chosen = [self.chosen[number] for number in numbers]
+        rows.chosen = array("q", (self.chosen[number] for number in numbers))
         return rows
 
     @property
@@ -88,6 +88,7 @@ def located_rows(
     test_path: str | None = None,
     prompt: Callable[[Row], str] | None = None,
     malformed: Malformed | None = None,
+    shared_as: str | None = None,
 ) -> LocatedRows:
     """The first `limit` rows (None: all) of a split, each with non-empty strings under `required`.
 
@@ -97,49 +98,85 @@ def located_rows(
     is where the split `test` is instead. Where `test` has no rows of its own it is a share `held_out`
     of the others, which `train` then leaves out: a row's `prompt` (None: its first required field)
     alone decides, so that no prompt is on both sides. `check` returns the field and the fault of a
-    row it cannot accept; `prepare` makes of one that is right what is kept.
+    row it cannot accept; `prepare` makes of one that is right what is kept. A file of both splits is
+    read once for the two where `shared_as`, which names all that `check` and `prepare` do, is given both times.
 
     Raises DataError with the file, row (from 1) and field of every bad row, unless `malformed` takes them.
     """
     sources = _sources(dataset, split, config, test_path)
+    name = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
     divided = test_path is None and any(source.shared for source in sources)
-    complaints = Complaints(sources[0].name if len(sources) == 1 else f"{len(sources)} files")
-    kept: Any = PackedRows() if is_path(dataset) else []
-    numbers, ranks = array("q"), array("d")
-    files: list[tuple[int, str]] = []
-    for source in sources:
-        files.append((len(numbers), source.name))
-        left = None if divided or limit is None else limit - complaints.rows
-        for number, row, complaint in examined(islice(source.numbered, left), complaints, required, check):
-            wrong = complaint
-            if wrong is None:
-                row = prepare(row)
-                wrong = _keep(kept, row)
-            if wrong is not None:
-                complaints.add(source.name, number, wrong)
-                if malformed is not None and (split != "test" or not divided):
-                    malformed(f"{source.name}, row {number}", told(wrong).lstrip(", "))
-                continue
-            numbers.append(number)
-            if divided:
-                ranks.append(_rank(prompt(row) if prompt else row[required[0]]))
-    if isinstance(kept, PackedRows):
-        kept.finish()
-    if complaints.count and malformed is None:
-        raise complaints.error()
-    rows = LocatedRows(kept, numbers, files)
-    if not complaints.rows and is_path(dataset):
-        raise DataError(f"{complaints.source} holds no rows: {_INSTEAD}, one JSON object a line")
+    key = (shared_as, *(source.age for source in sources)) if divided and shared_as is not None else None
+    read = _latest.get(key)
+    if read is None:
+        told_of = (lambda where, wrong: None) if malformed and divided and split == "test" else malformed
+        reading = _Reading(required, check, prepare, prompt, told_of)
+        read = reading.of(sources, Complaints(name), None if divided else limit, from_path=is_path(dataset))
+        _latest.clear()
+        if key is not None:
+            _latest[key] = read
+    elif check is not None and len(read[0]):
+        check(read[0][0])  # which tells from the first row how all are
+    rows, ranks = read
     if not divided:
         return rows
-    sides = _held_out(ranks, held_out)
-    chosen = [number for number, is_test in enumerate(sides) if is_test == (split == "test")]
+    chosen = array("q", (n for n, is_test in enumerate(_held_out(ranks, held_out)) if is_test == (split == "test")))
     if not chosen and len(rows):
         raise DataError(
-            f"{complaints.source}: env.held_out={held_out:g} of its {len(set(ranks))} different prompts leaves none "
-            f"for {split}: change it, or {_INSTEAD}"
+            f"{name}: env.held_out={held_out:g} of its {len(set(ranks))} different prompts leaves none for {split}: "
+            f"change it, or {_INSTEAD}"
         )
     return rows.only(chosen[:limit])
+
+
+_latest: dict[Any, tuple[LocatedRows, array[float]]] = {}  # the file of both splits that was read last, and its ranks
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How rows are examined and kept: see `located_rows`."""
+
+    required: Sequence[str]
+    check: Callable[[Row], Complaint | None] | None
+    prepare: Callable[[Row], Row]
+    prompt: Callable[[Row], str] | None
+    malformed: Malformed | None
+
+    def of(
+        self, sources: Sequence[Source], complaints: Complaints, limit: int | None, *, from_path: bool
+    ) -> tuple[LocatedRows, array[float]]:
+        """The rows without a complaint, `limit` looked at, and the rank of each one's prompt; raises as above."""
+        kept: Any = PackedRows() if from_path else []
+        numbers, ranks = array("q"), array("d")
+        files: list[tuple[int, str]] = []
+        for source in sources:
+            files.append((len(numbers), source.name))
+            left = None if limit is None else limit - complaints.rows
+            for number, row, complaint in examined(
+                islice(source.numbered, left), complaints, self.required, self.check
+            ):
+                wrong = complaint
+                if wrong is None:
+                    row = self.prepare(row)
+                    wrong = _keep(kept, row)
+                if wrong is None:
+                    numbers.append(number)
+                    ranks.append(self._rank(row))
+                    continue
+                complaints.add(source.name, number, wrong)
+                if self.malformed is not None:
+                    self.malformed(f"{source.name}, row {number}", told(wrong).lstrip(", "))
+        if complaints.count and self.malformed is None:
+            raise complaints.error()
+        if not complaints.rows and from_path:
+            raise DataError(f"{complaints.source} holds no rows: {_INSTEAD}, one JSON object a line")
+        if isinstance(kept, PackedRows):
+            kept.finish()
+        return LocatedRows(kept, numbers, files), ranks
+
+    def _rank(self, row: Row) -> float:
+        prompt = self.prompt(row) if self.prompt else row[self.required[0]] if self.required else ""
+        return _rank(prompt)
 
 
 def examined(
@@ -198,6 +235,7 @@ class Source:
     shared: bool
     is_file: bool = False
     partial: bool = False
+    age: tuple[Any, ...] = ()  # of a file: what changes when it is written again
 
 
 def is_path(dataset: Dataset) -> bool:
@@ -250,12 +288,14 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
 def _read(file: Path, shared: bool, most_bytes: int | None, *, is_file: bool = False) -> Source:
     rows = READERS[file.suffix](file)
     partial = most_bytes is not None and file.stat().st_size > most_bytes
-    return Source(str(file), islice(rows, 1) if partial else rows, shared, is_file, partial)
+    found = file.stat()
+    age = (str(file), found.st_size, found.st_mtime_ns)
+    return Source(str(file), islice(rows, 1) if partial else rows, shared, is_file, partial, age)
 
 
 def _hub_source(path: str, split: str, config: str | None, key: str) -> Source:
     rows, shared = _fetch(path, split, config, key)
-    return Source(f"{path} ({split}) on the hub", enumerate(rows, start=1), shared)
+    return Source(f"{path} ({split}) on the hub", enumerate(rows, start=1), shared, age=(path, config, shared))
 
 
 def _split_files(folder: Path, split: str, key: str) -> list[Path]:

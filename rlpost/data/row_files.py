@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 MOST_ROW_BYTES = 16 << 20  # of a row
 MOST_GROUP_BYTES = 8 << 30  # of a row group of Parquet, whose columns are held while its rows are read
 MOST_ROWS = 100_000_000
-BATCH_ROWS = 256  # of Parquet, at a time
+BATCH_ROWS = 4096  # of Parquet, at a time
+BATCH_BYTES = 64 << 20  # of a column of text in Parquet, at a time
 _CHUNK = 1 << 20
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -235,13 +236,34 @@ def _check_size(path: Path, metadata: Any) -> None:
 
 
 def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass  # one of its texts is no UTF-8: it is looked for row by row
-    for number in range(batch.num_rows):
-        yield _row(batch, number)
+    import pyarrow
+
+    longest = max((_longest(column) for column in batch.columns), default=0)
+    step = max(1, min(batch.num_rows, BATCH_BYTES // (longest + 1)))
+    for start in range(0, batch.num_rows, step):
+        columns = [_spelled_out(column) for column in batch.slice(start, step).columns]
+        part = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names)
+        try:
+            yield from part.to_pylist()
+        except UnicodeDecodeError:  # of one of its texts: it is looked for row by row
+            for number in range(part.num_rows):
+                yield _row(part, number)
+
+
+def _longest(column: Any) -> int:
+    """Bytes of the longest of the texts that a column repeats."""
+    import pyarrow.compute
+    import pyarrow.types
+
+    if not pyarrow.types.is_dictionary(column.type) or not len(column.dictionary):
+        return 0
+    compute: Any = pyarrow.compute  # its functions are made at import
+    return compute.max(compute.binary_length(column.dictionary)).as_py() or 0
+
+
+def _spelled_out(column: Any) -> Any:
+    """The column with each of its repeated texts in full."""
+    return column.dictionary_decode() if hasattr(column, "dictionary_decode") else column
 
 
 def _row(batch: pyarrow.RecordBatch, number: int) -> Any:

@@ -59,7 +59,7 @@ class PackedRows(Rows):
     def add(self, row: Mapping[str, Any]) -> str | None:
         """Keep a row; or say what is wrong with it, where it cannot be kept."""
         try:
-            content = json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=_as_text).encode()
+            content = _ENCODER.encode(row).encode()
         except UnicodeEncodeError:
             return "holds half of a character (a lone surrogate): remove it"
         except RecursionError:
@@ -120,3 +120,6 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return str(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_text)

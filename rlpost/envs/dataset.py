@@ -77,6 +77,11 @@ class DatasetEnv(DatasetChatEnv):
         """The rows of this environment's split, once it is started."""
         return self._rows.rows
 
+    @property
+    def reads(self) -> str:
+        """See `DatasetChatEnv.reads`."""
+        return repr(replace(self.settings, split="train", limit=None))
+
     def load(self, split: str) -> LocatedRows:
         """See `DatasetChatEnv.load`; raises DataError naming file, row and field."""
         prompts = self._prompts

@@ -134,7 +134,13 @@ class DatasetChatEnv(ChatEnv):
             test_path=self.test_path,
             prompt=prompt,
             malformed=malformed,
+            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) {malformed is None}",
         )
+
+    @property
+    def reads(self) -> str:
+        """All that decides how a row is read, in words."""
+        return self.data_key
 
     def drop_rows(self, numbers: Sequence[int]) -> None:
         """Draw no more of these rows of the split, numbered from 0. Raises DataError where none is left."""

@@ -11,6 +11,7 @@ from rlpost.data.row_store import Row
 from rlpost.errors import DataError
 from rlpost.settings import EnvSettings
 
+MOST_ROWS = 50_000  # that are looked at
 MOST_BYTES = 8 << 20  # of a file that is read to its end; of a larger one the first row is looked at
 Check = Callable[[Row], Complaint | None]
 
@@ -44,17 +45,21 @@ def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_sh
     test_path = getattr(settings, "test_path", None) if split == "test" else None
     sources = local_sources(test_path or path, split, "env.test_path" if test_path else "env.path", MOST_BYTES)
     columns: dict[str, None] = {}
+    partial = any(source.partial for source in sources)
     for source in sources:
         divided = source.shared and getattr(settings, "test_path", None) is None
         limit = settings.limit if split == settings.split and not divided else None
         complaints = Complaints(source.name)
-        for number, row, complaint in examined(islice(source.numbered, limit), complaints, check=check):
+        for number, row, complaint in examined(
+            islice(source.numbered, min(limit or MOST_ROWS, MOST_ROWS)), complaints, check=check
+        ):
             if complaint is not None:
                 complaints.add(source.name, number, complaint)
             else:
                 columns |= dict.fromkeys(map(str, row))
         if complaints.count > max_bad_share * complaints.rows:
             raise complaints.error()
+        partial = partial or complaints.rows == MOST_ROWS
         if not complaints.rows and not source.partial:
             raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
-    return list(columns) if sources and not any(source.partial for source in sources) else None
+    return list(columns) if sources and not partial else None

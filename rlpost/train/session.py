@@ -323,8 +323,8 @@ class Session(ABC, Generic[S, P]):
         restore_optimizer(self.parts.model, optimizer, tensors)
         if "lr" in state:  # a step without a gradient tells that of the last update
             set_learning_rate(optimizer, state["lr"])
-        self.restore(state)
         self.progress = Progress(**state["progress"])
+        self.restore(state)
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
             self.progress.is_new_best(row["step"], row)
             self.progress.eval_after = {k: v for k, v in row.items() if k.startswith("eval/") and v is not None}

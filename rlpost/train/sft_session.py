@@ -150,14 +150,15 @@ class SFTSession(Session[SFTSettings, SFTParts]):
 
     def state(self) -> dict[str, Any]:
         """See `Session.state`."""
-        return {"samples": self.parts.fingerprint}
+        return {"samples": self.parts.samples.fingerprint(self.progress.position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`. Raises DataError where the samples are not those the run began with."""
-        if state["samples"] != self.parts.fingerprint:
+        these = self.parts.samples.fingerprint(self.progress.position)
+        if state["samples"] != these:
             raise DataError(
-                f"--resume: the run began with {state['samples']}, and this data gives {self.parts.fingerprint}: "
-                "resume with the data, the tokenizer and the env settings it began with"
+                f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
+                "tokenizer and the env settings it began with; only rows that were not drawn yet may go"
             )
 
     def keep_batch(self, folder: Path, batch: Iterable[Sample]) -> None:
