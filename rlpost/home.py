@@ -1,4 +1,4 @@
-"""`~` in a path."""
+"""Paths as people write them: with `~`, and several as a list."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def expanded(path: str | Path) -> Path:
         raise DataError(
             f"{path} begins with a home folder that is not known here: set HOME (for the cache, XDG_CACHE_HOME will do)"
         ) from error
+
+
+def paths_in(text: str) -> list[str]:
+    """The paths of a list written as text, "[a.jsonl,b.jsonl]"; of any other text the path that it is."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    return [path.strip().strip("\"'") for path in text[1:-1].split(",") if path.strip()]

@@ -43,7 +43,7 @@ PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the ending
     "env.accuracy": PYTHON,
 }
 REWARDS = ("env.reward", "env.accuracy")
-SOME_VALUES = {"env.split": ("train", "test"), "model.device": ("auto", "cpu", "cuda")}
+SOME_VALUES = {"env.split": ("train", "test", "validation"), "model.device": ("auto", "cpu", "cuda")}
 MOST_FILES = 200  # of one folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlpost.config.model_folder import GGUF, check_gguf
 from rlpost.errors import ConfigError, DataError
-from rlpost.home import expanded
+from rlpost.home import expanded, paths_in
 from rlpost.nearest import did_you_mean, nearest, one_typo_away
 from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
 from rlpost.user_file import check_defines, check_file, functions_of
@@ -153,9 +153,10 @@ def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> st
 
 def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
-    file = expanded(path)
-    if not file.exists() and (looks_local(path) or file.suffix in (*DATA_FILES, *OTHER_FILES)):
-        raise DataError(f"{key}={path} does not exist{_nearby(file)}")
+    for each in paths_in(path):
+        file = expanded(each)
+        if not file.exists() and (looks_local(each) or file.suffix in (*DATA_FILES, *OTHER_FILES)):
+            raise DataError(f"{key}={each} does not exist{_nearby(file)}")
 
 
 def check_reward(reward: str, key: str) -> None:

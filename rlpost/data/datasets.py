@@ -21,9 +21,10 @@ from rlpost.data.complaints import Complaint, Complaints, text_complaint, told
 from rlpost.data.row_files import READERS, Unreadable
 from rlpost.data.row_store import Digests, PackedRows, Row, Rows, digests_of
 from rlpost.errors import DataError
-from rlpost.home import expanded
+from rlpost.home import expanded, paths_in
 
 PROBE_SECONDS = 10  # longest wait for the hub's first answer
+TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # of the split test, the first that there is
 HELD_OUT = 0.1  # share of the prompts kept for test where that split has no rows of its own
 
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
@@ -95,9 +96,10 @@ def located_rows(
     `dataset` is a sequence of rows, which serve either split, or a path: a .jsonl, .json, .csv or
     .parquet file, a folder with one such file named after each split, or a hub id, whose
     configuration `config` names; several paths are read one after the other. `test_path`, likewise,
-    is where the split `test` is instead. Where `test` has no rows of its own it is a share `held_out`
-    of the others, which `train` then leaves out: a row's `prompt` (None: its first required field)
-    alone decides, so that no prompt is on both sides. `check` returns the field and the fault of a
+    is where the split `test` is instead; `validation`, or another of `TEST_NAMES`, serves as `test`
+    where that is missing. Where there is none of them `test` is a share `held_out` of the other rows,
+    which `train` then leaves out: a row's `prompt` (None: its first required field) alone decides, so
+    that no prompt is on both sides. `check` returns the field and the fault of a
     row it cannot accept; `prepare` makes of one that is right what is kept. A file of both splits is
     read once for the two where `shared_as`, which names all that `check` and `prepare` do, is given both times.
 
@@ -250,7 +252,7 @@ def _sources(dataset: Dataset, split: str, config: str | None, test_path: str | 
         return [Source("the dataset", enumerate(rows, start=1), shared=False)]
     key, given = ("env.path", dataset) if test_path is None or split != "test" else ("env.test_path", test_path)
     sources = []
-    for path in [given] if isinstance(given, str) else given:
+    for path in paths_in(given) if isinstance(given, str) else given:
         assert isinstance(path, str)
         found = local_sources(path, split, key) or [_hub_source(path, split, config, key)]
         if key == "env.test_path" and any(source.shared and not source.is_file for source in found):
@@ -267,12 +269,15 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
     """
     local = expanded(path)
     if local.is_dir():
-        files = _split_files(local, split, key) or (_split_files(local, "train", key) if split == "test" else [])
+        named = next((found for name in TEST_NAMES if (found := _split_files(local, name, key))), [])
+        files = _split_files(local, split, key) or (
+            named or _split_files(local, "train", key) if split == "test" else []
+        )
         if not files:
             raise DataError(
                 f"{key}={path} has no {split}.jsonl (nor .json, .csv, .parquet): {_instead_of(local, path, key)}"
             )
-        shared = split in ("train", "test") and not _split_files(local, "test", key)
+        shared = split in ("train", "test") and not named
         return [_read(file, shared, most_bytes) for file in files]
     if local.is_file():
         if local.suffix not in READERS:
@@ -347,10 +352,11 @@ def _fetch(hub_id: str, split: str, config: str | None, key: str) -> tuple[Itera
         raise DataError(
             f"{key}={hub_id} ({split}) is no file or folder here and the hub does not give it ({said[:160]}): {instead}"
         ) from error
-    chosen = split if split in splits or split != "test" else "train"
+    test = next((name for name in TEST_NAMES if name in splits), None)
+    chosen = (test or "train") if split == "test" else split
     if chosen not in splits:
         raise DataError(f"{key}={hub_id} on the hub has no split {chosen}: it has {', '.join(map(str, splits))}")
-    return splits[chosen], "test" not in splits
+    return splits[chosen], split in ("train", "test") and test is None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from rlpost.data.complaints import Complaint, Complaints
 from rlpost.data.datasets import examined, local_sources
 from rlpost.data.row_store import Row
 from rlpost.errors import DataError
+from rlpost.home import paths_in
 from rlpost.settings import EnvSettings
 
 MOST_ROWS = 50_000  # that are looked at
@@ -43,7 +44,8 @@ def look_at_rows(
 def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float) -> list[str] | None:
     """The columns of one split."""
     test_path = getattr(settings, "test_path", None) if split == "test" else None
-    sources = local_sources(test_path or path, split, "env.test_path" if test_path else "env.path", MOST_BYTES)
+    key = "env.test_path" if test_path else "env.path"
+    sources = [s for each in paths_in(test_path or path) for s in local_sources(each, split, key, MOST_BYTES)]
     columns: dict[str, None] = {}
     partial = any(source.partial for source in sources)
     for source in sources:

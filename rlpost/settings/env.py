@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from string import Formatter
@@ -36,7 +37,7 @@ class EnvSettings(Settings, group="env"):
 
     train_temperature: ClassVar[float] = 1.0  # of sampling in a training, where sampling.temperature is not set
 
-    split: str = "train"  # train or test
+    split: str = "train"  # train, test, or another that the rows have
     limit: int | None = limited(None, at_least=1)  # use only the first rows
     system_prompt: str | None = None  # None: the environment's own
     prompt_template: str | None = None  # None: the environment's own
@@ -48,8 +49,8 @@ class EnvSettings(Settings, group="env"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.split not in ("train", "test"):
-            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
+        if not re.fullmatch(r"[\w.-]+", self.split):
+            raise ConfigError(f"env.split={self.split!r} is no name of a split: it is train, test, validation, ...")
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
 
@@ -58,7 +59,7 @@ class EnvSettings(Settings, group="env"):
 class RowsSettings(EnvSettings):
     """What environments have whose tasks are the rows of a file, a folder or a data set of the hub."""
 
-    path: str = MISSING  # folder, file or hub id
+    path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
     held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test where no file of its own holds it
     long_prompts: LongPrompts = LongPrompts.error  # rows with longer ones, found before training begins
     shuffle: bool = True  # false: rows in the order of the file
@@ -71,6 +72,11 @@ class MadeSettings(EnvSettings):
 
     held_out: float = limited(0.2, 0.0, 0.99)  # share kept for test; 0: test is the problems of train too
     seed: int = 0  # of the order in which problems are drawn
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split not in ("train", "test"):
+            raise ConfigError(f"env.split={self.split} is unknown: it must be train or test")
 
 
 @dataclass
