@@ -174,8 +174,8 @@ def test_a_policy_is_closed_where_a_run_does_not_go_on(tmp_path: Path, monkeypat
     closed: list[TransformersWrapper] = []
     monkeypatch.setattr(TransformersWrapper, "close", lambda self: closed.append(self))
     assert run(tmp_path, "steps=1", "eval.enabled=false") == 0
-    with pytest.raises(DataError, match="this data gives 19 samples"):
-        run(tmp_path, "steps=2", "eval.accuracy=true", "policy=transformers", "env.limit=19", resume="auto")
+    with pytest.raises(DataError, match="this data gives 2 different rows"):
+        run(tmp_path, "steps=2", "eval.accuracy=true", "policy=transformers", "env.limit=2", resume="auto")
     assert len(closed) == 1
 
 
