@@ -106,7 +106,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     The policy is not started yet.
     """
     objective = PolicyObjective(
-        settings.loss,
+        settings.corrected_loss,
         temperature=training_sampling(settings).temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
