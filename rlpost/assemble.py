@@ -289,6 +289,9 @@ def evaluate_command(
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = evaluation_sampling(settings.sampling, samples)
+    if sampling.temperature == 0 and sampling.filters:
+        unused = " and ".join(f"sampling.{key}" for key in sampling.filters)
+        note(f"a greedy completion has no use for {unused}: add sampling.temperature=1 to draw")
     # the same prompts whatever the seed
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     with ExitStack() as opened:

@@ -7,13 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings import (
-    DrawSettings,
-    EvalSamplingSettings,
-    SampledSettings,
-    SamplingSettings,
-    TrainSamplingSettings,
-)
+from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings, SamplingSettings
 
 MORE_IDS = 8  # than a stop text has bytes: of ids that are none of its characters
 
@@ -48,6 +42,6 @@ def ends_with_stop(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> b
     return any(text in said.rstrip("\ufffd") for text in stop)
 
 
-def _drawn(asked: TrainSamplingSettings | EvalSamplingSettings, usual: float) -> SamplingSettings:
-    shared = {field.name: getattr(asked, field.name) for field in fields(DrawSettings)}
-    return SamplingSettings(usual if asked.temperature is None else asked.temperature, **shared)
+def _drawn(asked: DrawSettings, usual: float) -> SamplingSettings:
+    said: dict[str, Any] = {field.name: getattr(asked, field.name) for field in fields(DrawSettings)}
+    return SamplingSettings(**{**said, "temperature": usual if asked.temperature is None else asked.temperature})

@@ -72,7 +72,7 @@ class ScriptedSettings(PolicySettings):
             raise ConfigError("policy.replies is empty: give at least one reply")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class DrawSettings(Settings, group="sampling"):
     """Which ids may be drawn, and what ends a completion besides its end of turn.
 
@@ -80,6 +80,7 @@ class DrawSettings(Settings, group="sampling"):
     before has left. Log-probs are those of what all of them leave; a greedy completion has no use for them.
     """
 
+    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: as the command has it
     top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
     top_k: int = limited(0, at_least=0)  # ids that are drawn from, the likeliest ones; 0: all
     min_p: float = limited(0.0, 0.0, 1.0)  # drawn are ids at least this share as likely as the likeliest; 0: all
@@ -103,7 +104,7 @@ class DrawSettings(Settings, group="sampling"):
 class SamplingSettings(DrawSettings):
     """How a completion is drawn; temperature 0 is greedy."""
 
-    temperature: float = limited(1.0, at_least=0.0)  # 0: greedy
+    temperature: float = limited(1.0, at_least=0.0)  # pyright: ignore[reportIncompatibleVariableOverride]  # 0: greedy
 
     def __str__(self) -> str:
         filters = "".join(f", {key} {value:g}" for key, value in self.filters.items())
