@@ -107,7 +107,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     The policy is not started yet.
     """
     objective = PolicyObjective(
-        settings.loss,
+        settings.corrected_loss,
         temperature=training_sampling(settings).temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
@@ -294,6 +294,9 @@ def evaluate_command(
     """
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     sampling = evaluation_sampling(settings.sampling, samples)
+    if sampling.temperature == 0 and sampling.filters:
+        unused = " and ".join(f"sampling.{key}" for key in sampling.filters)
+        note(f"a greedy completion has no use for {unused}: add sampling.temperature=1 to draw")
     # the same prompts whatever the seed
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     with ExitStack() as opened:

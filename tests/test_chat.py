@@ -136,6 +136,14 @@ def test_a_full_context_says_what_to_do_and_leaves_the_conversation(start: Calla
     assert chat.messages == messages
 
 
+def test_a_stop_text_ends_a_reply_and_stays_in_it(start: Callable[..., Chat]) -> None:
+    whole = start(max_tokens=30, seed=1).reply("hello", ignore)
+    stop = whole.text[5:7]
+    reply = start(max_tokens=30, seed=1, sampling=SamplingSettings(stop=[stop])).reply("hello", ignore)
+    assert reply.finish_reason == "stop"
+    assert reply.text == whole.text[: whole.text.index(stop) + len(stop)]
+
+
 def test_ctrl_c_keeps_what_was_said_and_the_conversation_goes_on(start: Callable[..., Chat]) -> None:
     chat = start(max_tokens=30, sampling=SamplingSettings(temperature=0.0))
     whole = start(max_tokens=30, sampling=SamplingSettings(temperature=0.0)).reply("hello", ignore)

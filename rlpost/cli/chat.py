@@ -42,6 +42,13 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens.")] = 0.9,
+    top_k: Annotated[int, typer.Option(metavar="N", min=0, help="So many of the likeliest tokens; 0: all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(metavar="P", min=0, max=1, help="Tokens this share as likely as the likeliest.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends a reply; may be given again.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest reply.")] = 512,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same words get the same replies.")] = 0,
     lines: Annotated[bool, typer.Option("--lines", help="Each line of a pipe is a message of its own.")] = False,
@@ -54,7 +61,7 @@ def chat(
     from rlpost.settings import SamplingSettings
 
     settings = model_settings(path, overrides or [])
-    sampling = SamplingSettings(temperature, top_p)
+    sampling = SamplingSettings(temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop or [])
     piped = not sys.stdin.isatty()
     if (as_json or lines) and not piped:
         raise ConfigError(

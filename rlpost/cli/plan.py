@@ -58,6 +58,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
+        *settings.told_of_lag(),
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
 
@@ -65,7 +66,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
 def _policy(composed: Composed[Any]) -> str:
     from rlpost.policies.sampling import training_sampling
 
-    return f"policy  {composed.choices['policy']}, temperature {training_sampling(composed.settings).temperature:g}"
+    return f"policy  {composed.choices['policy']}, {training_sampling(composed.settings)}"
 
 
 def sft_lines(composed: Composed[SFTSettings]) -> list[str]:

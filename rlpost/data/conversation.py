@@ -28,8 +28,9 @@ class Completion:
     """What a policy returns for one prompt.
 
     `token_ids` are exactly the sampled ids, the end-of-turn token included where one was sampled;
-    `log_probs` are log π of the sampler for each of them, at the sampling temperature; `text` is
-    decoded from the ids without special tokens; `finish_reason` is "stop" or "length".
+    `log_probs` are log π of the sampler for each of them, of the distribution they were drawn from, at
+    the sampling temperature; `text` is decoded from the ids without special tokens; `finish_reason` is
+    "stop", at an end of turn or a stop text, or "length".
     """
 
     token_ids: list[int]

@@ -32,6 +32,12 @@ class Row:
     advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
+    counts: bool = True  # False: its reward failed, so that no term of a loss and no average has it
+
+    @property
+    def last_turn(self) -> int:
+        """Ids that the model sampled in its last turn."""
+        return int(self.sampled.int().flip(0).cumprod(0).sum())
 
     @property
     def num_trained(self) -> int:
@@ -52,8 +58,10 @@ def rows_of(batch: TensorDictBase) -> list[Row]:
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
     return [
-        Row(prompt, response, mask[prompt.numel() :], lp)
-        for prompt, response, mask, lp in zip(prompts, responses, assistant, log_probs, strict=True)
+        Row(prompt, response, mask[prompt.numel() :], lp, counts=counts)
+        for prompt, response, mask, lp, counts in zip(
+            prompts, responses, assistant, log_probs, batch["valid"].tolist(), strict=True
+        )
     ]
 
 

@@ -49,7 +49,7 @@ def give_advantages(settings: GRPOSettings, batch: TensorDictBase, rows: Sequenc
             row.advantage = own[: row.response.numel()]
     else:
         _give(batch, rows, advantages(estimator, rewards - penalties.sum(-1), groups, valid))
-    return {"reward/kl_penalty": penalties.sum(-1).mean().item()}
+    return {"reward/kl_penalty": penalties.sum(-1)[valid].mean().item()}
 
 
 def kl_in_reward(settings: GRPOSettings) -> bool:

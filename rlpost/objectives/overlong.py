@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.data.conversation import CUT
 from rlpost.model.packing import Row
 
 PART = "overlong"  # the name of the penalty among the parts of a reward
@@ -37,12 +38,13 @@ def penalise_overlong(batch: TensorDictBase, max_tokens: int, penalty_tokens: in
 
 
 def mask_overlong(batch: TensorDictBase, rows: Sequence[Row]) -> list[Row]:
-    """`rows` with nothing to train on in those that were cut at their length limit; the others are the same objects.
+    """`rows` with nothing to train on in those that were cut; the others are the same objects.
 
+    Cut are those that ended at the length limit of a turn, or where the context had no room for more.
     Their rewards count in the baseline all the same. Overlong filtering of DAPO (arXiv:2503.14476,
     section 3.4).
     """
     return [
-        replace(row, sampled=torch.zeros_like(row.sampled)) if reason == "length" else row
+        replace(row, sampled=torch.zeros_like(row.sampled)) if reason in CUT else row
         for row, reason in zip(rows, batch["finish_reason"], strict=True)
     ]

@@ -49,7 +49,7 @@ class PolicyObjective:
         self.sampler_kl_coef = settings.sampler_kl_coef
         self.entropy_coef = settings.entropy_coef
         self.kl_estimator = settings.kl_estimator.name
-        self.sampler_correction = settings.sampler_correction.name
+        self.sampler_correction = settings.sampler_correction.name if settings.sampler_correction else "none"
         self.sampler_ratio = (settings.sampler_ratio_low, settings.sampler_ratio_high)
         shared = {field.name for field in fields(PolicyLossSettings)}
         self.coefficients: dict[str, float] = {
@@ -61,15 +61,16 @@ class PolicyObjective:
     def normaliser(self, rows: Sequence[Row]) -> int:
         """What the sum over a minibatch is divided by: its tokens, completions, or completions x longest allowed.
 
-        A completion whose mask was emptied counts as one that says nothing. 0 only for no tokens at all.
+        A completion whose mask was emptied counts as one that says nothing, and one whose reward failed does not.
         """
+        rows = [row for row in rows if row.counts]
         if self.aggregation == "token_mean":
             return sum(row.num_trained for row in rows)
         return len(rows) * (self.max_completion_tokens if self.aggregation == "constant_length" else 1)
 
     def needs(self, row: Row) -> bool:
         """Whether reading `row` can change the gradient: where the loss is the policy's alone, no 0 advantage can."""
-        if row.num_trained == 0:
+        if row.num_trained == 0 or not row.counts:
             return False
         if self.kl_coef or self.sampler_kl_coef or self.entropy_coef:
             return True

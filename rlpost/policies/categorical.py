@@ -10,7 +10,8 @@ from tensordict import TensorDictBase
 from torch.distributions import Categorical
 
 from rlpost.data.ragged import padded, padding_id
-from rlpost.errors import ConfigError, DataError
+from rlpost.errors import DataError
+from rlpost.policies.sampling import check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,12 +118,8 @@ class CategoricalSequential(ABC):
         return Reader(self)  # type: ignore[arg-type]
 
     def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
-        if self.sampling.temperature == 0:
-            temperature = 1.0
-        elif self.sampling.top_p < 1:
-            raise ConfigError(f"top_p={self.sampling.top_p:g} is for sampling alone: distributions are whole")
-        else:
-            temperature = self.sampling.temperature
+        check_whole(self.sampling)
+        temperature = self.sampling.temperature or 1.0
         tokens = padded([torch.tensor(row) for row in ids], padding_id(self.tokenizer))
         there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
         counted = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)

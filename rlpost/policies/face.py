@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -23,10 +23,16 @@ SPELLINGS = {
     "n": "num_samples",
     "temperature": "temperature",
     "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "stop": "stop",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
     "do_sample": "do_sample",
 }
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))  # those that say how a completion is drawn
 # what other samplers know and this one has not: the trained log-probs would be of another distribution
-NOT_SAMPLED_WITH = ("top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_sequences")
+NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Face:
     that is to be read in their stead.
 
     `generate_kwargs`: `max_new_tokens`, `num_return_sequences` (or `num_samples` of its own),
-    `temperature`, `top_p`, `do_sample`; `max_tokens` and `n` are other words for the first two.
+    `do_sample`, and `temperature`, `top_p`, `top_k`, `min_p` and `stop` as in `SamplingSettings`;
+    `max_tokens` and `n` are other words for the first two, `stop_strings` and `stop_sequences` for the last.
     `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors, prompts
     padded on the left and responses on the right, for ragged ones. `inplace`: the TensorDict itself
     is written into and returned; False: a copy of it; "empty": a new one with what is written
@@ -113,7 +120,7 @@ class Face:
 
     def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
         """`settings`, else the defaults, changed by what `generate_kwargs` says. Raises ConfigError."""
-        asked = {name: self.generate_kwargs[name] for name in ("temperature", "top_p") if name in self.generate_kwargs}
+        asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
         greedy = self.generate_kwargs.get("do_sample") is False
         if greedy and asked.get("temperature", 0.0) != 0:
             raise ConfigError(
@@ -140,7 +147,9 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
     words: dict[str, str] = {}
     for word, value in given.items():
         if word in NOT_SAMPLED_WITH:
-            raise ConfigError(f"generate_kwargs: rlpost samples with temperature and top_p alone; leave {word} out")
+            raise ConfigError(
+                f"generate_kwargs: rlpost samples with temperature, top_p, top_k and min_p alone; leave {word} out"
+            )
         if word not in SPELLINGS:
             near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
             raise ConfigError(f"generate_kwargs has no {word!r}{near}")

@@ -11,6 +11,7 @@ import torch
 from rlpost.data.conversation import Completion
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
+from rlpost.policies.sampling import ends_with_stop
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 
@@ -56,7 +57,10 @@ class ScriptedPolicy(Policy):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
-        made = [self._complete(self.replies[i % len(self.replies)], r.max_tokens) for i, r in enumerate(requests)]
+        made = [
+            self._complete(self.replies[i % len(self.replies)], request.max_tokens, sampling.stop)
+            for i, request in enumerate(requests)
+        ]
         self.tokens_sampled += sum(len(completion.token_ids) for completion in made)
         return made
 
@@ -64,8 +68,11 @@ class ScriptedPolicy(Policy):
         """See `Policy.token_log_probs`."""
         return [torch.zeros(len(ids)) for ids in sequences]
 
-    def _complete(self, reply: str, max_tokens: int) -> Completion:
+    def _complete(self, reply: str, max_tokens: int, stop: Sequence[str] = ()) -> Completion:
         ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        if stop:
+            ends = (n for n in range(1, len(ids)) if ends_with_stop(self.tokenizer, ids[:n], stop))
+            ids = ids[: next(ends, len(ids))]
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)

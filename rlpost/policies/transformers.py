@@ -6,6 +6,7 @@ alone, and log-probs and masks are those of exactly the sampled ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from rlpost.model.precision import autocast, bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
+from rlpost.policies.sampling import check_whole, ends_with_stop
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
@@ -109,13 +111,9 @@ class TransformersWrapper(Policy, CategoricalSequential):
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; with a gradient unless torch's are off. Nothing is padded.
 
-        Raises ConfigError under a top-p below 1, which leaves some ids without any probability.
+        Raises ConfigError under a filter such as top-p, which leaves some ids without any probability.
         """
-        if sampling.top_p < 1 and sampling.temperature > 0:
-            raise ConfigError(
-                f"log-probs of whole sequences are those of the whole distribution: top_p={sampling.top_p:g} is for "
-                "sampling alone"
-            )
+        check_whole(sampling)
         rows = [torch.tensor(ids) for ids in sequences]
         # the first id is read as the prompt of the others, which are all looked at
         packed = [
@@ -170,12 +168,18 @@ class TransformersWrapper(Policy, CategoricalSequential):
         limits = torch.tensor([request.max_tokens for request in requests], device=device)
         uniforms = _uniforms(requests).to(device)  # (B, T)
         alive = torch.arange(len(requests), device=device)  # which request each row of the batch is
+        ids: list[list[int]] = [[] for _ in requests]
         decoding = DECODINGS[verdict_of(self.model).sampling](
             self.model, [request.prompt_ids for request in requests], cache
         )
         for step in range(int(limits.max())):
             chosen, log_probs = draw(decoding.next_logits().float(), sampling, uniforms[alive, step])
             stop = torch.isin(chosen, self._stop_ids)
+            if sampling.stop:
+                for row, token in zip(alive.tolist(), chosen.tolist(), strict=True):
+                    ids[row].append(token)
+                said = [ends_with_stop(self.tokenizer, ids[row], sampling.stop) for row in alive.tolist()]
+                stop |= torch.tensor(said, device=device)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
             yield [SampledToken(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
@@ -223,21 +227,29 @@ def draw(logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tenso
         log_probs = logits.log_softmax(-1)
         chosen = logits.argmax(-1)
     else:
-        log_probs = _nucleus(logits / sampling.temperature, sampling.top_p).log_softmax(-1)
+        log_probs = _filtered(logits / sampling.temperature, sampling).log_softmax(-1)
         cumulative = log_probs.double().exp().cumsum(-1)
         target = uniforms.double()[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     return chosen, log_probs.gather(-1, chosen[:, None]).squeeze(-1)
 
 
-def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`logits` with everything outside the smallest set of probability `top_p` at -inf."""
-    if top_p >= 1:
-        return logits
-    ordered, order = logits.sort(-1, descending=True)
-    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-    outside = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before >= top_p)
-    return logits.masked_fill(outside, float("-inf"))
+def _filtered(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+    """`logits` (B, V) with -inf for what the filters leave out, in vLLM's order: min-p, top-k, top-p.
+
+    Ids as likely as the last that top-k keeps are kept too. top-p keeps the smallest set of that probability.
+    """
+    nothing = float("-inf")
+    if sampling.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), nothing)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], nothing)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        outside = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(outside, nothing)
+    return logits
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:

@@ -21,6 +21,7 @@ from rlpost.model.precision import bfloat16_is_fast
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
 from rlpost.policies.kv_cache import kv_cache_arguments, longest_context
+from rlpost.policies.sampling import check_whole
 from rlpost.policies.vllm_engines import VLLMEngine, engine_around, in_thread, start_engine, tokenizer_of, wait_for
 from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
 from rlpost.settings import DType, SamplingSettings, VLLMSettings
@@ -28,7 +29,7 @@ from rlpost.settings import DType, SamplingSettings, VLLMSettings
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
-SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and top-p
+SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and filters
 
 
 class vLLMWrapper(Policy):
@@ -40,7 +41,7 @@ class vLLMWrapper(Policy):
     prompt plus completion; None: what the model was made for.
 
     Log-probs are those of the distribution that was sampled from
-    (`logprobs_mode="processed_logprobs"`), so they include the temperature and top-p; a given
+    (`logprobs_mode="processed_logprobs"`), so they include the temperature and filters such as top-p; a given
     `vllm.LLM` that was built otherwise is refused where that makes a difference. After a weight push
     that failed half-way the engine is closed, and sampling raises PolicyError: there is never a
     mixture of old and new weights.
@@ -170,6 +171,9 @@ class vLLMWrapper(Policy):
             SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                stop=sampling.stop,
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 logprobs=0,
@@ -205,6 +209,7 @@ class vLLMWrapper(Policy):
         """See `Policy.token_log_probs`; vLLM reads a sequence at temperature 1 alone."""
         from vllm import SamplingParams
 
+        check_whole(sampling)
         if sampling.temperature not in (0, 1):
             raise ConfigError(
                 f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
@@ -235,11 +240,10 @@ class vLLMWrapper(Policy):
 
     def _check_log_probs_mode(self, sampling: SamplingSettings) -> None:
         """Raise ConfigError where the engine's log-probs are not those of what `sampling` draws from."""
-        as_the_model_says = sampling.temperature in (0, 1) and (sampling.top_p == 1 or sampling.temperature == 0)
+        as_the_model_says = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.filters)
         if self._log_probs_mode != SAMPLER_LOG_PROBS and not as_the_model_says:
             raise ConfigError(
-                f"this vllm.LLM gives {self._log_probs_mode}, which are not those of temperature "
-                f"{sampling.temperature:g} and top_p {sampling.top_p:g}: build it with "
+                f"this vllm.LLM gives {self._log_probs_mode}, which are not those of {sampling}: build it with "
                 f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
             )
 

@@ -47,5 +47,5 @@ class DynamicSamplingSettings(Settings, group="dynamic"):
 class OverlongSettings(Settings, group="overlong"):
     """What becomes of completions near or at env.max_completion_tokens (DAPO, arXiv:2503.14476)."""
 
-    mask: bool = False  # true: a completion cut at the limit is not trained on; its reward still counts
+    mask: bool = False  # true: what was cut, at the limit or by its context, is not trained on; its reward counts
     penalty_tokens: int = limited(0, at_least=0)  # the last so many tokens cost up to 1 of reward, linearly; 0: none do

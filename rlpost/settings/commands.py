@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
@@ -13,11 +13,12 @@ from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import OptimSettings
 from rlpost.settings.lora import LoRASettings, Push
-from rlpost.settings.loss import KLPlace, PolicyLossSettings
+from rlpost.settings.loss import KLPlace, PolicyLossSettings, SamplerCorrection
 from rlpost.settings.model import ModelSettings
 from rlpost.settings.policy import PolicySettings, TrainSamplingSettings
 from rlpost.settings.tools import ToolsSettings, check_turns
 from rlpost.settings.tracking import TrackingSettings
+from rlpost.text import counted
 
 
 @dataclass
@@ -123,6 +124,30 @@ class GRPOSettings(SampledSettings):
                 f"group_size={self.group_size} and divide prompts_per_step x group_size = {completions}"
             )
         self._check_advantage()
+        if isinstance(self.loss, PolicyLossSettings):
+            _ = self.corrected_loss  # bounds of a correction that is off are refused
+        if isinstance(self.sampling, TrainSamplingSettings) and (filters := self.sampling.filters):
+            key, value = next(iter(filters.items()))
+            raise ConfigError(
+                f"sampling.{key}={value:g} draws from a part of the distribution, and the gradient is that of the "
+                "whole: tokens would be weighed by probabilities they were not drawn with; leave it out, or lower "
+                "sampling.temperature (rlpost eval, rlpost chat and train expert-iteration take it)"
+            )
+
+    @property
+    def corrected_loss(self) -> PolicyLossSettings:
+        """`loss` with its sampler's correction chosen where the user left that open: on for completions of any age."""
+        usual = SamplerCorrection.tis_token if self.max_policy_lag else SamplerCorrection.none
+        return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
+
+    def told_of_lag(self) -> list[str]:
+        """A line of a plan where completions can be older than the policy: how old, and what is done about it."""
+        if not self.max_policy_lag:
+            return []
+        chosen = self.corrected_loss.sampler_correction
+        done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
+        older = f"completions may be {counted(self.max_policy_lag, 'version')} older than the policy"
+        return [f"lag     {older}; {done} (loss.sampler_correction={chosen and chosen.name})"]
 
     def _check_advantage(self) -> None:
         if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:

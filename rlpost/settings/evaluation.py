@@ -11,7 +11,7 @@ from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings
+from rlpost.settings.policy import DrawSettings, PolicySettings
 from rlpost.settings.tools import ToolsSettings, check_turns
 
 
@@ -55,11 +55,10 @@ class EvalDuringTrainingSettings(AttemptsSettings):
 
 
 @dataclass
-class EvalSamplingSettings(Settings, group="sampling"):
+class EvalSamplingSettings(DrawSettings):
     """How a completion of `rlpost eval` is drawn."""
 
     temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: 0 for one completion, 1 for several
-    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
 
 
 @dataclass

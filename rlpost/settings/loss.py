@@ -57,7 +57,7 @@ class PolicyLossSettings(Settings, group="loss"):
     kl_in: KLPlace = KLPlace.loss  # where the KL penalty to the reference goes
     sampler_kl_coef: float = limited(0.0, at_least=0.0)  # weight of a KL penalty to the sampler, always in the loss
     entropy_coef: float = limited(0.0, at_least=0.0)  # weight of the entropy bonus
-    sampler_correction: SamplerCorrection = SamplerCorrection.none  # of probabilities that differ from the engine's
+    sampler_correction: SamplerCorrection | None = None  # by pi_old / mu; None: tis_token with a max_policy_lag
     sampler_ratio_low: float | None = limited(None, 0.0, 1.0)  # pi_old / mu below it is masked; None: 0, icepop 0.5
     sampler_ratio_high: float | None = limited(
         None, at_least=1.0
@@ -79,6 +79,8 @@ class PolicyLossSettings(Settings, group="loss"):
 
     def _check_sampler_ratio(self) -> None:
         low, high = self.sampler_ratio_low, self.sampler_ratio_high
+        if self.sampler_correction is None:  # known where max_policy_lag is
+            return
         for key, bound in (("loss.sampler_ratio_low", low), ("loss.sampler_ratio_high", high)):
             if bound is not None and self.sampler_correction is SamplerCorrection.none:
                 raise ConfigError(

@@ -73,16 +73,47 @@ class ScriptedSettings(PolicySettings):
 
 
 @dataclass
-class SamplingSettings(Settings, group="sampling"):
-    """How a completion is drawn; temperature 0 is greedy."""
+class DrawSettings(Settings, group="sampling"):
+    """Which ids may be drawn, and what ends a completion besides its end of turn.
 
-    temperature: float = limited(1.0, at_least=0.0)  # 0: greedy
+    The filters leave ids out one after the other, `min_p`, `top_k` and `top_p`, each of what the one
+    before has left. Log-probs are those of what all of them leave; a greedy completion has no use for them.
+    """
+
+    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: as the command has it
     top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it
+    top_k: int = limited(0, at_least=0)  # ids that are drawn from, the likeliest ones; 0: all
+    min_p: float = limited(0.0, 0.0, 1.0)  # drawn are ids at least this share as likely as the likeliest; 0: all
+    stop: list[str] = field(default_factory=list)  # texts that end a completion, which keeps them
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # as Python may give it
+            self.stop = [self.stop]
+        super().__post_init__()
+        if "" in self.stop:
+            raise ConfigError("sampling.stop holds an empty text, with which every completion ends: leave it out")
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """The filters that leave something out, by their keys."""
+        nothing = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {key: getattr(self, key) for key, off in nothing.items() if getattr(self, key) != off}
 
 
 @dataclass
-class TrainSamplingSettings(Settings, group="sampling"):
+class SamplingSettings(DrawSettings):
+    """How a completion is drawn; temperature 0 is greedy."""
+
+    temperature: float = limited(1.0, at_least=0.0)  # pyright: ignore[reportIncompatibleVariableOverride]  # 0: greedy
+
+    def __str__(self) -> str:
+        filters = "".join(f", {key} {value:g}" for key, value in self.filters.items())
+        stops = f", stops at {' or '.join(map(repr, self.stop))}" if self.stop else ""
+        return f"temperature {self.temperature:g}{filters}{stops}"
+
+
+@dataclass
+class TrainSamplingSettings(DrawSettings):
     """How a completion that is learned from is drawn."""
 
     temperature: float | None = limited(None, at_least=0.0)  # None: the environment's own, 1 for most
-    top_p: float = limited(1.0, above=0.0, at_most=1.0)  # share of the probability that is drawn from; 1: all of it

@@ -65,6 +65,7 @@ class GRPOLoss(nn.Module):
     `("masks", "all_assistant_mask")`; "generic" all. A sequence's first id, which nothing predicts, never is.
     `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none;
     None: the variant's own, which for "grpo" is token_mean.
+    A sequence with `valid` False, where the batch says so, is in no term and no average.
     `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
     loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
 
@@ -135,7 +136,13 @@ class GRPOLoss(nn.Module):
             raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
         wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
         ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
-        trained = self._trained(batch, sequences)
+        counts = torch.ones(len(sequences.ids), dtype=torch.bool)
+        if (valid := batch.get("valid", None)) is not None:
+            counts = valid.reshape(-1).bool().cpu()
+        trained = [
+            row if counted else torch.zeros_like(row)
+            for row, counted in zip(self._trained(batch, sequences), counts, strict=True)
+        ]
         log_probs, entropy = read_sequences(self.actor, sequences.ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
         mask = padded(trained).to(device)
@@ -153,7 +160,8 @@ class GRPOLoss(nn.Module):
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        return self._output(terms, entropy)
+        longest = max(row.numel() for row, counted in zip(sequences.ids, counts, strict=True) if counted)
+        return self._output(terms, entropy, counts.to(device), longest)
 
     def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
         """Which ids are trained, bool; never a sequence's first, which nothing predicts."""
@@ -170,11 +178,11 @@ class GRPOLoss(nn.Module):
             masks.append(torch.arange(row.numel(), device=row.device) >= max(prompt.numel(), 1))
         return masks
 
-    def _output(self, terms: PolicyTerms, entropy: torch.Tensor) -> GRPOLossOutput:
+    def _output(self, terms: PolicyTerms, entropy: torch.Tensor, counts: torch.Tensor, longest: int) -> GRPOLossOutput:
         def share(values: torch.Tensor) -> torch.Tensor:
             if self.aggregation == "none":
                 return keep(values, terms.mask)
-            return aggregate(values, terms.mask, self.aggregation)
+            return aggregate(values[counts, :longest], terms.mask[counts, :longest], self.aggregation)
 
         metrics = policy_metrics([terms])
         output = GRPOLossOutput(

@@ -55,6 +55,8 @@ def learn(session: GRPOSession) -> None:
             with session.diverging(batch):
                 updates.append(update(learner, microbatches, minibatch, session.progress.updates))
             session.progress.updates += 1
+            if not any(row.counts for row in minibatch):
+                session.screen.note(f"step {session.step}: all rewards of a minibatch failed, so it changed no weight")
         session.metrics |= update_metrics(settings, parts, microbatches, rows, updates)
         session.trained()
 
@@ -79,14 +81,21 @@ def updates_per_step(settings: GRPOSettings) -> int:
 
 
 def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[Row]) -> list[Row]:
-    """`rows` with nothing to train on in those that were cut; says so where that is all of them."""
+    """`rows` with nothing to train on in those that were cut; says so, and by what, where that is all of them."""
     trained = mask_overlong(batch, rows)
-    masked = sum(row.num_trained == 0 for row in trained)
-    session.metrics["completion/masked_overlong"] = float(masked)
-    if masked == len(rows):
+    cut = [row for row, left in zip(rows, trained, strict=True) if left is not row and row.counts]
+    session.metrics["completion/masked_overlong"] = float(len(cut))
+    if cut and len(cut) == sum(row.counts for row in rows):
+        limit = session.settings.env.max_completion_tokens
+        at_limit = sum(row.last_turn >= limit for row in cut)
+        where, advice = f"at env.max_completion_tokens={limit}", "raise the limit"
+        if at_limit < len(cut):
+            room = session.parts.policy.max_model_len
+            where = f"{len(cut) - at_limit} where the context of {room} tokens ran out and {at_limit} {where}"
+            advice = "lower env.max_turns or env.max_completion_tokens, or take a model with a longer context"
         session.screen.note(
-            f"step {session.step} trains on nothing: all completions were cut at env.max_completion_tokens="
-            f"{session.settings.env.max_completion_tokens}, and overlong.mask=true leaves those out; raise the limit"
+            f"step {session.step} trains on nothing: all completions were cut {where}, and overlong.mask=true leaves "
+            f"those out; {advice}"
         )
     return trained
 
@@ -112,8 +121,9 @@ def update_metrics(
     outputs = [output for u in updates for output in u.outputs]
     metrics = loss_metrics([u.outputs for u in updates], corrected=parts.objective.sampler_correction != "none")
     norms = [u.grad_norm for u in updates if u.stepped]
-    if not outputs:
-        longest = max(rows, key=lambda row: row.num_trained)
+    read = [row for row in rows if row.counts and row.num_trained]
+    if not outputs and read:
+        longest = max(read, key=lambda row: row.num_trained)
         temperature = parts.policy.sampling.temperature
         [log_probs] = read_log_probs(parts.model, microbatches, [longest], temperature=temperature)
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]

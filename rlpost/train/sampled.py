@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
-from rlpost.settings import ExpertIterationSettings, GRPOSettings, SamplingSettings
+from rlpost.settings import ExpertIterationSettings, GRPOSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics
@@ -78,10 +79,11 @@ class SamplingSession(Session[S, P]):
             numbers.line,
             *reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
-            f"policy  {type(parts.policy).__name__}, temperature {parts.policy.sampling.temperature:g}",
+            f"policy  {type(parts.policy).__name__}, {parts.policy.sampling}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
+            *(settings.told_of_lag() if isinstance(settings, GRPOSettings) else []),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         ]
@@ -198,7 +200,7 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
         parts.eval_env,
         parts.policy,
         num_prompts=num_prompts,
-        sampling=SamplingSettings(temperature=0.0) if samples == 1 else parts.policy.sampling,
+        sampling=replace(parts.policy.sampling, temperature=0.0) if samples == 1 else parts.policy.sampling,
         k=settings.eval.k,
         samples=samples,
         progress=progress,

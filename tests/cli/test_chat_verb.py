@@ -131,6 +131,21 @@ def test_json_is_one_object_a_reply(pipe: Callable[[bytes], None], capsys: pytes
     assert (replies[0]["tokens"], replies[0]["finish_reason"]) == (4, "length")
 
 
+def test_the_options_say_how_replies_are_drawn(
+    pipe: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch, session: Chat
+) -> None:
+    asked: list[SamplingSettings] = []
+
+    def load(settings: ModelSettings, sampling: SamplingSettings, **more: object) -> Chat:
+        asked.append(sampling)
+        return session
+
+    monkeypatch.setattr(talk, "load", load)
+    pipe(b"hello")
+    assert rlpost(["chat", "tiny", "--top-k", "20", "--min-p", "0.1", "--stop", "END", "--stop", "."]) == 0
+    assert asked == [SamplingSettings(0.7, top_p=0.9, top_k=20, min_p=0.1, stop=["END", "."])]
+
+
 def test_json_needs_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match="for what comes through a pipe"):

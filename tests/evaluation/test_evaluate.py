@@ -188,7 +188,7 @@ def test_one_completion_is_greedy_and_several_are_drawn(
     samples: int, temperature: float | None, drawn_at: float
 ) -> None:
     settings = EvalSamplingSettings(temperature, top_p=0.9)
-    assert evaluation_sampling(settings, samples) == SamplingSettings(drawn_at, 0.9)
+    assert evaluation_sampling(settings, samples) == SamplingSettings(drawn_at, top_p=0.9)
 
 
 # Playing

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlpost.errors import ConfigError
 from rlpost.model.load import load_model, load_tokenizer
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.transformers import draw
@@ -35,8 +36,33 @@ def requests(max_tokens: int = 12) -> list[Request]:
     return [Request(ids, max_tokens, seed=100 + i) for i, ids in enumerate(PROMPTS)]
 
 
+def remaining(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+    """The probabilities (V,) that temperature and filters leave, one filter after the other, id by id."""
+    probabilities = (logits.double() / sampling.temperature).softmax(-1).tolist()
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
+    kept = [i for i in order if probabilities[i] >= sampling.min_p * probabilities[order[0]]]
+    kept = kept[: sampling.top_k or None]
+    whole, reached, within = sum(probabilities[i] for i in kept), 0.0, []
+    for i in kept:
+        if reached < sampling.top_p * whole:
+            within.append(i)
+        reached += probabilities[i]
+    left = torch.zeros(len(probabilities), dtype=torch.float64)
+    left[within] = torch.tensor([probabilities[i] for i in within], dtype=torch.float64)
+    return left / left.sum()
+
+
 @pytest.mark.parametrize(
-    "sampling", [SamplingSettings(), SamplingSettings(temperature=0.6), SamplingSettings(top_p=0.8)]
+    "sampling",
+    [
+        SamplingSettings(),
+        SamplingSettings(temperature=0.6),
+        SamplingSettings(top_p=0.8),
+        SamplingSettings(top_k=5),
+        SamplingSettings(min_p=0.3),
+        SamplingSettings(temperature=0.8, min_p=0.05, top_k=40, top_p=0.7),
+    ],
+    ids=str,
 )
 def test_log_probs_are_those_of_the_distribution_that_was_sampled(
     model: PreTrainedModel, tokenizer: Any, sampling: SamplingSettings
@@ -46,12 +72,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(
             logits = model(torch.tensor([request.prompt_ids + completion.token_ids])).logits[0]
         steps = logits[len(request.prompt_ids) - 1 : -1].float()
         for row, token, log_prob in zip(steps, completion.token_ids, completion.log_probs, strict=True):
-            probabilities = (row / sampling.temperature).softmax(-1)
-            if sampling.top_p < 1:
-                ordered = probabilities.sort(descending=True).values
-                kept = ordered[: int((ordered.cumsum(0) < sampling.top_p).sum()) + 1]
-                probabilities = torch.where(probabilities >= kept[-1], probabilities, 0.0) / kept.sum()
-            assert log_prob == pytest.approx(probabilities[token].log().item(), abs=2e-4)
+            assert log_prob == pytest.approx(remaining(row, sampling)[token].log().item(), abs=2e-4)
 
 
 def test_a_completion_depends_on_its_own_seed_and_not_on_its_neighbours(model: PreTrainedModel, tokenizer: Any) -> None:
@@ -105,3 +126,50 @@ def test_draw_keeps_to_the_nucleus() -> None:
     chosen, log_probs = draw(logits, SamplingSettings(top_p=0.7), torch.tensor([0.1, 0.7, 0.999]))
     assert chosen.tolist() == [0, 1, 1]  # 0.5 + 0.3 reaches 0.7; the third is out
     assert log_probs.exp().tolist() == pytest.approx([0.625, 0.375, 0.375])
+
+
+def test_draw_keeps_to_the_likeliest_and_to_those_near_the_likeliest() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(4, 1)
+    uniforms = torch.tensor([0.0, 0.5, 0.7, 0.999])
+    of_two, log_probs = draw(logits, SamplingSettings(top_k=2), uniforms)
+    assert of_two.tolist() == [0, 0, 1, 1]
+    assert log_probs.exp().tolist() == pytest.approx([4 / 7, 4 / 7, 3 / 7, 3 / 7])
+    near, log_probs = draw(logits, SamplingSettings(min_p=0.45), uniforms)  # 0.2 is half as likely as 0.4
+    assert near.tolist() == [0, 1, 1, 2]
+    assert log_probs.exp().tolist() == pytest.approx([4 / 9, 1 / 3, 1 / 3, 2 / 9])
+    together, _ = draw(logits, SamplingSettings(top_k=3, top_p=0.7), uniforms)  # of 9 tenths, 4 + 3 are enough
+    assert together.tolist() == [0, 0, 1, 1]
+
+
+def ends(tokenizer: Any, ids: list[int], stop: list[str]) -> int:
+    """How many of `ids` there are up to the one that completes a stop text; all of them where none does."""
+    texts = [tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1)]
+    return next((n for n, text in enumerate(texts) if any(end in text for end in stop)), len(ids))
+
+
+def stops_in(texts: list[str]) -> list[str]:
+    """Two letters and one that stand behind each other in some of `texts`, random as those are."""
+    pairs = [text[i : i + 2] for text in texts for i in range(3, len(text) - 2)]
+    plain = [pair for pair in pairs if pair.isascii() and pair.isprintable()]
+    return [plain[0], plain[-1][0], "not there"]
+
+
+def test_a_stop_text_ends_a_completion_with_the_id_that_completes_it(model: PreTrainedModel, tokenizer: Any) -> None:
+    many = [Request([5, 9], 40, seed) for seed in range(20)]
+    whole = wrapper(model, tokenizer).generate(many, SamplingSettings())
+    stop = stops_in([c.text for c in whole])
+    stopped = wrapper(model, tokenizer).generate(many, SamplingSettings(stop=stop))
+    lengths = [ends(tokenizer, c.token_ids, stop) for c in whole]
+    assert sum(n < len(c.token_ids) for c, n in zip(whole, lengths, strict=True)) > 1
+    assert [c.token_ids for c in stopped] == [c.token_ids[:n] for c, n in zip(whole, lengths, strict=True)]
+    assert [c.log_probs for c in stopped] == [c.log_probs[:n] for c, n in zip(whole, lengths, strict=True)]
+    for before, now in zip(whole, stopped, strict=True):
+        assert now.finish_reason == ("stop" if len(now.token_ids) < len(before.token_ids) else before.finish_reason)
+        assert now.text == tokenizer.decode(now.token_ids, skip_special_tokens=True)  # the stop text is in it
+
+
+def test_log_probs_of_whole_sequences_are_not_those_of_a_part(model: PreTrainedModel, tokenizer: Any) -> None:
+    for filtered in (SamplingSettings(top_k=3), SamplingSettings(min_p=0.1), SamplingSettings(top_p=0.5)):
+        with pytest.raises(ConfigError, match="is for sampling alone: log-probs of whole sequences are those of the"):
+            wrapper(model, tokenizer).token_log_probs([[5, 6]], filtered)
+    assert wrapper(model, tokenizer).token_log_probs([[5, 6]], SamplingSettings(temperature=0.0, top_k=3))

@@ -36,6 +36,7 @@ from rlpost.policies import (
 )
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
+from tests.policies.test_transformers import ends, remaining, stops_in
 from tests.processes import children
 
 pytestmark = [
@@ -110,6 +111,35 @@ def case(
     policy = started(folder, engine)
     yield folder, policy
     policy.close()
+
+
+def test_what_is_left_out_of_the_drawing_is_left_out_of_its_log_probs(case: tuple[Path, vLLMWrapper]) -> None:
+    """Sampled by vLLM and computed plainly; transformers' draws are compared with the same computation."""
+    folder, policy = case
+    model = load_model(folder, ModelSettings(path=str(folder)))
+    vLLMUpdater(policy).push(model)
+    all_of_them = SamplingSettings(temperature=0.8, min_p=0.05, top_k=40, top_p=0.7)
+    for sampling in (SamplingSettings(top_k=5), SamplingSettings(min_p=0.3), all_of_them):
+        for request, done in zip(REQUESTS[:3], policy.generate(REQUESTS[:3], sampling), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([request.prompt_ids + done.token_ids])).logits[0]
+            steps = logits[len(request.prompt_ids) - 1 : -1].float()
+            expected = [remaining(row, sampling)[t].log() for row, t in zip(steps, done.token_ids, strict=True)]
+            assert done.log_probs == pytest.approx(torch.stack(expected).tolist(), abs=1e-3), sampling
+
+
+def test_a_stop_text_ends_a_completion_as_it_does_with_transformers(case: tuple[Path, vLLMWrapper]) -> None:
+    _, policy = case
+    whole = policy.generate(REQUESTS, SamplingSettings())
+    stop = stops_in([c.text for c in whole])
+    stopped = policy.generate(REQUESTS, SamplingSettings(stop=stop))
+    lengths = [ends(policy.tokenizer, c.token_ids, stop) for c in whole]
+    cut = [n < len(c.token_ids) for c, n in zip(whole, lengths, strict=True)]
+    assert sum(cut) > 1
+    assert [c.token_ids for c in stopped] == [c.token_ids[:n] for c, n in zip(whole, lengths, strict=True)]
+    assert [len(c.log_probs) for c in stopped] == lengths
+    assert all(c.finish_reason == "stop" for c, ended in zip(stopped, cut, strict=True) if ended)
+    assert all(c.text == policy.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in stopped)
 
 
 def test_pushed_weights_change_the_output_and_agree_with_the_trainer(case: tuple[Path, vLLMWrapper]) -> None:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
+from rlpost.data.batch import select_rows
 from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
 from rlpost.objectives.policy_objective import PolicyObjective
@@ -225,6 +226,22 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token(model: LlamaForCausalLM) ->
     model.zero_grad()
     assert gradients["grpo"] == 0
     assert gradients["cispo"] > 0.01
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
+def test_a_sequence_whose_reward_failed_leaves_no_trace(model: LlamaForCausalLM, aggregation: str) -> None:
+    old = shifted(log_probs_of(model)[0], 0.1)
+    ref = {"ref_log_probs": {"full": ragged(shifted(log_probs_of(model)[0], 0.2))}}
+    rows = batch(old, next=ref, advantage=torch.tensor([float("nan"), -1.0, 0.5], dtype=torch.float64))
+    rows["valid"] = torch.tensor([False, True, True])  # the first is the longest
+    without = select_rows(rows, [1, 2])
+    loss = GRPOLoss(model, aggregation=aggregation, kl_to_ref_coeff=0.3, kl_to_inference_coeff=0.2, entropy_coeff=0.1)
+    together, alone = loss(rows), loss(without)
+    for name in GRPOLossOutput.__slots__:
+        assert getattr(together, name).item() == pytest.approx(getattr(alone, name).item(), rel=1e-6), name
+    gradients = [torch.autograd.grad(each.loss, list(model.parameters())) for each in (together, alone)]
+    for own, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, other, atol=1e-6, rtol=1e-6)
 
 
 def test_what_is_missing_is_named(model: LlamaForCausalLM) -> None:

@@ -429,7 +429,8 @@ def test_padded_ids_are_read_with_their_mask_and_refused_without(tokenizer: Any)
         ("top_p", {"generate_kwargs": {"top_p": 1.5}}),
         ("do_sample=False is greedy", {"generate_kwargs": {"do_sample": False, "temperature": 0.5}}),
         ("contradicts itself", {"generate_kwargs": {"do_sample": True, "temperature": 0}}),
-        ("leave top_k out", {"generate_kwargs": {"top_k": 0}}),
+        ("top_k", {"generate_kwargs": {"top_k": -1}}),
+        ("stop and stop_sequences are two words", {"generate_kwargs": {"stop": ["a"], "stop_sequences": ["b"]}}),
         ("leave repetition_penalty out", {"generate_kwargs": {"repetition_penalty": -1}}),
         ("did you mean temperature?", {"generate_kwargs": {"temprature": 1}}),
         ("max_new_tokens=0 must be at least 1", {"generate_kwargs": {"max_new_tokens": 0}}),
@@ -449,6 +450,9 @@ def test_words_for_sampling_are_what_the_policy_samples_with(tokenizer: Any) -> 
     changed = ScriptedPolicy(["a"], tokenizer, sampling=given, generate_kwargs={"temperature": 2.0})
     assert changed.sampling == SamplingSettings(temperature=2.0, top_p=0.9)
     assert ScriptedPolicy(["a"], tokenizer, generate_kwargs={"do_sample": False}).sampling.temperature == 0
+    words = {"top_k": 3, "min_p": 0.1, "stop_strings": "END"}
+    filtered = ScriptedPolicy(["a"], tokenizer, generate_kwargs=words)
+    assert filtered.sampling == SamplingSettings(top_k=3, min_p=0.1, stop=["END"])
     several = ScriptedPolicy(["a", "b"], tokenizer, generate_kwargs={"n": 2})(asked("history", tokenizer))
     assert several.batch_size == torch.Size([2, 2])
 

@@ -70,6 +70,17 @@ def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(tmp_path: Path)
     assert "fails.py:score did not return within 0.5 s, at line 6" in log
 
 
+def test_a_minibatch_of_failed_rewards_changes_nothing_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second group of four fails; with a term that needs no reward it would be trained on otherwise."""
+    words = ["policy.replies=[a,aa,aaa,aaaa,leave,leave,leave,leave]", "minibatch_size=4", "loss.entropy_coef=0.1"]
+    assert run(tmp_path, *words) == 0
+    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert step["tokens/trained"] == sum(len(row["token_ids"]) for row in rows(tmp_path)[:4])
+    assert "step 1: all rewards of a minibatch failed, so it changed no weight" in capsys.readouterr().out
+
+
 def test_a_step_of_which_most_rewards_fail_stops_the_run(tmp_path: Path) -> None:
     words = ["policy.replies=[leave,leave,a,aa]", "max_failed_share=0.25"]
     with pytest.raises(RewardError, match=r"step 1: 4 of 8 rewards failed, more than the share max_failed_share="):

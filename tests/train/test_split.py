@@ -199,7 +199,7 @@ def plain_policy_loss(
     entropy_coef = words.pop("entropy_coef")
     del words["kl_in"]
     words["kl_estimator"] = settings.kl_estimator.name
-    words["sampler_correction"] = settings.sampler_correction.name
+    words["sampler_correction"] = settings.sampler_correction.name if settings.sampler_correction else "none"
     words["aggregation"] = settings.aggregation and settings.aggregation.name
     aggregation = words["aggregation"] or VARIANTS[settings.variant].aggregation
     normaliser = len(rows) * LONGEST if aggregation == "constant_length" else None

@@ -236,10 +236,13 @@ def test_without_it_the_same_groups_are_trained_on_as_they_come(tmp_path: Path, 
     assert line["reward/mean"] == line["reward/mean_drawn"] == 0.75
 
 
-def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(tmp_path: Path, score: Any) -> None:
+def test_groups_left_over_by_dynamic_sampling_survive_a_checkpoint(
+    tmp_path: Path, score: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     score(lambda c: 1.0 if c.group_id % 3 == 0 else float(c.sample))  # two of three groups differ
     words = ["policy=transformers", "dynamic.enabled=true", "max_policy_lag=3", "deterministic=true"]
     whole = run(tmp_path / "whole", *words, "steps=4")
+    assert "lag     completions may be 3 versions older than the policy; pi_old / mu cor" in capsys.readouterr().out
     run(tmp_path / "broken", *words, "steps=1")
     broken = run(tmp_path / "broken", *words, "steps=4", resume="latest")
 

@@ -1,0 +1,219 @@
+"""What enters the gradient of a step: no completion whose reward failed, none that was cut, and stale ones weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedModel
+
+from rlpost.assemble import GRPOParts, assemble_grpo
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.data.batch import concat_rows
+from rlpost.model.packing import Row, rows_of
+from rlpost.objectives.advantage import give_advantages
+from rlpost.objectives.overlong import mask_overlong
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.settings import Autocast, GRPOSettings, OptimSettings
+from rlpost.settings.advantage import Estimator
+from rlpost.settings.loss import Aggregation
+from rlpost.train.grpo import leave_out_overlong, minibatches
+from rlpost.train.metrics import loss_metrics
+from rlpost.train.update import Learner, Microbatches, update
+from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
+
+Batch = Callable[..., TensorDict]
+
+
+def settings_of(*words: str) -> GRPOSettings:
+    small = ["model=tiny", "model.autocast=none", "prompts_per_step=2", "group_size=4", "eval.enabled=false"]
+    return compose(TRAIN_GRPO, [*small, "policy=transformers", "env.max_completion_tokens=12", *words]).settings
+
+
+def stepped(
+    model: PreTrainedModel, objective: PolicyObjective, minibatch: Sequence[Row]
+) -> tuple[torch.Tensor, dict[str, float], bool]:
+    """The gradient that a training would step with, the step's metrics, and whether it stepped at all."""
+    kept = Kept(model.parameters(), lr=1.0)
+    learner = Learner(model, kept, objective, OptimSettings(max_grad_norm=1e9), total_updates=1)
+    microbatches = Microbatches(10_000, torch.device("cpu"), Autocast.none, lambda text: None, lambda done, total: None)
+    done = update(learner, microbatches, minibatch, 0)
+    return kept.gradient, loss_metrics([done.outputs], corrected=True), done.stepped
+
+
+# Rewards that failed
+
+
+REWARDS = [1.0, None, 0.0, 3.0, 2.0, 2.5, None, 0.5]  # of two groups; the failed ones are the longest
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return small_model(torch.float64)
+
+
+def sampled(batch: Batch, without_failed: bool) -> tuple[TensorDict, list[Row]]:
+    generator = torch.Generator().manual_seed(3)
+    pieces, rows = [], []
+    for i, reward in enumerate(REWARDS):
+        length = 12 if reward is None else 3 + i
+        ids = torch.randint(0, 53, (length,), generator=generator).tolist()
+        noise = 0.3 * torch.randn(3, length, generator=generator) - 3.0
+        if reward is None and without_failed:
+            continue
+        fields: dict[str, Any] = {"prompt_ids": [5, 6 + i // 4], "response_ids": ids, "log_probs": noise[0].tolist()}
+        piece = batch(size=1, first=i // 4, reward=reward, valid=reward is not None, **fields)
+        [row] = rows_of(piece)
+        row.old_log_probs, row.ref_log_probs = noise[1], noise[2]
+        pieces.append(piece)
+        rows.append(row)
+    return concat_rows(pieces), rows
+
+
+TERMS = ["loss.kl_coef=0.3", "loss.sampler_kl_coef=0.2", "loss.entropy_coef=0.1"]
+IN_REWARD = ["loss.kl_coef=0.3", "loss.kl_in=reward", "loss.kl_estimator=k1"]
+OF_SEQUENCES = ["loss=gspo", "loss.clip_low=0.2", "loss.clip_high=0.2", "loss.sampler_correction=tis_sequence"]
+
+
+OF_TOKENS = ["loss=dr_grpo", "loss.sampler_correction=icepop", "loss.entropy_coef=0.1"]
+PLAIN = [(None, Estimator.grpo)]
+CASES = {  # words -> averages and estimators
+    "every term": (TERMS, [*((a, Estimator.grpo) for a in Aggregation), *((None, e) for e in Estimator)]),
+    "kl in the reward": (IN_REWARD, [(None, estimator) for estimator in Estimator]),
+    "gspo": (OF_SEQUENCES, PLAIN),
+    "dr_grpo": (OF_TOKENS, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_completion_whose_reward_failed_leaves_no_trace(model: PreTrainedModel, batch: Batch, name: str) -> None:
+    words, choices = CASES[name]
+    chosen = settings_of(*words)
+    for aggregation, estimator in choices:
+        loss = replace(chosen.loss, aggregation=aggregation)
+        settings = replace(chosen, loss=loss, advantage=replace(chosen.advantage, estimator=estimator))
+        objective = PolicyObjective(settings.corrected_loss, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
+        gradients, figures = [], []
+        for without_failed in (True, False):
+            step, rows = sampled(batch, without_failed)
+            given = give_advantages(settings, step, rows)
+            [minibatch] = minibatches(settings, rows)
+            gradient, metrics, took_a_step = stepped(model, objective, minibatch)
+            assert took_a_step
+            gradients.append(gradient)
+            figures.append(metrics | given)
+        alone, together = gradients
+        assert alone.norm() > 1e-3
+        assert ((together - alone).norm() / alone.norm()).item() < 1e-6, (aggregation, estimator)
+        assert figures[1] == pytest.approx(figures[0], rel=1e-6), (aggregation, estimator)
+
+
+def test_a_minibatch_of_failed_rewards_takes_no_step(model: PreTrainedModel, batch: Batch) -> None:
+    settings = settings_of("minibatch_size=4", *TERMS)
+    rows = sampled(batch, without_failed=False)[1]
+    for row in rows[4:]:
+        row.counts, row.advantage = False, 0.0
+    objective = PolicyObjective(settings.loss, temperature=TEMPERATURE, max_completion_tokens=LONGEST)
+    rows[0].advantage = rows[2].advantage = rows[3].advantage = 1.0
+    assert [stepped(model, objective, part)[2] for part in minibatches(settings, rows)] == [True, False]
+
+
+# Completions that were cut
+
+
+def cut_by(batch: Batch, *reasons: str, lengths: tuple[int, ...] = (12, 12)) -> tuple[TensorDict, list[Row]]:
+    rows = concat_rows(
+        [batch(size=1, response_ids=[7] * n, finish_reason=r) for r, n in zip(reasons, lengths, strict=True)]
+    )
+    return rows, rows_of(rows)
+
+
+def said_of(batch: TensorDict, rows: list[Row]) -> tuple[list[str], float]:
+    told: list[str] = []
+    session: Any = SimpleNamespace(
+        metrics={},
+        step=3,
+        settings=settings_of("overlong.mask=true"),
+        parts=SimpleNamespace(policy=SimpleNamespace(max_model_len=40)),
+        screen=SimpleNamespace(note=told.append),
+    )
+    leave_out_overlong(session, batch, rows)
+    return told, session.metrics["completion/masked_overlong"]
+
+
+def test_what_a_context_cut_is_left_out_too(batch: Batch) -> None:
+    step, rows = cut_by(batch, "context", "stop")
+    assert [row.num_trained for row in mask_overlong(step, rows)] == [0, 12]
+    assert said_of(step, rows) == ([], 1.0)
+
+
+def test_a_step_of_nothing_but_cut_completions_says_what_cut_them(batch: Batch) -> None:
+    beginning = "step 3 trains on nothing: all completions were cut "
+    at_limit = "at env.max_completion_tokens=12"
+    leaving = ", and overlong.mask=true leaves those out; "
+    assert said_of(*cut_by(batch, "length", "length")) == ([f"{beginning}{at_limit}{leaving}raise the limit"], 2.0)
+    advice = "lower env.max_turns or env.max_completion_tokens, or take a model with a longer context"
+    ran_out = f"{beginning}1 where the context of 40 tokens ran out and 1 {at_limit}{leaving}{advice}"
+    assert said_of(*cut_by(batch, "length", "length", lengths=(12, 5))) == ([ran_out], 2.0)
+
+
+# Stale completions
+
+
+def stale_step(*words: str) -> tuple[GRPOSettings, GRPOParts, list[Row]]:
+    """Two groups sampled one push before the weights that are to learn from them, which are far from the sampler's."""
+    settings = settings_of("max_policy_lag=1", *words)
+    parts = assemble_grpo(settings)
+    batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
+    generator = torch.Generator().manual_seed(0)
+    parts.model.double()
+    with torch.no_grad():
+        for parameter in parts.model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    parts.collector.update_policy_weights_(parts.model)
+    batch["next", "reward"] = torch.arange(8.0)[:, None]
+    rows = rows_of(batch)
+    give_advantages(settings, batch, rows)
+    return settings, parts, rows
+
+
+def plain_gradient(parts: GRPOParts, rows: list[Row], cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of -mean over tokens of min(π / µ, cap) Â π_θ / π, and the weights; `cap` None: of weights that are all 1."""
+    losses, weights = [], []
+    for row in rows:
+        ids = torch.cat([row.prompt, row.response])
+        logits = parts.model(ids[None]).logits[0, row.prompt.numel() - 1 : -1] / parts.policy.sampling.temperature
+        own = logits.log_softmax(-1).gather(-1, row.response[:, None]).squeeze(-1)
+        weight = (own.detach() - row.sampler_log_probs).exp()
+        weights.append(weight)
+        weight = torch.ones_like(weight) if cap is None else weight.clamp(max=cap)
+        losses.append(-weight * row.advantage * (own - own.detach()).exp())
+    loss = torch.cat(losses).mean()
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(parts.model.parameters()))])
+    return gradient, torch.cat(weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "cap"),
+    [((), 2.0), (("loss.sampler_ratio_high=1.2",), 1.2), (("loss.sampler_correction=none",), None)],
+    ids=["as it is", "another cap", "off"],
+)
+def test_a_stale_token_weighs_what_its_probability_has_become(words: tuple[str, ...], cap: float | None) -> None:
+    settings, parts, rows = stale_step(*words)
+    [minibatch] = minibatches(settings, rows)
+    expected, weights = plain_gradient(parts, rows, cap)
+    gradient, metrics, _ = stepped(parts.model, parts.objective, minibatch)
+    assert ((gradient - expected).norm() / expected.norm()).item() < 1e-5
+    assert metrics["ratio/clip_fraction"] == 0.0  # of one update a step: π_old is the trainer's own
+    assert weights.max() > 2 > 0.5 > weights.min()
+    if cap is not None:
+        assert metrics["sampler/weight_mean"] == pytest.approx(weights.clamp(max=cap).mean().item(), rel=1e-5)
+        assert metrics["sampler/cut"] == pytest.approx((weights > cap).double().mean().item())
+        uncorrected, _ = plain_gradient(parts, rows, None)
+        assert ((uncorrected - expected).norm() / expected.norm()).item() > 0.05
