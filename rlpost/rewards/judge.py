@@ -46,7 +46,7 @@ class Judge:
     `concurrency` requests are under way at once. One that fails, or whose verdict cannot be read, is tried `retries`
     times more, after `pause_seconds` that double each time; the reply then has an error in the place of its score.
     Verdicts are kept in the file `cache`, by everything the model is asked, its name and its options: what it has said
-    once it is not asked again, by whichever process. Beyond `cache_entries` (of about 100 bytes) the oldest go.
+    once it is not asked again, by whichever process. Beyond `cache_entries` (of about 65 bytes) the oldest go.
 
     `ask` answers messages in the place of the server at `base_url`, as a plain function that is called in
     `concurrency` threads; `model` then names what it asks. The rest is what `ChatEndpoint` takes.
@@ -165,6 +165,8 @@ class Judge:
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(file or ":memory:", timeout=LOCK_SECONDS, isolation_level=None)) as cache:
+                cache.execute("PRAGMA journal_mode = WAL")  # a verdict is whole, and does not wait for the disk
+                cache.execute("PRAGMA synchronous = NORMAL")
                 cache.execute("CREATE TABLE IF NOT EXISTS verdicts (key BLOB PRIMARY KEY, score REAL NOT NULL)")
                 yield cache
         except (sqlite3.Error, OSError) as error:

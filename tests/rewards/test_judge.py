@@ -74,6 +74,31 @@ def test_what_was_judged_once_is_never_asked_again(tmp_path: Path) -> None:
     assert judged(same, "abc", prompt="another?") == [0.0]
 
 
+def test_what_was_judged_before_a_call_was_cut_short_is_kept(tmp_path: Path) -> None:
+    file, asked, released = tmp_path / "judged.db", [], threading.Event()
+
+    def ask(messages: Any) -> str:
+        asked.append(messages)
+        if "slow" in messages[1]["content"]:
+            released.wait(20)
+        return "Score: 4"
+
+    def kept() -> int:
+        return sqlite3.connect(f"file:{file}?mode=ro", uri=True).execute("SELECT count(*) FROM verdicts").fetchone()[0]
+
+    async def cut_short() -> None:
+        call = asyncio.create_task(Judge(RUBRIC, model="m", ask=ask, cache=file)(["p?"] * 3, ["slow", "a", "b"]))
+        while not file.exists() or len(asked) < 3 or kept() < 2:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.wait([call])
+
+    asyncio.run(cut_short())
+    released.set()
+    assert judged(Judge(RUBRIC, model="m", ask=ask, cache=file), "a", "b") == [0.4, 0.4]
+    assert len(asked) == 3
+
+
 def test_requests_are_under_way_together_but_no_more_than_asked() -> None:
     together = threading.Barrier(3)
 
