@@ -91,7 +91,7 @@ class RowValues:
     values: list[float | None]
     errors: list[str | None]
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
-    of_call: bool = False  # the errors are of the whole call: no row is at fault, and to call again would hide it
+    failed: bool = False  # the call failed, and which rows are at fault is not known: called one by one they tell
 
 
 class _WrongLength(TypeError):
@@ -155,7 +155,8 @@ class _Call:
 def row_values(told: Mapping[str, Any], count: int) -> RowValues:
     """What a call told, one entry a row; the same error for each where it failed."""
     if "error" in told:
-        return RowValues([None] * count, [told["error"]] * count, [{}] * count, told.get("of_call", False))
+        failed = not told.get("of_call", False)
+        return RowValues([None] * count, [told["error"]] * count, [{}] * count, failed)
     return RowValues(list(told["values"]), list(told["errors"]), [told["metrics"]] * count)
 
 
@@ -188,12 +189,11 @@ def call_here(
     whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
     said = []
     for call in whole:
-        told = call.told()
-        if "error" in told and not told.get("of_call") and count > 1:
+        rows = row_values(call.told(), count)
+        if rows.failed and count > 1:
             singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
-            said.append(joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)]))
-        else:
-            said.append(row_values(told, count))
+            rows = joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)])
+        said.append(rows)
     return said
 
 
