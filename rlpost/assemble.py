@@ -46,7 +46,6 @@ from rlpost.settings import (
 )
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
-from rlpost.weight_sync.base import WeightUpdater
 
 if TYPE_CHECKING:
     from rlpost.objectives.sft_objective import SFTObjective
@@ -164,7 +163,6 @@ def assemble_sampling(
             dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
             yield_only_last_steps=True,
             replay_buffer=buffer,
-            weight_updater=build_updater(settings.policy, policy),
             begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
         )
         opened.pop_all()
@@ -259,11 +257,6 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
     if isinstance(policy, VLLMSettings):
         settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
     return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers
-
-
-def build_updater(settings: PolicySettings, policy: Policy) -> WeightUpdater:
-    """How the trainer's weights reach `policy`, which is of `settings`."""
-    return row_of("policy", type(chosen_policy(settings))).updater(policy)
 
 
 def build_tracker(settings: TrackingSettings, request: RunRequest) -> TrackerProcess | None:

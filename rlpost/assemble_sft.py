@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.assemble import build_trained_policy, build_updater
+from rlpost.assemble import build_trained_policy
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, encode_all
 from rlpost.data.row_store import Digests
@@ -27,7 +27,7 @@ from rlpost.model.trainable import Reference, Trainable, load_trainable, startin
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings, SFTSettings
-from rlpost.weight_sync.base import WeightUpdater
+from rlpost.weight_sync.base import WeightUpdater, default_updater
 
 
 @dataclass
@@ -125,7 +125,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
 def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable) -> AccuracyParts:
     """What samples greedy replies during fine-tuning and scores them."""
     policy = build_trained_policy(settings, tokenizer, trainable, SamplingSettings(temperature=0.0))
-    return AccuracyParts(env, policy, build_updater(settings.policy, policy))
+    return AccuracyParts(env, policy, default_updater(policy))
 
 
 def digests_of_samples(samples: Sequence[Sample]) -> Digests:

@@ -115,17 +115,11 @@ class Choice:
     settings: str | type
     words: str = ""
     builds: str | Callable[..., Any] = ""
-    pushes: str = "weight_sync.base:SharedWeights"  # of a policy: the updater that brings it the trainer's weights
 
     @cached_property
     def cls(self) -> type:
         """The settings class."""
         return opened(f"settings.{self.settings}") if isinstance(self.settings, str) else self.settings
-
-    @property
-    def updater(self) -> Callable[..., Any]:
-        """What makes a policy's weight updater, as `updater(policy)`."""
-        return opened(self.pushes)
 
     @property
     def build(self) -> Callable[..., Any]:
@@ -201,7 +195,6 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "policy:VLLMSettings",
             "vLLM, on a CPU or a GPU",
             "policies.vllm:vLLMWrapper.of",
-            pushes="weight_sync.vllm:updater_of",
         ),
     },
     # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -9,12 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyarrow.parquet import read_table
 
 from rlpost.cli.main import run
 from rlpost.objectives.variants import VARIANTS
 from rlpost.rewards.attacks import BREAKING, PAYING
+from rlpost.rewards.functions import Finished, Rewards, load_reward
+from tests.judge_server import reply_of, serving
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,6 +75,42 @@ def test_rewards_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert '"reward/failed": 2.0' in Path("runs/fragile/metrics.jsonl").read_text()
     log = Path("runs/fragile/log.txt").read_text()
     assert "2 of 5 rewards failed; the first: ./fragile.py:score did not return within 0.5 s, at line 8" in log
+
+
+def test_judges_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with serving(lambda body: f"Score: {len(reply_of(body)) % 11}") as server:
+        monkeypatch.setenv("JUDGE_URL", server.url)
+        follow("judges.md")
+        judged = {reply_of(asked) for asked in server.asked}
+        assert len(judged) == len(server.asked) > 8  # of the 16 replies of two steps
+        files = sorted(Path("runs/polite/rollouts").iterdir())
+        rows = [row for file in files for row in read_table(file).to_pylist()]
+        assert len(rows) == 16
+        earned = [len(row["completion"]) % 11 / 10 for row in rows]
+        assert [row["reward"] for row in rows] == pytest.approx(earned)
+        again = Rewards([load_reward("./polite.py:polite")], [1.0])  # in a process that has judged nothing
+        prompts = [re.findall("Write one line.*?[.]", row["prompt"])[0] for row in rows]
+        played = [Finished(p, row["completion"], [], {}, None) for p, row in zip(prompts, rows, strict=True)]
+        assert [score.reward for score in again.score(played)] == pytest.approx(earned)
+        assert len(server.asked) == len(judged)  # nobody was asked again
+
+
+def test_a_judge_in_this_process_gives_the_mean_of_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_MODEL", "builtin:tiny")
+    [program] = [text for _, name, text in blocks("judges.md") if name == "local_judge.py"]
+    made: dict[str, Any] = {"__name__": "local_judge"}
+    exec(compile(program, "local_judge.py", "exec"), made)
+    offered = {"prompts": ["Thank them."], "completions": ["Thanks!"], "answer": [None]}
+    [score] = asyncio.run(made["polite"](**offered))
+    assert asyncio.run(made["polite"](**offered)) == [score]  # from the cache
+    messages = made["judge"].messages("Thank them.", "Thanks!")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+    ids = made["tokenizer"](f"{text}Score: ", return_tensors="pt")["input_ids"]
+    chances = made["model"](ids).logits[0, -1].double().exp()[made["tokenizer"]("0123456789")["input_ids"]].tolist()
+    expected = sum(n * chance for n, chance in enumerate(chances)) / sum(chances)
+    assert score == pytest.approx(expected / 9, abs=1e-5)
 
 
 def test_every_attack_stands_on_its_page() -> None:

@@ -8,6 +8,7 @@ from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlpost.collectors.llm import LLMCollector as LLMCollector
+    from rlpost.weight_sync.base import SharedWeights as SharedWeights
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
     from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
 

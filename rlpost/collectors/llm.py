@@ -22,7 +22,7 @@ from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import WeightUpdater, begin_versions
+from rlpost.weight_sync.base import WeightUpdater, begin_versions, default_updater
 
 
 class LLMCollector(Collector):
@@ -45,6 +45,9 @@ class LLMCollector(Collector):
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
     its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
     thread of its own, until `shutdown`, the end of a `with` block or the collector's.
+
+    `weight_updater` is how the trainer's weights reach the policy; left out, it is the policy's own way:
+    `SharedWeights` for one that samples from the trainer's tensors, `vLLMUpdater` for vLLM.
 
     Beside what `rlpost.data.batch` says, a batch has `("collector", "traj_ids")`, int64 a row: the
     number of its trajectory among those this collector has begun.
@@ -167,11 +170,9 @@ class LLMCollector(Collector):
 
         They come from a module, a TensorDict or a mapping, or as `state_dict`; without either they are
         those of the policy's own model, where it has one that somebody trains. The only worker is
-        number 0. What is collected in the background waits meanwhile. Raises TypeError without a
-        weight updater or weights, or with two sets of them, ValueError for a worker that is not there.
+        number 0. What is collected in the background waits meanwhile. Raises TypeError without weights
+        or with two sets of them, ValueError for a worker that is not there.
         """
-        if self.weight_updater is None:
-            raise TypeError("update_policy_weights_ needs a weight_updater: give the collector one")
         workers = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
         if any(worker != 0 for worker in workers):
             raise ValueError(f"worker_ids={worker_ids!r}: this collector is one worker, number 0")
@@ -188,9 +189,8 @@ class LLMCollector(Collector):
             self.weight_updater.push(source)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """`weight_updater.init` with these arguments; without an updater nothing is to be done."""
-        if self.weight_updater is not None:
-            self.weight_updater.init(*args, **kwargs)
+        """`weight_updater.init` with these arguments."""
+        self.weight_updater.init(*args, **kwargs)
 
     def get_policy_model(self) -> Any:
         """What the policy samples with: its transformers model or vLLM engine; None where it has neither."""
@@ -350,9 +350,9 @@ class LLMCollector(Collector):
         begin_versions(self.policy, tracker)
         return tracker
 
-    def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater | None:
+    def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater:
         if updater is None:
-            return None
+            return default_updater(self.policy)
         built = updater if isinstance(updater, WeightUpdater) else updater()
         if built.policy is None:
             built.init(self.policy)

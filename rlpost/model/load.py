@@ -175,7 +175,7 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
+def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTrainedModel:
     """The model of a local folder, from safetensors only, on `settings.device`, in eval mode.
 
     Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
@@ -185,6 +185,7 @@ def load_model(folder: Path, settings: ModelSettings) -> PreTrainedModel:
         raise ConfigError(
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )
+    settings = settings or ModelSettings()
     device = pick_device(settings.device)
     try:
         model, found = _from_pretrained(

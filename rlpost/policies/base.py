@@ -44,6 +44,7 @@ class Policy(ABC):
     """
 
     shares_weights = True  # whether a push has nothing to send: it samples from the trainer's tensors, or from none
+    pushes = "weight_sync.base:SharedWeights"  # under rlpost: what makes its weight updater, called with the policy
     tokenizer: Any  # a transformers tokenizer with a chat template
     max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 

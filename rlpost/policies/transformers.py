@@ -52,10 +52,10 @@ class TransformersWrapper(Policy, CategoricalSequential):
     >>> from rlpost.envs import ChatEnv
     >>> from rlpost.models import load_model, load_tokenizer, locate_model
     >>> from rlpost.policies import TransformersWrapper
-    >>> from rlpost.settings import ModelSettings, SamplingSettings
+    >>> from rlpost.settings import SamplingSettings
     >>> from tensordict import TensorDict
     >>> folder = locate_model("builtin:tiny")
-    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
     >>> policy = TransformersWrapper(model, tokenizer, sampling=SamplingSettings(temperature=0.0))
     >>> env = ChatEnv(tokenizer=tokenizer, max_completion_tokens=3)
     >>> answered = policy(env.reset(TensorDict({"text": ["How much is 3 + 4?"]}, batch_size=[1])))

@@ -53,6 +53,7 @@ class vLLMWrapper(Policy):
     """
 
     shares_weights = False
+    pushes = "weight_sync.vllm:updater_of"
 
     def __init__(
         self,

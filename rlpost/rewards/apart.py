@@ -127,7 +127,7 @@ def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, second
     said: dict[str, RowValues] = {}
     for reward, outcome in zip(distinct.values(), outcomes, strict=True):
         [whole] = reward.said(outcome, [count], seconds)
-        if whole.errors[0] is not None and not whole.of_call and count > 1:
+        if whole.failed and count > 1:
             log.warning("%d rows are scored one by one, since together: %s", count, whole.errors[0])
             whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
         said[reward.reference] = whole

@@ -42,7 +42,7 @@ def attack_reward(attack: Attack) -> list[Check]:
 def returns(attack: Attack) -> Check:
     """Does one call about several rows give a number for each?"""
     told = _call(attack, attack.reward.worker, attack.request())
-    wrong = told if isinstance(told, str) else told[0].get("error")
+    wrong = told if isinstance(told, str) else told[0].get("error") or next(filter(None, told[0]["errors"]), None)
     if wrong:
         return Check("returns", Verdict.fault, wrong)
     return Check("returns", Verdict.ok, f"a number for each of {len(attack.cases)} rows in one call")

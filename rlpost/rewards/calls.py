@@ -31,9 +31,9 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 class RewardFunction:
     """A function of the signature `f(prompts, completions, completion_ids, log_metric, <columns>, **kwargs)`.
 
-    It is given what it names, or everything if it takes `**kwargs`, and returns a number (a bool,
-    a NumPy or torch scalar) or None for each completion. `reference` is how a message calls it and
-    `file` where it stands, if in a file.
+    It is given what it names, or everything if it takes `**kwargs`, and returns for each completion a
+    number (a bool, a NumPy or torch scalar), None where it does not apply, or an exception that says why
+    there is none. `reference` is how a message calls it and `file` where it stands, if in a file.
     """
 
     name: str
@@ -91,7 +91,7 @@ class RowValues:
     values: list[float | None]
     errors: list[str | None]
     metrics: list[dict[str, float]]  # what it gave log_metric while each row was scored
-    of_call: bool = False  # the errors are of the whole call: no row is at fault, and to call again would hide it
+    failed: bool = False  # the call failed, and which rows are at fault is not known: called one by one they tell
 
 
 class _WrongLength(TypeError):
@@ -134,12 +134,16 @@ class _Call:
         if isinstance(self.result, BaseException):
             return {"error": self.function.failure(self.result)}
         try:
-            values = _numbers(self.result, self.count, self.function.reference)
+            values = _values(self.result, self.count, self.function.reference)
         except _WrongLength as error:
             return {"error": str(error), "of_call": True}
         except TypeError as error:
             return {"error": str(error)}
-        return {"values": values, "metrics": {name: sum(given) / len(given) for name, given in self.metrics.items()}}
+        return {
+            "values": [None if isinstance(value, Exception) else value for value in values],
+            "errors": [self.function.failure(value) if isinstance(value, Exception) else None for value in values],
+            "metrics": {name: sum(given) / len(given) for name, given in self.metrics.items()},
+        }
 
     def _log_metric(self, name: str, value: Any) -> None:
         number = _number(value)
@@ -151,8 +155,9 @@ class _Call:
 def row_values(told: Mapping[str, Any], count: int) -> RowValues:
     """What a call told, one entry a row; the same error for each where it failed."""
     if "error" in told:
-        return RowValues([None] * count, [told["error"]] * count, [{}] * count, told.get("of_call", False))
-    return RowValues(list(told["values"]), [None] * count, [told["metrics"]] * count)
+        failed = not told.get("of_call", False)
+        return RowValues([None] * count, [told["error"]] * count, [{}] * count, failed)
+    return RowValues(list(told["values"]), list(told["errors"]), [told["metrics"]] * count)
 
 
 def joined(rows: Sequence[RowValues]) -> RowValues:
@@ -184,12 +189,11 @@ def call_here(
     whole = _run([_Call(function, offer(function, range(count)), count) for function in functions], timeout_seconds)
     said = []
     for call in whole:
-        told = call.told()
-        if "error" in told and not told.get("of_call") and count > 1:
+        rows = row_values(call.told(), count)
+        if rows.failed and count > 1:
             singles = [_Call(call.function, offer(call.function, [i]), 1) for i in range(count)]
-            said.append(joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)]))
-        else:
-            said.append(row_values(told, count))
+            rows = joined([row_values(c.told(), 1) for c in _run(singles, timeout_seconds)])
+        said.append(rows)
     return said
 
 
@@ -276,8 +280,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _numbers(result: Any, count: int, reference: str) -> list[float | None]:
-    """`result` as floats and Nones. Raises TypeError, naming the function, for anything else."""
+def _values(result: Any, count: int, reference: str) -> list[float | Exception | None]:
+    """`result` as floats, exceptions and Nones. Raises TypeError, naming the function, for anything else."""
     if hasattr(result, "tolist"):  # a NumPy array or a tensor
         result = result.tolist()
     wanted = f"a list of {count} numbers, one a completion"
@@ -285,13 +289,13 @@ def _numbers(result: Any, count: int, reference: str) -> list[float | None]:
         raise TypeError(f"{reference} returned {_kind(result)}: it must return {wanted}")
     if len(result) != count:
         raise _WrongLength(f"{reference} returned {len(result)} values: it must return {wanted}")
-    numbers = [None if value is None else _number(value) for value in result]
-    for place, (value, number) in enumerate(zip(result, numbers, strict=True)):
-        if number is None and value is not None:
+    values = [value if isinstance(value, Exception) else _number(value) for value in result]
+    for place, (value, read) in enumerate(zip(result, values, strict=True)):
+        if read is None and value is not None:
             raise TypeError(
                 f"{reference} returned {_kind(value)} at place {place} of its list: each value must be a number or None"
             )
-    return numbers
+    return values
 
 
 def _number(value: Any) -> float | None:

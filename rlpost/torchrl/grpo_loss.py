@@ -74,9 +74,8 @@ class GRPOLoss(nn.Module):
     >>> import torch
     >>> from rlpost.models import load_model, locate_model
     >>> from rlpost.objectives import GRPOLoss
-    >>> from rlpost.settings import ModelSettings
     >>> from tensordict import TensorDict
-    >>> model = load_model(locate_model("builtin:tiny"), ModelSettings())
+    >>> model = load_model(locate_model("builtin:tiny"))
     >>> batch = TensorDict(
     ...     {
     ...         "tokens": {"full": torch.tensor([[5, 6, 7], [5, 6, 8]])},

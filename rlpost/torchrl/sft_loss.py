@@ -67,7 +67,7 @@ class SFTLoss(nn.Module):
     >>> from rlpost.settings import ModelSettings
     >>> from tensordict import TensorDict
     >>> folder = locate_model("builtin:tiny")
-    >>> model, tokenizer = load_model(folder, ModelSettings()), load_tokenizer(folder)
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
     >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
     >>> batch = TensorDict({"history": {"full": chats}}, batch_size=[1])
     >>> SFTLoss(model, tokenizer)(batch).loss_sft.backward()

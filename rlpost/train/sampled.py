@@ -114,7 +114,6 @@ class SamplingSession(Session[S, P]):
         """See `Session.restore`."""
         self.parts.collector.load_state_dict(state["collector"])
         self.parts.buffer.load_state_dict(state["buffer"])
-        assert self.parts.collector.weight_updater is not None
         self.parts.collector.weight_updater.restore_version(state["policy_version"])
 
     def keep_batch(self, folder: Path, batch: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDictBase
 
+from rlpost.catalog import opened
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import MergedWeights, is_adapted
@@ -76,7 +77,7 @@ class SharedWeights(WeightUpdater):
         if not policy.shares_weights:
             raise PolicyError(
                 f"{type(policy).__name__} samples with weights of its own, and SharedWeights sends none: name its "
-                "updater, as pushes= in the row of its settings in rlpost/catalog.py"
+                "updater, as `pushes` of its class"
             )
         model = getattr(policy, "model", None)
         if model is None or model is source:
@@ -88,6 +89,11 @@ class SharedWeights(WeightUpdater):
             raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
         for own, given in _pairs(weights, model):
             own.copy_(given)
+
+
+def default_updater(policy: Policy) -> WeightUpdater:
+    """What brings the trainer's weights to `policy`: what its class names as `pushes`."""
+    return opened(policy.pushes)(policy)
 
 
 def _pairs(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

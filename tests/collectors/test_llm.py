@@ -275,8 +275,13 @@ def test_what_needs_a_part_that_is_missing_says_so() -> None:
     collector = make(talk(), dialog_turns_per_batch=2)
     with pytest.raises(RuntimeError, match="iterate over it instead"):
         collector.collect()
-    with pytest.raises(TypeError, match="needs a weight_updater"):
-        collector.update_policy_weights_(torch.nn.Linear(1, 1))
+
+
+def test_a_collector_without_an_updater_pushes_in_the_policys_own_way() -> None:
+    collector = make(talk(), dialog_turns_per_batch=2)
+    assert isinstance(collector.weight_updater, SharedWeights)
+    collector.update_policy_weights_(torch.nn.Linear(1, 1))
+    assert collector.policy_version == 1
 
 
 def test_an_updater_of_another_policy_is_refused() -> None:

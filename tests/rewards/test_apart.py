@@ -80,6 +80,10 @@ def pops(completions, tags, log_metric):
 def counts_calls(completions):
     calls.append(len(completions))
     return [len(calls) for _ in completions]
+
+async def gives_reasons(completions):
+    calls.append(len(completions))
+    return [KeyError("no verdict") if text == "bad" else len(calls) for text in completions]
 """
 
 
@@ -133,6 +137,14 @@ def test_only_the_row_at_fault_is_an_error(rewards: Any, file: Path, reply: str,
     assert not bad.valid
     assert bad.reward != bad.reward  # NaN, and never a 0
     assert said.format(file=file) in (bad.error or "")
+
+
+def test_an_exception_returned_for_a_row_is_its_error_and_nothing_is_called_again(rewards: Any, file: Path) -> None:
+    reward = rewards("gives_reasons")
+    assert values(reward.score(finished("a", "bad", "abc"))) == [1.0, None, 1.0]
+    scores = reward.score(finished("bad", "a"))
+    assert values(scores) == [None, 2.0]  # the second call of all
+    assert scores[0].error == f"{file}:gives_reasons failed: {file}: KeyError: 'no verdict'"
 
 
 def test_a_list_of_the_wrong_length_is_an_error_of_the_call_and_no_row_is_tried_alone(rewards: Any) -> None:

@@ -18,7 +18,7 @@ from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
-from rlpost.weight_sync.base import SharedWeights, named_weights
+from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
 
 PACKAGE = Path(__file__).parents[2] / "rlpost"
@@ -206,6 +206,15 @@ def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
         updater.push(3)  # type: ignore[arg-type]
 
 
+def test_every_policy_says_how_weights_reach_it(tiny_folder: Path) -> None:
+    scripted = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
+    assert type(default_updater(scripted)) is SharedWeights
+    for rank, kind in ((None, vLLMUpdater), (8, vLLMAdapterUpdater)):
+        policy = vLLMWrapper(tiny_folder, adapter_rank=rank)  # not started
+        assert type(default_updater(policy)) is kind
+        assert default_updater(policy).policy is policy
+
+
 def test_each_updater_wants_vllm() -> None:
     for updater in (vLLMUpdater, vLLMAdapterUpdater):
         policy = ScriptedPolicy(["x"], None, sampling=SamplingSettings(), seed=0)
@@ -218,6 +227,6 @@ def test_a_policy_with_weights_of_its_own_needs_an_updater_that_sends_them(
 ) -> None:
     policy = sampling_from_the_trainer
     policy.shares_weights = False  # as an engine's policy says
-    with pytest.raises(PolicyError, match=r"TransformersWrapper samples with weights of its own.*pushes="):
+    with pytest.raises(PolicyError, match=r"TransformersWrapper samples with weights of its own.*`pushes`"):
         SharedWeights(policy).push(policy.model)
     assert policy.version == 0
