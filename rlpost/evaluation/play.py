@@ -14,7 +14,7 @@ from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
-from rlpost.evaluation.statistics import Share, maj_at_k, mean_interval, pass_at_k
+from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, reward_interval
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
@@ -189,8 +189,8 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
     if not scored:
         raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
     each = [c for prompt in scored for c in prompt]
-    rewards = np.array([fmean(c.reward or 0.0 for c in prompt) for prompt in scored])
-    low, high = mean_interval(rewards)[1:] if rewards.std() > 0 else (None, None)
+    rewards = [[c.reward or 0.0 for c in prompt] for prompt in scored]
+    low, high = reward_interval(rewards) or (None, None)
     names = sorted({name for c in each for name in c.reward_parts})
     return EvalResult(
         num_prompts=len(scored),
@@ -200,9 +200,9 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
         accuracy_lenient=_accuracy(scored, "lenient"),
         accuracy_strict=_accuracy(scored, "strict"),
         truncated=_share([[float(c.finish_reason == "length") for c in prompt] for prompt in scored]),
-        reward_mean=float(rewards.mean()),
-        reward_low=None if low is None else float(low),
-        reward_high=None if high is None else float(high),
+        reward_mean=fmean(map(fmean, rewards)),
+        reward_low=low,
+        reward_high=high,
         reward_parts={n: fmean(c.reward_parts[n] for c in each if n in c.reward_parts) for n in names},
         tokens_mean=fmean(sum(c.mask) for c in each),
         attempts=_attempts(scored, k),
