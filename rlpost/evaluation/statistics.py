@@ -23,6 +23,7 @@ Z_POWER = NormalDist().inv_cdf(POWER)  # 0.84
 PRIOR_EVENTS = 1 / 3  # what is taken for known, before the data, of how completions of a prompt agree
 CONTINUITY = 1 / 4  # of an event: a half of Yates' correction
 LEAST_SKEWNESS = 1e-6  # below it the transformation is the identity but for rounding
+FEWEST_PROMPTS = 32  # what the coverage of intervals is shown for begins here: scripts/coverage.py
 FEWEST_DIFFERING = 6  # of five differences all may point one way by chance: 2 / 2**5 > 1 - CONFIDENCE
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -112,9 +113,22 @@ def reward_interval(rewards: Sequence[Sequence[float]]) -> tuple[float, float] |
         least, most = levels
         _, low, high = share_interval((means - least) / (most - least), sum(map(len, rewards)))
         return least + float(low) * (most - least), least + float(high) * (most - least)
-    if not means.std() > 0:
+    if math.isclose(means.min(), means.max(), rel_tol=1e-9):  # the mean of equal numbers is rounded
         return None
     _, low, high = mean_interval(means)
+    return float(low), float(high)
+
+
+def ratio_interval(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float] | None:
+    """The 95% interval of sum(sums) / sum(counts), as of a loss per token of rows; None for one row.
+
+    That of the mean of the values that the ratio, linear in the rows, is the mean of (Cochran 1977, 6.4).
+    """
+    if len(sums) < 2:
+        return None
+    above, below = np.asarray(sums, float), np.asarray(counts, float)
+    ratio = above.sum() / below.sum()
+    _, low, high = mean_interval(ratio + (above - ratio * below) / below.mean())
     return float(low), float(high)
 
 

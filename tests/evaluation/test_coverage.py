@@ -87,7 +87,7 @@ def test_a_reward_of_two_values_has_the_interval_of_the_share_of_the_higher() ->
 
 
 def test_a_reward_that_is_always_the_same_has_no_interval_unless_it_is_0_or_1() -> None:
-    assert reward_interval([[0.3], [0.3]]) is None
+    assert reward_interval([[0.1], [0.1], [0.1]]) is None  # whose mean is not quite 0.1
     assert reward_interval([[0.3, 0.7]]) is None
     found = reward_interval([[0.0]] * 20)
     assert found is not None

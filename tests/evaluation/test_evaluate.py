@@ -57,7 +57,7 @@ def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> 
     assert result.lines()[2] == "  accuracy           50.0%  [5.6%, 94.4%]      33.3%  [3.7%, 83.6%]"
     assert result.lines()[-1] == "  accuracy (lenient) is of 2 prompts"
     assert evaluation_line(result.metrics(), "now").startswith(
-        "held-out now:  accuracy 50.0% [5.6%, 94.4%] of 2 prompts  reward"
+        "held-out now, 3 prompts:  accuracy 50.0% [5.6%, 94.4%] of 2 prompts  reward"
     )
     metrics = result.metrics()
     assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
@@ -71,8 +71,8 @@ def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
         "  accuracy           66.7%  [16.4%, 96.3%]     33.3%  [3.7%, 83.6%]",
         "  truncated          33.3%  [3.7%, 83.6%]",
         "  reward             0.500  [-0.742, 1.742]",
-        "    a                0.600",
-        "    b                0.300",
+        "    a                0.600  [0.245, 0.955]",
+        "    b                0.300  (no interval)",
         "  tokens per answer    2.7",
         "  reward failed          1  (left out above)",
     ]
