@@ -15,16 +15,42 @@ STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
 TOTAL_STEPS = "total_steps"  # in environment.json: how many steps there are, which may depend on the data
 
+# figures of an evaluation
+ACCURACY = "eval/accuracy_lenient"
+REWARD = "eval/reward"
+LOSS = "eval/loss"
+DECIDING = "eval/deciding_"  # what the names begin with of figures that only decide when training ends
+
 
 class Interval(NamedTuple):
-    """A measure of an evaluation with its 95% interval."""
+    """A held-out figure with its 95% interval, and how many prompts, or rows, it rests on."""
 
     value: float
-    low: float
-    high: float
+    low: float | None  # None: nothing says how it varies, as where all prompts earned the same
+    high: float | None
+    prompts: int | None = None  # None: not recorded
+    is_share: bool = True  # shown as percent; else a reward or a loss
 
     def __str__(self) -> str:
-        return f"{self.value:6.1%} [{self.low:.1%}, {self.high:.1%}]"
+        value = f"{self.value:6.1%}" if self.is_share else f"{self.value:.3f}"
+        if self.low is None or self.high is None:
+            return f"{value} (no interval)"
+        if self.is_share:
+            return f"{value} [{self.low:.1%}, {self.high:.1%}]"
+        return f"{value} [{self.low:.3f}, {self.high:.3f}]"
+
+    def told(self, unit: str = "prompts", *, said: int | None = None) -> str:
+        """With the number of prompts, unless it is the one that is `said` already."""
+        return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {self.prompts} {unit}")
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Plain values, for JSON."""
+        return {"value": self.value, "low": self.low, "high": self.high, "prompts": self.prompts}
+
+    @property
+    def half_width(self) -> float | None:
+        """The larger distance to an end of the interval."""
+        return None if self.low is None or self.high is None else max(self.high - self.value, self.value - self.low)
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
@@ -85,6 +111,20 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
 
 
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
-    """A measure of a metrics row with its interval; None where one of the three is missing."""
-    known = [value for end in ("", "_low", "_high") if (value := number(row, key + end)) is not None]
-    return Interval(*known) if len(known) == 3 else None
+    """A held-out figure of a metrics row, `eval/loss` one of rows; None where there is none.
+
+    One that only some prompts have says how many in `KEY_prompts`; the others rest on all that were scored.
+    """
+    value, low, high = (number(row, key + end) for end in ("", "_low", "_high"))
+    if value is None:
+        return None
+    counts = ("eval/rows",) if key == LOSS else (f"{key}_prompts", f"{key.rpartition('/')[0]}/prompts")
+    if key.startswith(DECIDING):
+        counts = (f"{key}_prompts", f"{DECIDING}prompts")
+    count = next((found for name in counts if (found := number(row, name)) is not None), None)
+    return Interval(value, low, high, None if count is None else round(count), "reward" not in key and key != LOSS)
+
+
+def main_figure(row: Mapping[str, Any]) -> Interval | None:
+    """The held-out figure that says most: accuracy, or one's own reward where the environment measures none."""
+    return interval(row, ACCURACY) or interval(row, REWARD)

@@ -86,9 +86,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
             evaluate_once("policy=scripted", *words)
         evaluate_once("policy=scripted", *game)
     with reads_noted(classes) as of_tuning:
-        tune_once(
-            folder / "sft", "eval.accuracy=true", "eval.stop_at_accuracy=1.0", "eval.limit=2", "policy=transformers"
-        )
+        tune_once(folder / "sft", "eval.accuracy=true", "eval.limit=2", "policy=transformers")
         tune_once(folder / "sft-adapter", "steps=null", "epochs=1", "lora.enabled=true", "optim=adamw_8bit")
         tune_once(folder / "sft-minor", "loss=minor_sft", "eval.accuracy=true", "policy=scripted", *gsm8k)
         tune_once(

@@ -17,15 +17,16 @@ from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
 from rlpost.files import bytes_of
-from rlpost.record import Interval, interval, number
+from rlpost.record import ACCURACY, LOSS, REWARD, Interval, interval, main_figure
 from rlpost.runs.reader import RunRecord, RunState, command_of
 from rlpost.text import counted, printable, readable
 
-FIGURES = ("steps", "reward", "loss", "accuracy", "age")
+FIGURES = ("steps", "reward", "loss", "held-out", "age")
 CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 LABEL = 12  # columns of the labels in `show`
 CURVE = 40  # blocks of a curve at most
+STRICT = "eval/accuracy_strict"
 COURSES = (
     ("reward", "reward/mean", 1.0, ""),
     ("accuracy", "accuracy/lenient", 100.0, "%"),
@@ -61,8 +62,11 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "steps": record.total_steps,
         "reward": record.last("reward/mean"),
         "loss": record.last("loss/sft"),
-        "accuracy_before": before._asdict() if (before := _measured(record, before=True)) else None,
-        "accuracy_after": after._asdict() if (after := _measured(record, before=False)) else None,
+        **{
+            f"{name}_{when}": found.as_dict() if (found := _measured(record, key, before=when == "before")) else None
+            for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
+            for when in ("before", "after")
+        },
         "model": model_name(record),
         "env": record.choice("env"),
         "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
@@ -122,7 +126,7 @@ def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
         "steps": _steps(record),
         "reward": "-" if reward is None else f"{reward:.2f}",
         "loss": "-" if loss is None else f"{loss:.3f}",
-        "accuracy": _accuracy(record),
+        "held-out": _main_held_out(record),
         "age": age(record.updated),
         "model": printable(model_name(record) or "-"),
         "env": printable(record.choice("env") or "-"),
@@ -133,18 +137,23 @@ def _steps(record: RunRecord) -> str:
     return f"{record.steps_done}/{'?' if record.total_steps is None else record.total_steps}"
 
 
-def _accuracy(record: RunRecord) -> str:
-    """`12→58%`: held-out, lenient, before and after."""
-    before, after = (_measured(record, before=before) for before in (True, False))
-    if before is None:
-        return "-" if after is None else f"-→{after.value:.0%}"
-    start = f"{before.value:.0%}"
-    return f"{start}→-" if after is None else f"{start[:-1]}→{after.value:.0%}"
+def _main_held_out(record: RunRecord) -> str:
+    """`12→58% ±5 n=500`: accuracy or reward before and after, and the larger distance to an end of an interval."""
+    found = [main_figure(record.evaluation(before=before) or {}) for before in (True, False)]
+    known = [figure for figure in found if figure is not None]
+    if not known:
+        return "-"
+    scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
+    course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
+    widths = [scale * half for figure in known if (half := figure.half_width) is not None]
+    spread = f" ±{math.ceil(max(widths) * 10**digits) / 10**digits:.{digits}f}" if widths else ""
+    prompts = known[-1].prompts
+    return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
 
 
-def _measured(record: RunRecord, *, before: bool, measure: str = "lenient") -> Interval | None:
-    """An evaluation's accuracy with its interval."""
-    return interval(record.evaluation(before=before) or {}, f"eval/accuracy_{measure}")
+def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
+    """A figure of the evaluation before training, or of the latest one after it."""
+    return interval(record.evaluation(before=before) or {}, key)
 
 
 def _asked(record: RunRecord) -> list[tuple[str, str]]:
@@ -187,22 +196,30 @@ def _results(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _held_out(record: RunRecord) -> list[tuple[str, str]]:
-    """Loss and accuracy before and after training, each measure on a line."""
-    lines = []
-    losses = [number(record.evaluation(before=before) or {}, "eval/loss") for before in (True, False)]
-    if losses != [None, None]:
-        before, after = ("-" if loss is None else f"{loss:.3f}" for loss in losses)
-        lines.append(f"{'loss':<8} {before:<22} ->  {after}")
-    for measure in ("lenient", "strict"):
-        before, after = (_measured(record, before=b, measure=measure) for b in (True, False))
-        if before or after:
-            lines.append(f"{measure:<8} {before or 'not before'!s:<22} ->  {after or 'not yet after'}")
-    evaluations = [e for before in (True, False) if (e := record.evaluation(before=before))]
-    if evaluations and "eval/prompts" in evaluations[-1]:
-        latest = evaluations[-1]
-        prompts = number(latest, "eval/accuracy_lenient_prompts") or latest["eval/prompts"]
-        lines.append(f"greedy, on {prompts:.0f} prompts, 95% intervals")
+    """Loss, accuracy and reward before and after training, each measure on a line, and what they rest on."""
+    lines: list[str] = []
+    prompts: int | None = None
+    for name, key in (("loss", LOSS), ("lenient", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
+        before, after = (_measured(record, key, before=b) for b in (True, False))
+        latest = after or before
+        if latest is None:
+            continue
+        unit = "rows" if key == LOSS else "prompts"
+        prompts = prompts if key == LOSS else prompts or latest.prompts
+        shown = [found and found.told(unit, said=prompts) for found in (before, after)]
+        lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
+    if prompts is not None:
+        lines.append(f"{_drawn(record)}, on {counted(prompts, 'prompt')}, 95% intervals")
+    elif lines:
+        lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
+
+
+def _drawn(record: RunRecord) -> str:
+    """How an evaluation answers each prompt: greedily, or several times."""
+    asked = record.config.get("eval") or {}
+    samples = asked.get("samples") or max(asked.get("k") or [1])
+    return "greedy" if samples == 1 else f"{samples} completions each"
 
 
 def _course(record: RunRecord, name: str, key: str, scale: float, unit: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from rlpost.catalog import TRAIN_SFT
 from rlpost.cli.columns import fitted_table
 from rlpost.errors import STOPPED_BY, ConfigError
 from rlpost.folding import one_line, width_of
-from rlpost.record import Interval, MetricsFile, interval
+from rlpost.record import LOSS, Interval, MetricsFile, interval, main_figure
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def summary(sweep: Sweep) -> list[list[str]]:
     """A header, and a row a job: what differs, what came of it, seconds and exit code."""
     swept = list(sweep.jobs[0].job.differs)
     trained = sweep.jobs[0].trains
-    figures = ["reward", "accuracy before", "accuracy after"] if trained else ["reward", "accuracy"]
+    figures = ["reward", "held-out before", "held-out after"] if trained else ["reward", "accuracy"]
     if trained and sweep.command is TRAIN_SFT:
         figures = ["loss", "held-out before", "held-out after"]
     rows = [[*swept, *figures, "seconds", "exit"]]
@@ -134,23 +134,22 @@ def summary(sweep: Sweep) -> list[list[str]]:
 
 
 def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
-    """The cells of the last step's reward and the held-out accuracies, or of an evaluation's."""
+    """The cells of the last step's reward and the held-out figures, or of an evaluation's, with their intervals."""
     if result is None:
         return ["-"] * (3 if trained else 2)
     if not trained:
-        accuracy = result["result"]["accuracy_lenient"]
-        share = accuracy and Interval(accuracy["value"], accuracy["low"], accuracy["high"])
-        return [f"{result['result']['reward_mean']:.3f}", str(share or "-").strip()]
+        found = result["result"]
+        ends = (found.get("reward_low"), found.get("reward_high"))
+        reward = Interval(found["reward_mean"], *ends, found.get("num_prompts"), is_share=False)
+        accuracy = found["accuracy_lenient"] and Interval(**found["accuracy_lenient"])
+        return [reward.told(), accuracy.told() if accuracy else "-"]
     metrics = result["metrics"] or {}
     if "loss/sft" in metrics and "reward/mean" not in metrics:
-        return [_loss(metrics, "loss/sft"), *(_loss(each, "eval/loss") for each in _evaluations(result))]
+        losses = [interval(each, LOSS) for each in _evaluations(result)]
+        return [f"{metrics['loss/sft']:.3f}", *(loss.told("rows") if loss else "-" for loss in losses)]
     reward = metrics.get("reward/mean")
-    shares = [str(interval(each) or "-").strip() for each in _evaluations(result)]
-    return ["-" if reward is None else f"{reward:.2f}", *shares]
-
-
-def _loss(metrics: Mapping[str, Any], name: str) -> str:
-    return "-" if metrics.get(name) is None else f"{metrics[name]:.3f}"
+    found = [main_figure(each) for each in _evaluations(result)]
+    return ["-" if reward is None else f"{reward:.2f}", *(each.told() if each else "-" for each in found)]
 
 
 def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

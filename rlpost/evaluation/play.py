@@ -14,8 +14,9 @@ from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
-from rlpost.evaluation.statistics import Share, maj_at_k, mean_interval, pass_at_k
+from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, reward_interval
 from rlpost.policies.base import Policy
+from rlpost.record import ACCURACY, DECIDING, REWARD
 from rlpost.settings import SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
@@ -47,6 +48,7 @@ class EvalResult:
     reward_high: float | None
     reward_parts: dict[str, float]
     tokens_mean: float
+    reward_part_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     attempts: dict[str, Share] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -59,9 +61,12 @@ class EvalResult:
             lines.append(f"  {'':<18}{'lenient':<26}strict")
         lines += [f"  {name:<18}{_cell(lenient):<26}{_cell(strict)}".rstrip() for name, lenient, strict in rows]
         lines.append(f"  {'truncated':<18}{self.truncated}")
-        spread = "" if self.reward_low is None else f"  [{self.reward_low:.3f}, {self.reward_high:.3f}]"
-        lines.append(f"  {'reward':<18}{self.reward_mean:6.3f}{spread}")
-        lines += [f"    {name:<16}{value:6.3f}" for name, value in self.reward_parts.items()]
+        ends = None if self.reward_low is None or self.reward_high is None else (self.reward_low, self.reward_high)
+        lines.append(f"  {'reward':<18}{self.reward_mean:6.3f}{_ends(ends)}")
+        intervals = self.reward_part_intervals
+        lines += [
+            f"    {name:<16}{value:6.3f}{_ends(intervals.get(name))}" for name, value in self.reward_parts.items()
+        ]
         lines.append(f"  {'tokens per answer':<18}{self.tokens_mean:6.1f}")
         if self.num_failed:
             lines.append(f"  {'reward failed':<18}{self.num_failed:6d}  (left out above)")
@@ -87,10 +92,6 @@ class EvalResult:
             few.append("  this environment measures no accuracy, so there is no pass@k")
         return few
 
-    def extent(self, share: Share) -> str:
-        """What to say of a share that only some prompts have."""
-        return "" if share.prompts == self.num_prompts else f" of {share.prompts} prompts"
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -104,6 +105,8 @@ class EvalResult:
             "eval/truncated": self.truncated.value,
             "eval/tokens_mean": self.tokens_mean,
         }
+        if self.reward_low is not None and self.reward_high is not None:
+            values |= {"eval/reward_low": self.reward_low, "eval/reward_high": self.reward_high}
         shares = {f"accuracy_{e}": getattr(self, f"accuracy_{e}") for e in EXTRACTIONS} | self.attempts
         for name, share in shares.items():
             if share is not None:
@@ -111,6 +114,26 @@ class EvalResult:
                 if share.prompts != self.num_prompts:
                     values[f"eval/{name}_prompts"] = float(share.prompts)
         return values
+
+
+def held_out_metrics(
+    played: Sequence[Conversation], *, k: Sequence[int], temperature: float, some_decide: bool
+) -> dict[str, float]:
+    """The metrics of an evaluation during training.
+
+    Where `some_decide` when training ends, that is every second prompt: their figures have names of their own, and
+    nothing else is made of them. Raises RewardError if every reward of one half failed.
+    """
+    if not some_decide:
+        return summarise(played, k=k, temperature=temperature).metrics()
+    halves: tuple[list[Conversation], list[Conversation]] = ([], [])
+    for number, (_, group) in enumerate(groupby(played, key=lambda c: c.group_id)):
+        halves[number % 2].extend(group)
+    reported, deciding = (summarise(half, k=k, temperature=temperature).metrics() for half in halves)
+    measured = ("eval/prompts", ACCURACY, REWARD)
+    return reported | {
+        name.replace("eval/", DECIDING, 1): value for name, value in deciding.items() if name.startswith(measured)
+    }
 
 
 @dataclass(frozen=True)
@@ -189,9 +212,10 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
     if not scored:
         raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
     each = [c for prompt in scored for c in prompt]
-    rewards = np.array([fmean(c.reward or 0.0 for c in prompt) for prompt in scored])
-    low, high = mean_interval(rewards)[1:] if rewards.std() > 0 else (None, None)
+    rewards = [[c.reward or 0.0 for c in prompt] for prompt in scored]
+    low, high = reward_interval(rewards) or (None, None)
     names = sorted({name for c in each for name in c.reward_parts})
+    parts = {n: [row for prompt in scored if (row := _part(prompt, n))] for n in names}
     return EvalResult(
         num_prompts=len(scored),
         num_samples=max(map(len, prompts)),
@@ -200,13 +224,19 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
         accuracy_lenient=_accuracy(scored, "lenient"),
         accuracy_strict=_accuracy(scored, "strict"),
         truncated=_share([[float(c.finish_reason == "length") for c in prompt] for prompt in scored]),
-        reward_mean=float(rewards.mean()),
-        reward_low=None if low is None else float(low),
-        reward_high=None if high is None else float(high),
-        reward_parts={n: fmean(c.reward_parts[n] for c in each if n in c.reward_parts) for n in names},
+        reward_mean=fmean(map(fmean, rewards)),
+        reward_low=low,
+        reward_high=high,
+        reward_parts={name: fmean(map(fmean, rows)) for name, rows in parts.items()},
+        reward_part_intervals={name: ends for name, rows in parts.items() if (ends := reward_interval(rows))},
         tokens_mean=fmean(sum(c.mask) for c in each),
         attempts=_attempts(scored, k),
     )
+
+
+def _part(prompt: Sequence[Conversation], name: str) -> list[float]:
+    """A part of the reward of a prompt's completions that have it."""
+    return [c.reward_parts[name] for c in prompt if name in c.reward_parts]
 
 
 def _accuracy(prompts: Sequence[Sequence[Conversation]], extraction: str) -> Share | None:
@@ -246,6 +276,10 @@ def _votes(prompt: Sequence[Conversation], extraction: str) -> list[tuple[str, f
     """Answer and accuracy of the completions that have both."""
     both = [(c.answer, getattr(c, f"accuracy_{extraction}")) for c in prompt]
     return [(answer, mark) for answer, mark in both if answer is not None and mark is not None]
+
+
+def _ends(interval: tuple[float, float] | None) -> str:
+    return "  (no interval)" if interval is None else f"  [{interval[0]:.3f}, {interval[1]:.3f}]"
 
 
 def _cell(share: Share | None) -> str:

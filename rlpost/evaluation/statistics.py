@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,10 @@ CONFIDENCE = 0.95
 POWER = 0.8
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
 Z_POWER = NormalDist().inv_cdf(POWER)  # 0.84
+PRIOR_EVENTS = 1 / 3  # what is taken for known, before the data, of how completions of a prompt agree
+CONTINUITY = 1 / 4  # of an event: a half of Yates' correction
+LEAST_SKEWNESS = 1e-6  # below it the transformation is the identity but for rounding
+FEWEST_PROMPTS = 32  # what the coverage of intervals is shown for begins here: scripts/coverage.py
 FEWEST_DIFFERING = 6  # of five differences all may point one way by chance: 2 / 2**5 > 1 - CONFIDENCE
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -47,30 +51,85 @@ class Share:
 def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:
     """Mean and 95% interval of `values` (..., N) in [0, 1], one a prompt, that rest on `samples` completions.
 
-    Wilson's score interval (1927) with the effective sample size m (1 - m) / var(m) in place of the
-    number of trials, var(m) being the variance of the mean over prompts, as is done for clustered
-    samples (Korn and Graubard 1998; Franco, Little, Louis and Slud 2019). It is never more than
-    `samples`; where every value is 0, or every one is 1, it is N. With one completion a prompt it is N
-    too, so that is Wilson's own interval.
+    Wilson's score interval (1927) with an effective sample size in the place of the number of trials, as
+    for clustered samples (Korn and Graubard 1998; Franco, Little, Louis and Slud 2019), after half of Yates'
+    correction for continuity. The size is N / r, where r is var(values) / (m (1 - m)), between
+    N / samples (completions that are independent) and 1 (those of a prompt always agree). Few events say
+    little of r, so it is drawn towards 1 with the weight of a third of an event: as many events as r gives,
+    N m (1 - m) / r, have the rest. `scripts/coverage.py` simulates what this covers.
     """
     count = values.shape[-1]
     mean = values.mean(-1)
     between = mean * (1 - mean)
-    variance = values.var(-1) / count
-    effective = np.divide(between, variance, out=np.full_like(mean, samples), where=variance > 0)
-    effective = np.where(between > 0, np.clip(effective, count, max(samples, count)), count)
-    spread = Z**2 / effective
-    centre = (mean + spread / 2) / (1 + spread)
-    half = Z / (1 + spread) * np.sqrt(between / effective + spread / (4 * effective))
-    return mean, np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
+    deviation = values.var(-1) * count / max(count - 1, 1)
+    ratio = np.divide(deviation, between, out=np.ones_like(mean), where=between > 0)
+    ratio = np.clip(ratio, min(1.0, count / samples), 1.0)
+    events = count * between / ratio
+    effective = count * (events + PRIOR_EVENTS) / (events * ratio + PRIOR_EVENTS)
+    shift = CONTINUITY / effective
+    low, high = np.maximum(0.0, mean - shift), np.minimum(1.0, mean + shift)
+    return mean, np.maximum(0.0, _wilson(low, effective, -Z)), np.minimum(1.0, _wilson(high, effective, Z))
+
+
+def _wilson(share: Array, trials: Array, z: float) -> Array:
+    """The end of Wilson's score interval on the side of the sign of `z`."""
+    spread = z**2 / trials
+    half = z / (1 + spread) * np.sqrt(share * (1 - share) / trials + spread / (4 * trials))
+    return (share + spread / 2) / (1 + spread) + half
 
 
 def mean_interval(values: Array) -> tuple[Array, Array, Array]:
-    """Mean and 95% interval of `values` (..., N), one a prompt: Student's t with N - 1 degrees of freedom, N >= 2."""
+    """Mean and 95% interval of `values` (..., N), one a prompt, N >= 2, which may be skewed.
+
+    Student's t with N - 1 degrees of freedom, transformed by the cubic of Hall (1992, "On the removal of
+    skewness by transformation", g1 in section 2): where values are not skewed it is Student's own interval.
+    """
     count = values.shape[-1]
     mean = values.mean(-1)
-    half = t_quantile(count - 1) * values.std(-1, ddof=1) / math.sqrt(count)
-    return mean, mean - half, mean + half
+    away = values - mean[..., None]
+    deviation = np.sqrt((away**2).sum(-1) / (count - 1))
+    cubes = (away**3).mean(-1) / np.where(deviation > 0, (away**2).mean(-1) ** 1.5, 1.0)
+    skewness = np.where(np.abs(cubes) < LEAST_SKEWNESS, LEAST_SKEWNESS, cubes)
+    quantile = t_quantile(count - 1) / math.sqrt(count)
+    ends = [
+        mean - deviation * 3 / skewness * (np.cbrt(1 + skewness * (q - skewness / (6 * count))) - 1)
+        for q in (quantile, -quantile)
+    ]
+    return mean, ends[0], ends[1]
+
+
+def reward_interval(rewards: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The 95% interval of the mean over prompts of the mean of `rewards`, those of a prompt beside each other.
+
+    Rewards of two values, or all of 0 or of 1, are a share of the higher one; else `mean_interval`. None for one
+    prompt, and where all earned the same, which says nothing of how they vary.
+    """
+    if len(rewards) < 2:
+        return None
+    levels = sorted({reward for row in rewards for reward in row})
+    levels = [0.0, 1.0] if set(levels) <= {0.0, 1.0} else levels
+    means = np.array([fmean(row) for row in rewards])
+    if len(levels) == 2:
+        least, most = levels
+        _, low, high = share_interval((means - least) / (most - least), sum(map(len, rewards)))
+        return least + float(low) * (most - least), least + float(high) * (most - least)
+    if math.isclose(means.min(), means.max(), rel_tol=1e-9):  # the mean of equal numbers is rounded
+        return None
+    _, low, high = mean_interval(means)
+    return float(low), float(high)
+
+
+def ratio_interval(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float] | None:
+    """The 95% interval of sum(sums) / sum(counts), as of a loss per token of rows; None for one row.
+
+    That of the mean of the values that the ratio, linear in the rows, is the mean of (Cochran 1977, 6.4).
+    """
+    if len(sums) < 2:
+        return None
+    above, below = np.asarray(sums, float), np.asarray(counts, float)
+    ratio = above.sum() / below.sum()
+    _, low, high = mean_interval(ratio + (above - ratio * below) / below.mean())
+    return float(low), float(high)
 
 
 def t_quantile(degrees: int) -> float:

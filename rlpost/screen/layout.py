@@ -10,6 +10,7 @@ from rich.text import Text
 
 from rlpost.folding import fold, one_line
 from rlpost.heartbeat import figures_of_pace
+from rlpost.record import LOSS, interval, main_figure
 from rlpost.screen.curves import area, line, range_around, range_from_zero
 from rlpost.screen.lines import clock
 from rlpost.screen.shown import Shown
@@ -219,14 +220,14 @@ class Layout:
         return rows
 
     def _evaluations(self, width: int) -> list[Text]:
-        """Held-out accuracy at the first evaluation and at the latest, with as much about it as there is room for."""
+        """The main held-out figure, at the first evaluation and at the latest, or where there is little room there."""
         shown = [held_out for step, metrics in self.state.evaluations if (held_out := _held_out(step, metrics))]
         line = Text()
-        for with_first, with_interval in ((True, True), (False, True), (False, False)) if shown else ():
+        for first, with_when in ((0, (True, True)), (0, (False, True)), (-1, (True,)), (-1, (False,))) if shown else ():
             line = Text().append("held-out  ", "dim")
-            for i, (value, interval, when) in enumerate(shown):
-                line.append("  →  " if i else "").append(value, "bold").append(interval if with_interval else "")
-                line.append(f" {when}" if with_first or i or len(shown) == 1 else "", "dim")
+            for i, (value, about, when) in enumerate(shown[first:]):
+                line.append("  →  " if i else "").append(value, "bold").append(about)
+                line.append(f" {when}" if with_when[i - len(shown[first:])] else "", "dim")
             if line.cell_len <= width:
                 break
         return [line] if shown else []
@@ -256,14 +257,14 @@ class Layout:
 
 
 def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] | None:
-    """What an evaluation found: value, its interval, when."""
-    name = next((n for n in ("eval/accuracy_lenient", "eval/reward", "eval/loss") if n in metrics), None)
-    if name is None:
+    """What an evaluation found: value, its interval and number of prompts, when."""
+    found = main_figure(metrics) or interval(metrics, LOSS)
+    if found is None:
         return None
-    form = "{:.1%}" if "accuracy" in name else "loss {:.3f}" if name == "eval/loss" else "{:.3f}"
-    ends = [form.format(metrics[end]) for end in (f"{name}_low", f"{name}_high") if end in metrics]
-    interval = f" [{', '.join(ends)}]" if ends else ""
-    return form.format(metrics[name]), interval, "before training" if step == 0 else f"after step {step}"
+    value, _, ends = f"{found}".strip().partition(" ")
+    extent = "" if found.prompts is None else f" of {found.prompts}"
+    name = "" if main_figure(metrics) else "loss "
+    return f"{name}{value}", f" {ends}{extent}", "before training" if step == 0 else f"after step {step}"
 
 
 def _completion(sample: Shown, width: int, room: int) -> list[Text]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from rlpost.folding import fold
+from rlpost.record import ACCURACY, DECIDING, LOSS, REWARD, interval
 from rlpost.screen.shown import Shown
 from rlpost.text import counted
 
@@ -41,23 +42,26 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
 
 
 def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
-    """An evaluation on one line: loss, accuracy with its 95% interval, reward, length; what it lacks is left out."""
-
-    def figure(form: str, name: str) -> str:
-        return _figure(form, metrics.get(f"eval/{name}"))
-
-    accuracy, low, high = (figure("{:.1%}", f"accuracy_lenient{end}") for end in ("", "_low", "_high"))
-    extent = figure(" of {:.0f} prompts", "accuracy_lenient_prompts")
-    failed, truncated = metrics.get("eval/failed"), metrics.get("eval/truncated")
+    """An evaluation on one line, with 95% intervals and the number of prompts; what it lacks is left out."""
+    prompts, failed, truncated = (metrics.get(f"eval/{name}") for name in ("prompts", "failed", "truncated"))
+    count = None if prompts is None else round(prompts)
+    measured = {"loss": LOSS, "accuracy": ACCURACY, "reward": REWARD, "deciding": f"{DECIDING}accuracy_lenient"}
+    if measured["deciding"] not in metrics:
+        measured["deciding"] = f"{DECIDING}reward"
+    found = {name: interval(metrics, key) for name, key in measured.items()}
+    told = {
+        name: f"{name} {each.told('rows' if name == 'loss' else 'prompts', said=count)}"
+        for name, each in found.items()
+        if each is not None
+    }
     figures = [
-        figure("loss {:.3f}", "loss"),
-        f"accuracy {accuracy} [{low}, {high}]{extent}" if accuracy else "",
-        figure("reward {:.3f}", "reward"),
-        figure("tokens {:.0f}", "tokens_mean"),
-        figure("truncated {:.0%}", "truncated") if truncated else "",
+        *told.values(),
+        _figure("tokens {:.0f}", metrics.get("eval/tokens_mean")),
+        _figure("truncated {:.0%}", truncated) if truncated else "",
         f"{counted(round(failed), 'reward')} failed" if failed else "",
     ]
-    return f"held-out {when}:  " + "  ".join(figure for figure in figures if figure)
+    on = "" if count is None else f", {counted(count, 'prompt')}"
+    return f"held-out {when}{on}:  " + "  ".join(figure for figure in figures if figure)
 
 
 def _joined(parts: Mapping[str, str]) -> str:

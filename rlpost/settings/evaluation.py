@@ -43,15 +43,39 @@ class AttemptsSettings(Settings, group="eval"):
 
 
 @dataclass
-class EvalDuringTrainingSettings(AttemptsSettings):
-    """Evaluation on held-out prompts: before the first step, after the last, and between.
-
-    One completion a prompt is greedy; several are drawn as `sampling` says.
-    """
+class HeldOutSettings(Settings, group="eval"):
+    """Evaluations during training, and what of them ends it: decided on half of the prompts, the other is reported."""
 
     enabled: bool = True  # false: no evaluation at all
     every: int = limited(0, at_least=0)  # steps; 0: before and after only
     limit: int | None = limited(None, at_least=1)  # prompts; None: env.eval_limit
+    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # lenient accuracy of an evaluation that ends training
+    stop_at_reward: float | None = None  # reward of an evaluation that ends training
+    patience: int | None = limited(None, at_least=1)  # evaluations in a row, none the best so far, that end training
+
+    @property
+    def stops(self) -> list[str]:
+        """The keys that are set of those that end training early, as they are typed."""
+        names = ("stop_at_accuracy", "stop_at_reward", "patience")
+        return [f"eval.{name}" for name in names if getattr(self, name) is not None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in self.stops:
+            if not self.enabled:
+                raise ConfigError(f"{key} has nothing to go by while eval.enabled=false: take one of them out")
+            if self.every == 0:
+                raise ConfigError(
+                    f"{key} needs evaluations between the first step and the last: add eval.every=10, say"
+                )
+
+
+@dataclass
+class EvalDuringTrainingSettings(HeldOutSettings, AttemptsSettings):
+    """Evaluation on held-out prompts: before the first step, after the last, and between.
+
+    One completion a prompt is greedy; several are drawn as `sampling` says.
+    """
 
 
 @dataclass

@@ -10,6 +10,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.commands import TrainingSettings
 from rlpost.settings.env import EnvSettings
+from rlpost.settings.evaluation import HeldOutSettings
 from rlpost.settings.policy import PolicySettings
 
 
@@ -47,27 +48,17 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
 
 
 @dataclass
-class SFTEvalSettings(Settings, group="eval"):
+class SFTEvalSettings(HeldOutSettings):
     """The loss on held-out rows: before the first step, after the last, and between; accuracy where asked for."""
 
-    enabled: bool = True  # false: no evaluation at all
-    every: int = limited(0, at_least=0)  # steps; 0: before and after only
-    limit: int | None = limited(None, at_least=1)  # held-out rows, or prompts; None: env.eval_limit
     accuracy: bool = False  # also samples greedy replies to held-out prompts and scores them; starts the policy
-    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # lenient accuracy of an evaluation that ends training
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.accuracy and not self.enabled:
             raise ConfigError("eval.accuracy=true measures nothing while eval.enabled=false: take one of them out")
-        if self.stop_at_accuracy is None:
-            return
-        if not self.accuracy:
-            raise ConfigError("eval.stop_at_accuracy needs the accuracy to be measured: add eval.accuracy=true")
-        if self.every == 0:
-            raise ConfigError(
-                "eval.stop_at_accuracy needs evaluations between the first step and the last: add eval.every=10, say"
-            )
+        if self.stops and not self.accuracy:
+            raise ConfigError(f"{self.stops[0]} needs replies to be scored: add eval.accuracy=true")
+        super().__post_init__()
 
 
 @dataclass

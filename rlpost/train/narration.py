@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,20 @@ from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
 from rlpost.config.paths import BEST
 from rlpost.data.template_choice import thinking_cut_short
+from rlpost.errors import DataError
+from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
 from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
+from rlpost.record import LOSS, interval, main_figure, read_metrics
 from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, ModelSettings
-from rlpost.train.progress import ACCURACY, Progress
+from rlpost.settings.evaluation import HeldOutSettings
+from rlpost.text import counted
+from rlpost.train.progress import Progress, decisive
+
+FEWEST_TO_DECIDE = 10  # held-out prompts on which training can be ended early, and as many to report
 
 
 def open_screen(run: Run, numbers: Numbers, lines: Sequence[str], notes: Sequence[str | None], about: str) -> None:
@@ -78,10 +85,73 @@ def say_stopped(run: Run, step: int) -> None:
 
 
 def say_best(run: Run, progress: Progress) -> None:
-    """Which step was best, its accuracy, and where its checkpoint is; nothing where accuracy was not measured."""
-    if progress.best_step is None or progress.best_accuracy is None:
+    """Which step was best, its figure, and where its checkpoint is; nothing where neither measure is there."""
+    rows, _ = read_metrics(run.folder / "metrics.jsonl")
+    row = next((row for row in rows if row["step"] == progress.best_step), {})
+    figure, chosen_by, at_first = main_figure(row), decisive(row), decisive(progress.eval_before or {})
+    if figure is None or chosen_by is None:
         return
-    at_first = (progress.eval_before or {}).get(ACCURACY)
-    more = "" if at_first is None or at_first <= progress.best_accuracy else "; the starting model had more"
+    more = "" if at_first is None or at_first.value <= chosen_by.value else "; the starting model had more"
+    name = "" if figure.is_share else "reward "
     place = f"{run.folder}/checkpoints/{BEST}"
-    run.screen.line(f"best: after step {progress.best_step}, {progress.best_accuracy:.1%}, in {place}{more}")
+    run.screen.line(f"best: after step {progress.best_step}, {name}{figure.told()}, in {place}{more}")
+
+
+def say_before_and_after(run: Run, progress: Progress, measures: Mapping[str, str]) -> None:
+    """The held-out `measures`, label and key of each, before and after training, and how many prompts they rest on."""
+    both = progress.eval_before, progress.eval_after
+    if None in both:
+        return
+    found = {label: [interval(metrics or {}, key) for metrics in both] for label, key in measures.items()}
+    rows = {label: figures for label, figures in found.items() if None not in figures}
+    counts = [figure.prompts for key, figures in rows.items() if measures[key] != LOSS for figure in figures if figure]
+    said = counts[-1] if counts else None
+    on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
+    run.screen.line("")
+    run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
+    for label, figures in rows.items():
+        unit = "rows" if measures[label] == LOSS else "prompts"
+        told = [figure.told(unit, said=said) for figure in figures if figure]
+        run.screen.line(f"  {label:<18}{'  ->  '.join(told)}", "bold")
+
+
+def held_out_told(settings: HeldOutSettings, env: EnvSettings, played: int, available: int) -> tuple[list[str], str]:
+    """How the held-out prompts that are `played` divide, where some decide; and what to say where they are few.
+
+    `available` are there to be played. Raises DataError where they are too few to decide and to report.
+    """
+    more = _more_held_out(env, is_limited=played < available)
+    decide = played // 2 if settings.stops else 0
+    if settings.stops and decide < FEWEST_TO_DECIDE:
+        raise DataError(
+            f"{settings.stops[0]} is decided on half of the held-out prompts, and the other half is reported: "
+            f"{counted(played, 'prompt')} are too few, it takes {2 * FEWEST_TO_DECIDE}; {more}, or leave it out"
+        )
+    lines = []
+    if settings.stops:
+        asked = ", ".join(f"{key}={getattr(settings, key.partition('.')[2]):g}" for key in settings.stops)
+        lines = [f"ends    early by {asked}: {decide} held-out prompts decide, {played - decide} others are reported"]
+    reported = played - decide
+    if reported >= FEWEST_PROMPTS:
+        return lines, ""
+    half = Share.of([1.0] * (reported // 2) + [0.0] * (reported - reported // 2))
+    return lines, (
+        f"held-out figures will rest on {counted(reported, 'prompt')}, which is few: where half are right, the 95% "
+        f"interval goes from {half.low:.0%} to {half.high:.0%}; {more}"
+    )
+
+
+def few_rows_note(env: EnvSettings, rows: int, *, is_limited: bool) -> str:
+    """What to say of a held-out loss of few rows."""
+    more = _more_held_out(env, is_limited=is_limited)
+    return (
+        f"the held-out loss will rest on {counted(rows, 'row')}, which is few; {more}" if rows < FEWEST_PROMPTS else ""
+    )
+
+
+def _more_held_out(env: EnvSettings, *, is_limited: bool) -> str:
+    if is_limited:
+        return "raise eval.limit"
+    if hasattr(env, "test_path"):
+        return "hold out more with env.test_path=FILE, or a larger env.held_out"
+    return "hold out more with a larger env.held_out" if hasattr(env, "held_out") else "hold out more"

@@ -9,29 +9,58 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.config.paths import BEST
-from rlpost.record import has_evaluation, read_metrics
+from rlpost.errors import DataError
+from rlpost.record import ACCURACY, DECIDING, REWARD, Interval, has_evaluation, interval, main_figure, read_metrics
 from rlpost.runs.checkpoint import point_best
 from rlpost.runs.writer import Run
+from rlpost.settings.evaluation import HeldOutSettings
 from rlpost.text import counted
 
-ACCURACY = "eval/accuracy_lenient"
+ENDS_TRAINING = "eval/ends_training"  # 1 in the metrics of an evaluation that has ended training early
 PATIENCE = 5  # steps before a run that stands still says so
 
 
 @dataclass
 class BestSoFar:
-    """The evaluation after a step with the highest lenient accuracy on held-out prompts; the earlier of equal ones."""
+    """The evaluation after a step with the highest held-out figure; the earlier of equal ones.
 
-    best_step: int | None = None  # None: no evaluation has measured accuracy
+    The figure is lenient accuracy, or the reward where none is measured; of the prompts that decide when training
+    ends, where some are kept for that.
+    """
+
+    best_step: int | None = None  # None: no evaluation has measured either
     best_accuracy: float | None = None
+    best_reward: float | None = None  # where no accuracy is measured
+    evaluated_step: int = 0  # the last one whose evaluation was taken in
+    evaluations_since_best: int = 0
 
     def is_new_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
         """Take in the metrics of the evaluation after `step`; whether it is the best from now on."""
-        accuracy = evaluated.get(ACCURACY)
-        if accuracy is None or (self.best_accuracy is not None and accuracy <= self.best_accuracy):
+        figure = decisive(evaluated)
+        if step <= self.evaluated_step or figure is None:
             return False
-        self.best_step, self.best_accuracy = step, accuracy
+        if self.best_accuracy is not None and not figure.is_share:  # a reward is no accuracy
+            return False
+        best = self.best_accuracy if figure.is_share else self.best_reward
+        self.evaluated_step = step
+        self.evaluations_since_best += 1
+        if best is not None and figure.value <= best:
+            return False
+        self.best_step, self.evaluations_since_best = step, 0
+        if figure.is_share:
+            self.best_accuracy = figure.value
+        else:
+            self.best_reward = figure.value
         return True
+
+
+def decisive(evaluated: Mapping[str, float]) -> Interval | None:
+    """What evaluations are compared by; None for one that measures nothing of the kind."""
+    return (
+        interval(evaluated, ACCURACY.replace("eval/", DECIDING))
+        or interval(evaluated, REWARD.replace("eval/", DECIDING))
+        or main_figure(evaluated)
+    )
 
 
 @dataclass
@@ -69,6 +98,37 @@ class Progress(LearningSoFar, BestSoFar):
     position: int = 0  # samples trained on, those of every epoch counted
     eval_before: dict[str, float] | None = None  # the evaluation before the first step
     eval_after: dict[str, float] | None = None  # the latest one after a step
+
+
+def check_measured(settings: HeldOutSettings, evaluated: Mapping[str, float]) -> None:
+    """Raise DataError for an accuracy that ends training and that the environment does not measure."""
+    if settings.stop_at_accuracy is not None and ACCURACY not in evaluated:
+        raise DataError(
+            "eval.stop_at_accuracy: this environment measures no accuracy: set env.accuracy where it has that, or take "
+            "eval.stop_at_reward in its place"
+        )
+
+
+def why_ended(settings: HeldOutSettings, progress: Progress) -> str:
+    """Why the latest evaluation ends training before its last step; empty where it does not."""
+    evaluated, patience = progress.eval_after, settings.patience
+    targets = {"accuracy": settings.stop_at_accuracy, "reward": settings.stop_at_reward}
+    figure = None if evaluated is None else decisive(evaluated)
+    if evaluated is None or figure is None or not settings.stops:
+        return ""
+    check_measured(settings, evaluated)
+    where = f"on the {counted(figure.prompts, 'prompt')} that decide" if figure.prompts else "held out"
+    reward = interval(evaluated, REWARD.replace("eval/", DECIDING)) or interval(evaluated, REWARD)
+    for (name, wanted), found in zip(targets.items(), (figure, reward), strict=True):
+        if wanted is not None and found is not None and found.value >= wanted:
+            return f"the {name} {where}, {f'{found}'.strip()}, has reached eval.stop_at_{name}={wanted:g}"
+    if patience is not None and progress.evaluations_since_best >= patience:
+        name = "accuracy" if figure.is_share else "reward"
+        return (
+            f"the {name} {where} has not risen in {counted(progress.evaluations_since_best, 'evaluation')} since step "
+            f"{progress.best_step} (eval.patience={patience})"
+        )
+    return ""
 
 
 def restore_best(run: Run, best: BestSoFar) -> None:

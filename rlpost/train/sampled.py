@@ -12,17 +12,26 @@ from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
 from rlpost.errors import RewardError
-from rlpost.evaluation.play import EvalResult, evaluate
-from rlpost.evaluation.statistics import Share
+from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
+from rlpost.record import ACCURACY, REWARD
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
 from rlpost.settings import ExpertIterationSettings, GRPOSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
 from rlpost.train.metrics import batch_metrics
-from rlpost.train.narration import model_line, name_of_data, open_screen, reading_lines, say_best, thinking_note
+from rlpost.train.narration import (
+    held_out_told,
+    model_line,
+    name_of_data,
+    open_screen,
+    reading_lines,
+    say_before_and_after,
+    say_best,
+    thinking_note,
+)
 from rlpost.train.session import Session
 
 Settings = GRPOSettings | ExpertIterationSettings
@@ -34,7 +43,6 @@ class SamplingSession(Session[S, P]):
     """A training on the completions of its own policy."""
 
     waits_for = "loading the model, starting the policy"
-    after: EvalResult | None = None  # of the latest evaluation after a step
 
     def load(self, assemble: Callable[[S, Path | None], P]) -> P:
         """See `Session.load`."""
@@ -88,6 +96,10 @@ class SamplingSession(Session[S, P]):
             f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         ]
         notes = [*parts.notes, thinking_note(env, parts.tokenizer)]
+        if settings.eval.enabled:
+            played, available = prompts_played(settings, parts), parts.eval_env.num_tasks
+            divided, few = held_out_told(settings.eval, env, played, available)
+            lines, notes = [*lines, *divided], [*notes, few]
         if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
             notes.append(
                 f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called "
@@ -98,9 +110,7 @@ class SamplingSession(Session[S, P]):
 
     def measure(self, when: str) -> dict[str, float]:
         """See `Session.measure`."""
-        result = evaluate_held_out(self.settings, self.parts, self.run, when)
-        self.after = result if self.progress.step else None
-        return result.metrics()
+        return evaluate_held_out(self.settings, self.parts, self.run, when)
 
     def state(self) -> dict[str, Any]:
         """Data cursor, conversations under way, buffer and version."""
@@ -148,21 +158,11 @@ class SamplingSession(Session[S, P]):
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
-        run, screen, before, after = self.run, self.screen, self.progress.eval_before, self.after
-        if before is not None and after is not None:
-            screen.line("")
-            measured = (("lenient", after.accuracy_lenient), ("strict", after.accuracy_strict))
-            shares = {name: share for name, share in measured if share and f"eval/accuracy_{name}" in before}
-            if shares:
-                screen.line("held-out accuracy before and after training, 95% intervals", "bold")
-            else:
-                screen.line("held-out reward before and after training", "bold")
-                screen.line(f"  {before['eval/reward']:.3f}   ->   {after.reward_mean:.3f}", "bold")
-            for name, share in shares.items():
-                value, low, high = (before[f"eval/accuracy_{name}{end}"] for end in ("", "_low", "_high"))
-                was = Share(value, low, high, share.prompts)
-                screen.line(f"  {name:<8} {was}   ->  {share}{after.extent(share)}", "bold")
-        say_best(run, self.progress)
+        run, screen, progress = self.run, self.screen, self.progress
+        accuracies = {"accuracy, lenient": ACCURACY, "accuracy, strict": "eval/accuracy_strict"}
+        has_accuracy = ACCURACY in (progress.eval_after or {})
+        say_before_and_after(run, progress, accuracies if has_accuracy else {"reward": REWARD})
+        say_best(run, progress)
         chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
         screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
 
@@ -181,12 +181,17 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     parts.collector.player.on_sampled = sampled
 
 
-def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> EvalResult:
-    """Accuracy on held-out prompts; `when` tells a plain terminal which evaluation is under way.
+def prompts_played(settings: Settings, parts: SamplingParts) -> int:
+    """How many held-out prompts an evaluation plays."""
+    return min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
+
+
+def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: str) -> dict[str, float]:
+    """The figures of held-out prompts; `when` tells a plain terminal which evaluation is under way.
 
     One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
     """
-    num_prompts = min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
+    num_prompts = prompts_played(settings, parts)
     samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
     if not run.screen.is_live:
         run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
@@ -195,12 +200,9 @@ def evaluate_held_out(settings: Settings, parts: SamplingParts, run: Run, when: 
     def progress(done: int, total: int) -> None:
         run.screen.phase("evaluating", "", done, total, parts.policy.tokens_sampled - before)
 
-    return evaluate(
-        parts.eval_env,
-        parts.policy,
-        num_prompts=num_prompts,
-        sampling=replace(parts.policy.sampling, temperature=0.0) if samples == 1 else parts.policy.sampling,
-        k=settings.eval.k,
-        samples=samples,
-        progress=progress,
+    sampling = replace(parts.policy.sampling, temperature=0.0) if samples == 1 else parts.policy.sampling
+    played = play(
+        parts.eval_env, parts.policy, num_prompts=num_prompts, samples=samples, sampling=sampling, progress=progress
     )
+    some_decide = bool(settings.eval.stops)
+    return held_out_metrics(played, k=settings.eval.k, temperature=sampling.temperature, some_decide=some_decide)

@@ -42,7 +42,16 @@ from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.narration import say_stopped
-from rlpost.train.progress import Progress, evaluations_until, restore_best, say_at_end, watch
+from rlpost.train.progress import (
+    ENDS_TRAINING,
+    Progress,
+    check_measured,
+    evaluations_until,
+    restore_best,
+    say_at_end,
+    watch,
+    why_ended,
+)
 from rlpost.train.update import Learner, Microbatches, Objective, diverged
 
 log = logging.getLogger("rlpost")
@@ -146,7 +155,7 @@ class Session(ABC, Generic[S, P]):
             self.parts.start()
             if checkpoint is not None:
                 self._restore(checkpoint)
-        self.run.plan(self.total_steps())
+        self.run.plan(self.progress.step if self.why_ended() else self.total_steps())
         self.announce(numbers)
         self.microbatches = Microbatches.shown_on(
             self.screen, self.tokens_per_microbatch, self.parts.device, self.settings.model.autocast
@@ -204,7 +213,7 @@ class Session(ABC, Generic[S, P]):
             with run.abandoning(f"the evaluation after step {step}", saved=saved):
                 evaluated = self._evaluated() if not run.stopping else {}
             run.add_evaluation(evaluated)
-        is_best = self.progress.is_new_best(step, evaluated)
+        is_best = bool(evaluated) and self.progress.best_step == step
         if not saved and (is_best or run.due(step)):
             self.save()
         elif is_best:
@@ -248,6 +257,11 @@ class Session(ABC, Generic[S, P]):
         """Steps of the whole run, those done included."""
         return self.run.total_steps
 
+    def why_ended(self) -> str:
+        """Why the latest evaluation has ended training before its last step; empty where it has not."""
+        has_ended = (self.progress.eval_after or {}).get(ENDS_TRAINING)
+        return why_ended(self.settings.eval, self.progress) if has_ended else ""
+
     @abstractmethod
     def announce(self, numbers: Numbers) -> None:
         """Say what is about to be done, before it is."""
@@ -255,9 +269,6 @@ class Session(ABC, Generic[S, P]):
     @abstractmethod
     def measure(self, when: str) -> dict[str, float]:
         """Evaluate on held-out data; `when` tells a plain terminal which evaluation is under way."""
-
-    def after_evaluation(self) -> None:
-        """Called after each evaluation that follows a step."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -305,6 +316,7 @@ class Session(ABC, Generic[S, P]):
         self.run.forget_after(-1)
         if self.settings.eval.enabled:
             before = self.progress.eval_before = self.measure("before training")
+            check_measured(self.settings.eval, before)
             self.run.record(0, before)
             self.screen.line(evaluation_line(before, "before training"))
 
@@ -335,13 +347,13 @@ class Session(ABC, Generic[S, P]):
         restore_best(run, progress)
         self.screen.note(f"resuming after step {progress.step} from {checkpoint}")
         if progress.step and self._evaluation_due() and run.owes_evaluation(progress.step):  # a signal has ended it
-            evaluated = self._evaluated()
-            run.add_evaluation(evaluated)
-            if progress.is_new_best(progress.step, evaluated):
+            run.add_evaluation(self._evaluated())
+            if progress.best_step == progress.step:
                 mark_best(run.folder / "checkpoints", progress.step, self.settings.checkpoint.keep_last)
         if progress.step >= run.total_steps:
             done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
-            self.screen.note(f"nothing is left to do: {done} done; {self.remaining()}")
+            left = f"it ended early: {why}; {self._more()}" if (why := self.why_ended()) else self.remaining()
+            self.screen.note(f"nothing is left to do: {done} done; {left}")
 
     def _evaluation_due(self) -> bool:
         """Whether held-out data is measured after the last step done."""
@@ -349,10 +361,19 @@ class Session(ABC, Generic[S, P]):
         return self.settings.eval.enabled and (step == self.run.total_steps or (every > 0 and step % every == 0))
 
     def _evaluated(self) -> dict[str, float]:
-        """The evaluation after the last step done."""
-        self.progress.eval_after = self.measure(f"after step {self.progress.step}")
-        self.after_evaluation()
-        return self.progress.eval_after | self.run.memory.metrics(self.parts.device)
+        """The evaluation after the last step done, taken in; one that ends training makes that step the last."""
+        progress = self.progress
+        progress.eval_after = self.measure(f"after step {progress.step}")
+        progress.is_new_best(progress.step, progress.eval_after)
+        if why_ended(self.settings.eval, progress) and progress.step < self.run.total_steps:
+            progress.eval_after[ENDS_TRAINING] = 1.0
+            self.run.plan(progress.step)
+        return progress.eval_after | self.run.memory.metrics(self.parts.device)
+
+    def _more(self) -> str:
+        """How a run goes on that an evaluation has ended."""
+        without = " ".join(f"{key}=null" for key in self.settings.eval.stops)
+        return f"to go on to the last step all the same: --resume {self.run.folder} {without}"
 
     def _conclude(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -362,5 +383,9 @@ class Session(ABC, Generic[S, P]):
         if self.run.stopping:
             say_stopped(self.run, self.progress.step)
         else:
+            if why := self.why_ended():
+                said = f"training ended early, after step {self.progress.step}: {why}"
+                log.info("%s", said)
+                self.screen.line(said, "bold")
             self.conclude()
         say_at_end(self.run, self.progress)

@@ -14,14 +14,25 @@ import torch
 from rlpost.assemble_sft import SFTParts
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
-from rlpost.evaluation.play import evaluate
+from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.evaluation.statistics import ratio_interval
 from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.precision import Numbers
-from rlpost.record import interval
+from rlpost.record import ACCURACY, LOSS, REWARD
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.text import counted
-from rlpost.train.narration import model_line, name_of_data, open_screen, reading_lines, say_best, thinking_note
+from rlpost.train.narration import (
+    few_rows_note,
+    held_out_told,
+    model_line,
+    name_of_data,
+    open_screen,
+    reading_lines,
+    say_before_and_after,
+    say_best,
+    thinking_note,
+)
 from rlpost.train.session import Session
 from rlpost.train.update import read_log_probs
 
@@ -40,8 +51,6 @@ class SFTSession(Session[SFTSettings, SFTParts]):
 
     def total_steps(self) -> int:
         """As many as asked for, or as the epochs fill."""
-        if self.reached():
-            return self.progress.step
         return self.settings.steps or self.progress.step + ceil(self.samples_left() / self.settings.minibatch_size)
 
     def samples_left(self) -> int:
@@ -77,6 +86,13 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
             thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
         ]
+        if parts.accuracy:
+            available = parts.accuracy.env.num_tasks
+            divided, few = held_out_told(settings.eval, settings.env, self._prompts_played(), available)
+            lines, notes = [*lines, *divided], [*notes, few]
+        elif rows := len(parts.held_out):
+            is_limited = rows == (settings.eval.limit or settings.env.eval_limit)
+            notes.append(few_rows_note(settings.env, rows, is_limited=is_limited))
         if shared := _shared(samples, parts.held_out):
             notes.append(
                 f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called "
@@ -97,11 +113,11 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             rows,
             progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
         )
-        tokens = sum(row.num_trained for row in rows)
-        metrics = {
-            "eval/loss": -sum(log_probs.double().sum().item() for log_probs in read) / tokens,
-            "eval/tokens": float(tokens),
-        }
+        losses = [-log_probs.double().sum().item() for log_probs in read]
+        counts = [row.num_trained for row in rows]
+        metrics = {LOSS: sum(losses) / sum(counts), "eval/tokens": float(sum(counts)), "eval/rows": float(len(rows))}
+        if (ends := ratio_interval(losses, counts)) is not None:
+            metrics |= {f"{LOSS}_low": ends[0], f"{LOSS}_high": ends[1]}
         return metrics | self._accuracy()
 
     def _accuracy(self) -> dict[str, float]:
@@ -111,42 +127,21 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         env, policy, phase = self.parts.accuracy.env, self.parts.accuracy.policy, self.screen.phase
         self.parts.accuracy.updater.push(self.parts.model)
         before = policy.tokens_sampled
-        result = evaluate(
+        played = play(
             env,
             policy,
-            num_prompts=min(self.settings.eval.limit or self.settings.env.eval_limit, env.num_tasks),
+            num_prompts=self._prompts_played(),
+            samples=1,
             sampling=SamplingSettings(temperature=0.0),
             progress=lambda done, total: phase("evaluating", "replies", done, total, policy.tokens_sampled - before),
         )
         policy.rest()
-        return result.metrics()
+        return held_out_metrics(played, k=[1], temperature=0.0, some_decide=bool(self.settings.eval.stops))
 
-    def after_evaluation(self) -> None:
-        """Make the step under way the last where the accuracy is what was asked for, and say so."""
-        if not self.reached():
-            return
-        assert self.progress.eval_after is not None
-        self.progress.eval_after["eval/target_reached"] = 1.0
-        self.run.plan(self.progress.step)
-        self.screen.note(
-            f"training ends after step {self.progress.step}: the held-out accuracy of "
-            f"{self.progress.eval_after['eval/accuracy_lenient']:.1%} has reached "
-            f"eval.stop_at_accuracy={self.settings.eval.stop_at_accuracy:g}"
-        )
-
-    def reached(self) -> bool:
-        """Whether the latest held-out accuracy is what `eval.stop_at_accuracy` asks for.
-
-        Raises DataError where the environment measures none.
-        """
-        wanted, evaluated = self.settings.eval.stop_at_accuracy, self.progress.eval_after
-        if wanted is None or evaluated is None:
-            return False
-        if "eval/accuracy_lenient" not in evaluated:
-            raise DataError(
-                "eval.stop_at_accuracy: this environment measures no accuracy: set env.accuracy, or leave it out"
-            )
-        return evaluated["eval/accuracy_lenient"] >= wanted
+    def _prompts_played(self) -> int:
+        """How many held-out prompts an evaluation plays; 0 where no reply is scored."""
+        eval_, accuracy = self.settings.eval, self.parts.accuracy
+        return min(eval_.limit or self.settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
 
     def state(self) -> dict[str, Any]:
         """See `Session.state`."""
@@ -173,21 +168,15 @@ class SFTSession(Session[SFTSettings, SFTParts]):
 
     def remaining(self) -> str:
         """See `Session.remaining`."""
-        return "its accuracy is what was asked for" if self.reached() else "give more steps or epochs"
+        return "give more steps or epochs"
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
         run, screen, progress = self.run, self.screen, self.progress
-        before, after = progress.eval_before, progress.eval_after
-        if before is not None and after is not None:
-            screen.line("")
-            screen.line("held out, before and after training", "bold")
-            screen.line(f"  loss per token    {before['eval/loss']:.3f}  ->  {after['eval/loss']:.3f}", "bold")
-            for name in ("lenient", "strict"):
-                shares = [interval(metrics, f"eval/accuracy_{name}") for metrics in (before, after)]
-                if all(shares):
-                    label = f"accuracy, {name}"
-                    screen.line(f"  {label:<18}{'  ->  '.join(str(share).strip() for share in shares)}", "bold")
+        measures = {"loss per token": LOSS, "accuracy, lenient": ACCURACY, "accuracy, strict": "eval/accuracy_strict"}
+        if ACCURACY not in (progress.eval_after or {}):
+            measures["reward"] = REWARD
+        say_before_and_after(run, progress, measures)
         say_best(run, progress)
         chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
         model = f"model={run.folder}/"

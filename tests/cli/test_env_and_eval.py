@@ -97,7 +97,7 @@ def test_eval_prints_lines_without_control_characters(
     assert lines[1:4] == [
         "4 prompts, greedy, 95% intervals",
         "                    lenient                   strict",
-        "  accuracy           25.0%  [4.6%, 69.9%]      25.0%  [4.6%, 69.9%]",
+        "  accuracy           25.0%  [2.7%, 74.2%]      25.0%  [2.7%, 74.2%]",
     ]
     assert any(line.startswith("    a\\x1b[2J ") for line in lines)
     assert lines[-1] == "written to evals/arithmetic-tiny-1"

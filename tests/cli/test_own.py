@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,8 +188,10 @@ def test_three_settings_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1]["reward/mean"] == pytest.approx(0.1)
     assert lines[-1]["accuracy/lenient"] is None
     out = capsys.readouterr().out
-    assert "held-out reward before and after training" in out
-    assert "0.100   ->   0.100" in out
+    assert "held-out figures will rest on " in out
+    assert "; hold out more with env.test_path=FILE, or a larger env.held_out\n" in out
+    assert re.search(r"before and after training on \d+ held-out prompts?, 95% intervals\n", out)
+    assert "  reward            0.100 (no interval)  ->  0.100 (no interval)\n" in out  # all earned the same
 
 
 def test_a_reward_that_tells_nothing_apart_fails_its_test(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,9 +35,9 @@ def test_a_list_has_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> N
         os.utime(file, (time.time() - 7300, time.time() - 7300))
     assert rlpost(["runs", "list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["run", "state", "steps", "reward", "accuracy", "age", "model", "env"]
-    assert lines[1][:5] == ["second", "failed", "1/2", "0.25", "10%→-"]
-    assert lines[2] == ["first", "finished", "2/2", "0.75", "10→58%", "2h", "tiny", "arithmetic"]
+    assert lines[0] == ["run", "state", "steps", "reward", "held-out", "age", "model", "env"]
+    assert lines[1][:5] == ["second", "failed", "1/2", "0.25", "10→-%"]
+    assert lines[2] == ["first", "finished", "2/2", "0.75", "10→58%", "±12", "n=50", "2h", "tiny", "arithmetic"]
 
 
 def test_a_default_name_and_all_columns_fit_80(
@@ -49,7 +49,7 @@ def test_a_default_name_and_all_columns_fit_80(
     heading, line = capsys.readouterr().out.splitlines()
     assert max(len(heading), len(line)) <= 80
     assert line.split()[0] == "grpo-arithmetic-smollm2-12"
-    assert line.split()[-1].startswith("arithm")
+    assert line.split()[-1].startswith("arit")
 
 
 def test_a_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +66,10 @@ def test_a_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "steps": 2,
         "reward": 0.75,
         "loss": None,
-        "accuracy_before": {"value": 0.1, "low": 0.0, "high": 0.2},
-        "accuracy_after": {"value": 0.58, "low": 0.5, "high": 0.7},
+        "accuracy_before": {"value": 0.1, "low": 0.0, "high": 0.2, "prompts": 50},
+        "accuracy_after": {"value": 0.58, "low": 0.5, "high": 0.7, "prompts": 50},
+        "held_out_reward_before": None,
+        "held_out_reward_after": None,
         "model": "tiny",
         "env": "arithmetic",
     }
@@ -96,7 +98,7 @@ def test_show_says_what_was_asked_and_what_came_of_it(capsys: pytest.CaptureFixt
         "versions    rlpost 0.1.0, python 3.11.7, torch 2.13.0\n",
         "progress    2/2 steps, 8 s in them, 4.0 s each\n            200 tokens generated\n",
         "reward      0.25 -> 0.75     ▁█\n",
-        "held-out    lenient   10.0% [0.0%, 20.0%]   ->   58.0% [50.0%, 70.0%]\n",
+        "held-out    lenient  10.0% [0.0%, 20.0%]    ->  58.0% [50.0%, 70.0%]\n            greedy, on 50 prompts, 95%",
         "checkpoints step-000002\n",
     ):
         assert expected in out
@@ -144,10 +146,10 @@ def test_tail_prints_steps_as_training_does(capsys: pytest.CaptureFixture[str]) 
     make_run(Path("runs/a"), ROWS, steps=3)
     assert rlpost(["runs", "tail", "a"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "held-out before training:  accuracy 10.0% [0.0%, 20.0%]",
+        "held-out before training, 50 prompts:  accuracy 10.0% [0.0%, 20.0%]",
         "step 1/3  reward 0.25  accuracy  50%  tokens 12  grad 1.50  50 tok/s  rollout 2.0s train 1.0s  left 0:08",
         "step 2/3  reward 0.75  accuracy  50%  tokens 12  grad 1.50  50 tok/s  rollout 2.0s train 1.0s  left 0:04",
-        "held-out after step 2:  accuracy 58.0% [50.0%, 70.0%]",
+        "held-out after step 2, 50 prompts:  accuracy 58.0% [50.0%, 70.0%]",
     ]
     assert rlpost(["runs", "tail", "a", "--lines", "1", "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS[-1:]
@@ -155,10 +157,26 @@ def test_tail_prints_steps_as_training_does(capsys: pytest.CaptureFixture[str]) 
 
 def test_tail_of_an_evaluation_without_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"eval/prompts": 21.0, "eval/failed": 1.0, "eval/reward": 0.25, "eval/tokens_mean": 9.6}
+    figures |= {"eval/reward_low": 0.15, "eval/reward_high": 0.4}
     make_run(Path("runs/a"), [{"step": 0, **figures, "eval/truncated": 0.5}])
     assert rlpost(["runs", "tail", "a"]) == 0
-    expected = "held-out before training:  reward 0.250  tokens 10  truncated 50%  1 reward failed\n"
+    reward = "reward 0.250 [0.150, 0.400]"
+    expected = f"held-out before training, 21 prompts:  {reward}  tokens 10  truncated 50%  1 reward failed\n"
     assert capsys.readouterr().out == expected
+
+
+def test_a_reward_of_ones_own_is_shown_with_its_interval_and_the_number_of_prompts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {"eval/prompts": 4.0, "eval/reward": 0.221, "eval/reward_low": 0.1, "eval/reward_high": 0.342}
+    after = {"eval/prompts": 4.0, "eval/reward": 0.406, "eval/reward_low": 0.2, "eval/reward_high": 0.612}
+    make_run(Path("runs/a"), [{"step": 0, **before}, step_row(1, 0.3), step_row(2, 0.4, **after)])
+    assert rlpost(["runs", "show", "a"]) == 0
+    out = capsys.readouterr().out
+    assert "held-out    reward   0.221 [0.100, 0.342]   ->  0.406 [0.200, 0.612]\n" in out
+    assert "            greedy, on 4 prompts, 95% intervals\n" in out
+    assert rlpost(["runs", "list"]) == 0
+    assert " 0.22→0.41 ±0.21 n=4 " in capsys.readouterr().out
 
 
 def test_tail_of_a_value_that_was_not_finite_and_of_no_steps(capsys: pytest.CaptureFixture[str]) -> None:

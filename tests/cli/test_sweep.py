@@ -307,13 +307,15 @@ def test_a_recipe_and_overrides_are_swept_together(
 
 def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:
     jobs = []
-    for job, share in zip(expand(["seed=0,1"]), ({"value": 0.25, "low": 0.1, "high": 0.5}, None), strict=True):
-        result = {"result": {"reward_mean": 0.5, "accuracy_lenient": share}}
+    accuracy = {"value": 0.25, "low": 0.1, "high": 0.5, "prompts": 8}
+    for job, share in zip(expand(["seed=0,1"]), (accuracy, None), strict=True):
+        reward = {"reward_mean": 0.5, "reward_low": 0.4, "reward_high": 0.6, "num_prompts": 8}
+        result = {"result": {**reward, "accuracy_lenient": share}}
         jobs.append(SweepJob(job, compose(EVAL, job.words), Path(job.name), Outcome(0, 2.0, None, result)))
     assert summary(Sweep(EVAL, [], Path(), jobs, named=True)) == [
         ["seed", "reward", "accuracy", "seconds", "exit"],
-        ["0", "0.500", "25.0% [10.0%, 50.0%]", "2.0", "0"],
-        ["1", "0.500", "-", "2.0", "0"],
+        ["0", "0.500 [0.400, 0.600] of 8 prompts", "25.0% [10.0%, 50.0%] of 8 prompts", "2.0", "0"],
+        ["1", "0.500 [0.400, 0.600] of 8 prompts", "-", "2.0", "0"],
     ]
 
 

@@ -54,10 +54,10 @@ def test_an_accuracy_that_few_prompts_have_says_how_many(conversation: Make) -> 
     played = four(conversation)
     played[1].accuracy_lenient = None
     result = summarise(played)
-    assert result.lines()[2] == "  accuracy           50.0%  [9.5%, 90.5%]      33.3%  [6.1%, 79.2%]"
+    assert result.lines()[2] == "  accuracy           50.0%  [5.6%, 94.4%]      33.3%  [3.7%, 83.6%]"
     assert result.lines()[-1] == "  accuracy (lenient) is of 2 prompts"
     assert evaluation_line(result.metrics(), "now").startswith(
-        "held-out now:  accuracy 50.0% [9.5%, 90.5%] of 2 prompts  reward"
+        "held-out now, 3 prompts:  accuracy 50.0% [5.6%, 94.4%] of 2 prompts  reward"
     )
     metrics = result.metrics()
     assert (metrics["eval/accuracy_lenient_prompts"], metrics["eval/prompts"]) == (2.0, 3.0)
@@ -68,11 +68,11 @@ def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
     assert summarise(four(conversation)).lines() == [
         "3 prompts, greedy, 95% intervals",
         "                    lenient                   strict",
-        "  accuracy           66.7%  [20.8%, 93.9%]     33.3%  [6.1%, 79.2%]",
-        "  truncated          33.3%  [6.1%, 79.2%]",
+        "  accuracy           66.7%  [16.4%, 96.3%]     33.3%  [3.7%, 83.6%]",
+        "  truncated          33.3%  [3.7%, 83.6%]",
         "  reward             0.500  [-0.742, 1.742]",
-        "    a                0.600",
-        "    b                0.300",
+        "    a                0.600  [0.245, 0.955]",
+        "    b                0.300  (no interval)",
         "  tokens per answer    2.7",
         "  reward failed          1  (left out above)",
     ]
@@ -101,7 +101,7 @@ def test_a_measure_the_task_does_not_have_is_none_and_no_metric(conversation: Ma
     assert result.as_dict()["truncated"] == {
         "value": 0.0,
         "low": 0.0,
-        "high": pytest.approx(0.6576, abs=1e-4),
+        "high": pytest.approx(0.7359, abs=1e-4),
         "prompts": 2,
     }
     assert [line.split()[0] for line in result.lines()] == ["2", "truncated", "reward", "tokens"]

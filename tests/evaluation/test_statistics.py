@@ -30,20 +30,21 @@ TRIALS, PROMPTS = 2000, 200
 # Shares
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [
-        (10, 40, 0.1419, 0.4019),
-        (0, 20, 0.0, 0.1611),
-        (20, 20, 0.8389, 1.0),
-        (1, 1, 0.2065, 1.0),
-        (250, 500, 0.4563, 0.5437),
-    ],
-)
-def test_one_completion_a_prompt_has_the_wilson_interval(successes: int, trials: int, low: float, high: float) -> None:
+def wilson(successes: float, trials: float, sign: int) -> float:
+    """The root of (p - s / n)^2 = z^2 p (1 - p) / n on one side."""
+    z = 1.959964
+    roots = np.roots([1 + z**2 / trials, -(2 * successes / trials + z**2 / trials), (successes / trials) ** 2])
+    return float(max(roots) if sign > 0 else min(roots))
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(10, 40), (0, 20), (20, 20), (1, 1), (250, 500)])
+def test_one_completion_a_prompt_has_the_wilson_interval_of_a_quarter_more_and_less(
+    successes: int, trials: int
+) -> None:
     share = Share.of([1.0] * successes + [0.0] * (trials - successes))
-    assert share.value == pytest.approx(successes / trials)
-    assert (share.low, share.high) == pytest.approx((low, high), abs=5e-5)
+    low = wilson(successes - 0.25, trials, -1) if successes else 0.0
+    high = wilson(successes + 0.25, trials, 1) if successes < trials else 1.0
+    assert (share.value, share.low, share.high) == pytest.approx((successes / trials, low, high), abs=1e-6)
     assert share.prompts == trials
 
 
@@ -52,19 +53,34 @@ def test_completions_that_always_agree_count_once_a_prompt() -> None:
     assert Share.of(values, samples=8 * 40) == Share.of(values)
 
 
-def test_completions_that_are_independent_of_their_prompt_count_each() -> None:
-    """Shares 1/4 and 3/4 of 4 completions: variance 1/16 a prompt, as 4 independent coins have."""
-    several, coins = Share.of([0.25, 0.75] * 50, samples=400), Share.of([1.0, 0.0] * 200)
-    assert (several.low, several.high) == pytest.approx((coins.low, coins.high))
+def test_completions_that_are_independent_of_their_prompt_count_nearly_each() -> None:
+    """8 completions of 200 prompts, 2 or 6 right: a variance of 200/199/16 a prompt, and so r = 0.25126.
+
+    They are 200/4/r = 199 events, and a third of one of r = 1 makes it 200 (199 + 1/3) / (50 + 1/3) trials.
+    """
+    share = Share.of([0.25, 0.75] * 100, samples=1600)
+    trials = 200 * (199 + 1 / 3) / (50 + 1 / 3)
+    expected = (wilson(trials / 2 - 0.25, trials, -1), wilson(trials / 2 + 0.25, trials, 1))
+    assert (share.low, share.high) == pytest.approx(expected, abs=1e-6)
 
 
 def test_no_interval_is_narrower_than_one_of_as_many_independent_completions() -> None:
     alike, coins = Share.of([0.5] * 50, samples=100), Share.of([1.0, 0.0] * 50)
-    assert (alike.low, alike.high) == pytest.approx((coins.low, coins.high))
+    assert (alike.low, alike.high) == pytest.approx((coins.low, coins.high), abs=1e-3)
+    assert coins.low > alike.low
+
+
+def test_a_few_events_say_little_of_how_completions_agree() -> None:
+    """One right completion of 8 x 64: r = 64/511, (511/512)^2 events, and so 186 trials in the place of 512."""
+    share = Share.of([1 / 8] + [0.0] * 63, samples=512)
+    events = (511 / 512) ** 2
+    trials = 64 * (events + 1 / 3) / (events * 64 / 511 + 1 / 3)
+    assert trials == pytest.approx(185.7, abs=0.1)
+    assert share.high == pytest.approx(wilson(trials / 512 + 0.25, trials, 1), abs=1e-6)
 
 
 def test_a_share_reads_as_percent_with_its_interval() -> None:
-    assert str(Share.of([1.0] * 10 + [0.0] * 30)) == " 25.0%  [14.2%, 40.2%]"
+    assert str(Share.of([1.0] * 10 + [0.0] * 30)) == " 25.0%  [13.7%, 40.9%]"
 
 
 def policies(p: float, spread: float, rng: np.random.Generator) -> np.ndarray:
@@ -170,13 +186,31 @@ def test_a_mean_with_its_interval_worked_out_by_hand() -> None:
     assert (float(mean), float(low), float(high)) == pytest.approx((3, 3 - 1.963, 3 + 1.963), abs=2e-3)
 
 
+def test_the_interval_of_a_skewed_mean_reaches_further_to_where_it_is_skewed() -> None:
+    """Five 0 and one 6: deviation sqrt(6), skewness (5 (-1)^3 + 5^3) / 6 / 5^1.5 = 4 / sqrt(5), t(5) = 2.571.
+
+    Ends where g(t) = t + g t^2 / 3 + g^2 t^3 / 27 + g / 36 is -+2.571 / sqrt(6), t = (1 - end) / sqrt(6).
+    """
+    mean, low, high = mean_interval(np.array([0.0, 0, 0, 0, 0, 6]))
+    skewness = 4 / math.sqrt(5)
+    for end, wanted in ((float(low), 2.571), (float(high), -2.571)):
+        t = (1 - end) / math.sqrt(6)
+        cubic = t + skewness * t**2 / 3 + skewness**2 * t**3 / 27 + skewness / 36
+        assert cubic == pytest.approx(wanted / math.sqrt(6), abs=2e-3)
+    assert mean == 1
+    assert high - 1 > 2 * (1 - low)
+
+
 def test_a_difference_that_chance_does_not_make_is_told() -> None:
-    """20 of 100 prompts gained, none lost: 0.2 +- 1.984 * 0.0402."""
+    """20 of 100 prompts gained, none lost: deviation 0.402, skewness 1.5, t(99) = 1.984.
+
+    0.2 - 0.402 * 2 * (cbrt(1 + 1.5 * (+-0.1984 - 1.5 / 600)) - 1).
+    """
     found = difference([1.0] * 20 + [0.0] * 80)
     assert found.is_told
     assert not found.within_noise
     assert (found.value, found.differing, found.prompts) == (0.2, 20, 100)
-    assert (found.low, found.high) == pytest.approx((0.1202, 0.2798), abs=1e-3)
+    assert (found.low, found.high) == pytest.approx((0.1279, 0.2906), abs=1e-3)
 
 
 def test_fewer_than_six_prompts_that_differ_tell_nothing() -> None:

@@ -40,7 +40,12 @@ FIGURES = {
     "policy/version": 3.0,
     "memory/peak_gb": 1.234,
 }
-EVALUATION = {"eval/accuracy_lenient": 0.031, "eval/accuracy_lenient_low": 0.02, "eval/accuracy_lenient_high": 0.05}
+EVALUATION = {
+    "eval/prompts": 50.0,
+    "eval/accuracy_lenient": 0.031,
+    "eval/accuracy_lenient_low": 0.02,
+    "eval/accuracy_lenient_high": 0.05,
+}
 SIZES = [(80, 24), (200, 50), (40, 12), (120, 30), (57, 60), (300, 10), (20, 5), (10, 3), (3, 2), (1, 1)]
 
 
@@ -85,7 +90,7 @@ def test_the_picture_at_80_by_24(state: State) -> None:
         " length    15.2 tok  gap       0.015     tok/s     186       grad norm 2.79",
         " entropy   1.23      zero std  12%       truncated 3%        clipped   0.1%",
         "",
-        " held-out  3.1% [2.0%, 5.0%] before training",
+        " held-out  3.1% [2.0%, 5.0%] of 50 before training",
         "",
         " " + 23 * "█" + 35 * "▒" + 20 * "░",  # of 78: 23.4, 35.1 and 19.5, the largest remainder
         " █ rollout 30%  ▒ train 45%  ░ eval 25%",
@@ -107,7 +112,7 @@ def test_the_picture_at_40_by_12(state: State) -> None:
         " reward    0.75      ▂▅█",
         " accuracy  25%       ███",
         " length    15.2 tok  gap       0.015",
-        " held-out  3.1% before training",
+        " held-out  3.1% [2.0%, 5.0%] of 50",
         " ▆ rollout 30%  ▆ train 45%  ▆ eval 25%",
         " step 3  reward 1.1  answer 1  format …",
         " │ What is 34 + 57?",
@@ -214,12 +219,13 @@ def test_before_the_first_step_the_picture_says_what_is_done() -> None:
 
 
 def test_both_evaluations_are_side_by_side_with_what_there_is_room_for(state: State) -> None:
-    later = {name: value * 10 for name, value in EVALUATION.items()}
+    later = EVALUATION | {name: value * 10 for name, value in EVALUATION.items() if "accuracy" in name}
     state.end_step(4, {**FIGURES, **later}, None)
     for width, shown in [
-        (100, "3.1% [2.0%, 5.0%] before training  →  31.0% [20.0%, 50.0%] after step 4"),
-        (76, "3.1% [2.0%, 5.0%]  →  31.0% [20.0%, 50.0%] after step 4"),
-        (50, "3.1%  →  31.0% after step 4"),
+        (104, "3.1% [2.0%, 5.0%] of 50 before training  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
+        (82, "3.1% [2.0%, 5.0%] of 50  →  31.0% [20.0%, 50.0%] of 50 after step 4"),
+        (60, "31.0% [20.0%, 50.0%] of 50 after step 4"),
+        (40, "31.0% [20.0%, 50.0%] of 50"),
     ]:
         assert f" held-out  {shown}" in frame(state, width, 24)
 

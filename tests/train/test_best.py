@@ -1,4 +1,4 @@
-"""The best checkpoint: by held-out accuracy, kept whatever is removed, and the same after resuming."""
+"""The best checkpoint: by held-out accuracy or reward, kept whatever is removed, and the same after resuming."""
 
 from __future__ import annotations
 
@@ -44,15 +44,23 @@ def result(accuracy: float | None, reward: float = 0.0) -> EvalResult:
     return EvalResult(100, 1, 0, 0.0, share, share, Share.of([0.0] * 100), reward, None, None, {}, 4.0)
 
 
+def reward_only(reward: float) -> dict[str, float]:
+    ends = {"eval/reward_low": reward - 0.05, "eval/reward_high": reward + 0.05}
+    return {"eval/prompts": 100.0, "eval/reward": reward, **ends}
+
+
+def step_of(when: str) -> int:
+    return 0 if when == "before training" else int(when.removeprefix("after step "))
+
+
 @pytest.fixture
 def accuracies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[float | None]]:
     """What evaluations find: that before training, then after each step; the reward says the opposite."""
     found: dict[str, Sequence[float | None]] = {}
 
-    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> EvalResult:
-        step = 0 if when == "before training" else int(when.removeprefix("after step "))
-        accuracy = found["all"][step]
-        return result(accuracy, reward=1 - (accuracy or 0.0))
+    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> dict[str, float]:
+        accuracy = found["all"][step_of(when)]
+        return result(accuracy, reward=1 - (accuracy or 0.0)).metrics()
 
     monkeypatch.setattr(sampled, "evaluate_held_out", evaluate_held_out)
     return found
@@ -75,7 +83,10 @@ def test_the_highest_accuracy_is_best_the_earlier_of_equal_ones_and_it_is_kept(
     assert folders(folder) == ["step-000002", "step-000005"]
     assert best(folder) == "step-000002"
     assert os.readlink(folder / "checkpoints" / "latest") == "step-000005"
-    assert f"best: after step 2, 75.0%, in {folder}/checkpoints/best\n" in capsys.readouterr().out
+    assert (
+        f"best: after step 2, 75.0% [65.4%, 82.7%] of 100 prompts, in {folder}/checkpoints/best\n"
+        in capsys.readouterr().out
+    )
     assert resolve_model_path(f"{folder}/checkpoints/best") == f"{folder}/checkpoints/best/model"
     assert resolve_model_path(str(folder)) == f"{folder}/checkpoints/latest/model"
 
@@ -126,12 +137,28 @@ def test_a_best_checkpoint_that_is_gone_is_said(
     assert not (folder / "checkpoints/best").is_symlink()
 
 
-def test_without_accuracy_there_is_no_best(
-    tmp_path: Path, accuracies: dict[str, Sequence[float | None]], capsys: pytest.CaptureFixture[str]
+def test_without_accuracy_the_best_has_the_highest_held_out_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    accuracies["all"] = [None] * 4
-    assert run(tmp_path / "r", "steps=3") == 0
-    assert folders(tmp_path / "r") == ["step-000003"]
+    rewards = [0.1, 0.25, 0.75, 0.5, 0.6]
+    monkeypatch.setattr(sampled, "evaluate_held_out", lambda _, parts, run, when: reward_only(rewards[step_of(when)]))
+    folder = tmp_path / "r"
+    assert run(folder, "steps=3") == 0
+    assert best(folder) == "step-000002"
+    said = capsys.readouterr().out
+    assert "before and after training on 100 held-out prompts, 95% intervals\n" in said
+    assert "  reward            0.100 [0.050, 0.150]  ->  0.500 [0.450, 0.550]\n" in said
+    assert f"best: after step 2, reward 0.750 [0.700, 0.800] of 100 prompts, in {folder}/checkpoints/best\n" in said
+    assert run(folder, "steps=4", resume="latest") == 0
+    assert best(folder) == "step-000002"
+
+
+def test_an_evaluation_that_measures_neither_has_no_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sampled, "evaluate_held_out", lambda _, parts, run, when: {"eval/prompts": 2.0})
+    assert run(tmp_path / "r", "steps=2") == 0
+    assert folders(tmp_path / "r") == ["step-000002"]
     assert not (tmp_path / "r/checkpoints/best").is_symlink()
     assert "best:" not in capsys.readouterr().out
 

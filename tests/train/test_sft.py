@@ -76,7 +76,13 @@ def test_the_held_out_loss_falls_and_every_number_is_recorded(
     said = capsys.readouterr().out
     assert "20 samples, 6 held out\n" in said
     assert "work    8 steps of 8 samples (3 epochs)\n" in said
-    assert f"loss per token    {start['eval/loss']:.3f}  ->  {steps[-1]['eval/loss']:.3f}\n" in said
+    first, last = (
+        f"{line['eval/loss']:.3f} [{line['eval/loss_low']:.3f}, {line['eval/loss_high']:.3f}] of 6 rows"
+        for line in (start, steps[-1])
+    )
+    assert "before and after training, held out, 95% intervals\n" in said
+    assert f"  loss per token    {first}  ->  {last}\n" in said
+    assert "the held-out loss will rest on 6 rows, which is few; raise eval.limit\n" in said
 
 
 def test_every_epoch_holds_every_sample_once_in_an_order_of_its_own(
@@ -189,21 +195,23 @@ def test_accuracy_is_measured_with_the_trained_weights_and_ends_training(
 
     def score(self: ArithmeticEnv, conversation: Any) -> Score:
         played.append(1)
-        right = float(len(played) > 12)  # wrong before training and after step 2, right after step 4
+        right = float(len(played) > 40)  # wrong before training and after step 2, right after step 4
         return Score(reward=right, accuracy_strict=right, accuracy_lenient=right)
 
     monkeypatch.setattr(ArithmeticEnv, "score", score)
     words = ["steps=20", "eval.every=2", "eval.accuracy=true", "eval.stop_at_accuracy=0.9"]
+    words += ["eval.limit=20"]
     assert run(tmp_path, *words) == 0
     evaluated = [line for line in metrics(tmp_path) if "eval/loss" in line]
     assert [(line["step"], line["eval/accuracy_lenient"]) for line in evaluated] == [(0, 0), (2, 0), (4, 1)]
-    assert [line.get("eval/target_reached") for line in evaluated] == [None, None, 1.0]
+    assert [line.get("eval/ends_training") for line in evaluated] == [None, None, 1.0]
     assert (tmp_path / "checkpoints/latest").resolve().name == "step-000004"
     said = capsys.readouterr().out
-    assert "training ends after step 4: the held-out accuracy of 100.0% has reached eval.stop_at_accuracy=0.9" in said
-    assert "accuracy, lenient 0.0% [" in said
+    why = "the accuracy on the 10 prompts that decide, 100.0% [68.8%, 100.0%], has reached eval.stop_at_accuracy=0.9"
+    assert f"training ended early, after step 4: {why}\n" in said
+    assert "  accuracy, lenient 0.0% [0.0%, 31.2%]  ->  100.0% [68.8%, 100.0%]\n" in said
     assert run(tmp_path, *words, resume="auto") == 0
-    assert "nothing is left to do: 4 steps are done; its accuracy is what was asked for" in capsys.readouterr().out
+    assert "nothing is left to do: 4 steps are done; it ended early: the accuracy on the 10" in capsys.readouterr().out
 
 
 def test_without_accuracy_nothing_samples() -> None:
@@ -246,7 +254,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
     ("words", "message"),
     [
         (["steps=3", "epochs=2"], "steps=3 and epochs=2 both say when training ends: take one of them out"),
-        (["eval.stop_at_accuracy=0.5"], "eval.stop_at_accuracy needs the accuracy to be measured"),
+        (["eval.stop_at_accuracy=0.5"], "eval.stop_at_accuracy needs replies to be scored: add eval.accuracy=true"),
         (["eval.stop_at_accuracy=0.5", "eval.accuracy=true"], "needs evaluations between the first step and the last"),
         (["eval.accuracy=true", "eval.enabled=false"], "measures nothing while eval.enabled=false"),
         (["loss=grpo"], "loss=grpo is for rlpost train grpo; rlpost train sft takes one of minor_sft, sft"),

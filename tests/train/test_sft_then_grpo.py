@@ -58,7 +58,7 @@ def test_sft_then_grpo_knows_nine_in_ten_of_the_sums_it_was_trained_on(tmp_path:
     """All 100 one-digit sums are trained on and measured; no problem is held out."""
     tuned = train("sft", tmp_path / "sft", seed, *SFT)
     assert tuned["evaluation_before"]["eval/accuracy_lenient"] <= 0.05
-    assert 0.5 <= tuned["evaluation_after"]["eval/accuracy_lenient"] <= 0.7
+    assert 0.4 <= tuned["evaluation_after"]["eval/accuracy_lenient"] <= 0.8  # of the 50 sums that do not decide
     finished = train("grpo", tmp_path / "grpo", seed, f"model={tmp_path}/sft/", *GRPO)
     after = finished["evaluation_after"]
     assert after["eval/prompts"] == 100
