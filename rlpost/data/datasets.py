@@ -215,9 +215,8 @@ def _read_json(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(
-        io.StringIO(_text(path, most_bytes), newline=""), strict=True
-    )  # a record ends at \n or \r alone
+    _check_separator(path, text := _text(path, most_bytes))
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)  # a record ends at \n or \r alone
     try:
         for row in reader:
             if None in row:
@@ -225,6 +224,17 @@ def _read_csv(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
             yield reader.line_num, row
     except csv.Error as error:
         raise DataError(f"{path}, row {reader.line_num} is not CSV ({error}): correct or remove it") from error
+
+
+def _check_separator(path: Path, text: str) -> None:
+    """Raise DataError for a header that other signs than commas divide, as spreadsheets of many countries write it."""
+    header = text.partition("\n")[0]
+    for mark, name in (";", "semicolons"), ("\t", "tabs"):
+        if mark in header and "," not in header:
+            columns = ", ".join(part.strip().strip('"') for part in header.split(mark)[:5])
+            raise DataError(
+                f"{path} has {name} between its columns ({columns}): save it with commas, or as {path.stem}.jsonl"
+            )
 
 
 def _read_parquet(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Any]]:
