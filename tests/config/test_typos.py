@@ -22,7 +22,6 @@ from rlpost.errors import ConfigError
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
 KEYBOARD = ("1234567890", "qwertyuiop", "asdfghjkl", "zxcvbnm")
-SAMPLED = 3  # of the typos of a key one in so many is tried: all of them lead back as often, and take a minute
 PROMISED = 0.98  # of a kind of mistakes, by the README
 
 
@@ -74,7 +73,7 @@ def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[s
             names = keys_under(command, choices)
             for word in {*names, *groups, "recipe"} - asked:
                 asked.add(word)
-                for typo in [*typos(word, sampled)[sampled.randrange(SAMPLED) :: SAMPLED], *misplaced(word, groups)]:
+                for typo in [*typos(word, sampled), *misplaced(word, groups)]:
                     if typo not in valid and not any(name.startswith(f"{typo}.") for name in names):
                         yield typo, unknown_key(Override(typo, "1"), command, names, choices), word
     assert asked >= {*all_keys(command), *groups}
