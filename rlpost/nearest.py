@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import TypeVar
 
 from rlpost.errors import ConfigError
@@ -11,6 +13,7 @@ from rlpost.errors import ConfigError
 E = TypeVar("E", bound=Enum)
 
 
+@lru_cache(maxsize=4096)
 def edit_distance(a: str, b: str) -> int:
     """Insertions, deletions, replacements and swaps of neighbours that turn `a` into `b`.
 
@@ -46,8 +49,8 @@ def one_edit_apart(a: str, b: str) -> bool:
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """The candidate closest to `word`, or None if none is close; case does not count."""
     lowered, known = word.lower(), list(candidates)
-    near = one_typo_away(lowered, known)
-    return near or _closest(lowered, [(edit_distance(lowered, c.lower()), c) for c in known])
+    near, most = one_typo_away(lowered, known), _farthest(lowered)
+    return near or _closest(lowered, [(_distance_within(most, lowered, c.lower()), c) for c in known])
 
 
 def one_typo_away(word: str, candidates: Iterable[str]) -> str | None:
@@ -61,10 +64,11 @@ def nearest_key(word: str, keys: Sequence[str]) -> str | None:
     """The dotted key closest to `word`: as a whole, or by its last part (`lr` is near `optim.lr`)."""
     lowered = word.lower()
     last = lowered.rpartition(".")[2]
+    most = _farthest(lowered)
 
     def distance(key: str) -> float:
-        whole = edit_distance(lowered, key)
-        by_last = edit_distance(last, key.rpartition(".")[2])
+        whole = _distance_within(most, lowered, key)
+        by_last = _distance_within(len(last) / 3, last, key.rpartition(".")[2])
         if by_last > len(last) / 3:
             return whole
         return min(whole, by_last + (1.5 if "." in word else 0.5))
@@ -96,4 +100,14 @@ def _closest(word: str, ranked: Sequence[tuple[float, str]]) -> str | None:
     if not ranked:
         return None
     distance, candidate = min(ranked, key=lambda pair: pair[0])
-    return candidate if distance <= max(1.5, 0.4 * max(len(word), 1)) else None
+    return candidate if distance <= _farthest(word) else None
+
+
+def _farthest(word: str) -> float:
+    """The edits beyond which another word is no misspelling of `word`."""
+    return max(1.5, 0.4 * len(word))
+
+
+def _distance_within(most: float, a: str, b: str) -> float:
+    """`edit_distance(a, b)`; infinite, without counting, where the lengths alone differ by more than `most`."""
+    return edit_distance(a, b) if abs(len(a) - len(b)) <= most else math.inf

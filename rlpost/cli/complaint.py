@@ -7,23 +7,13 @@ from typing import Any
 
 import typer
 
+from rlpost.catalog import COMMANDS
+from rlpost.cli.run_folder import LONGEST_NAME
 from rlpost.cli.usage import as_typed, command_of, is_argument, is_setting
-from rlpost.nearest import did_you_mean, nearest
-
-# flags that other tools have -> what does that here
-OTHER_FLAGS = {
-    "-V": "--version",
-    "-v": "--version",
-    "--config": "recipe=FILE.yaml",
-    "--config-name": "recipe=NAME",
-    "--recipe": "recipe=NAME",
-    "--output-dir": "--out",
-    "--output": "--out",
-    "--run-name": "--name",
-    "--checkpoint": "--resume",
-    "--quiet": "--plain",
-}
-
+from rlpost.config.keys import groups_of
+from rlpost.config.other_words import OTHER_FLAGS
+from rlpost.config.registry import all_keys
+from rlpost.nearest import did_you_mean, nearest, nearest_key
 
 WANTED = {"int_parsing": "a whole number", "float_parsing": "a number"}  # by the name of Pydantic's complaint
 
@@ -40,7 +30,7 @@ def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[st
     if context is None:
         return error.format_message()
     if kind == "NoSuchOption":
-        return _unknown_flag(getattr(error, "option_name", ""), context)
+        return _unknown_flag(getattr(error, "option_name", ""), context, arguments)
     parameter: Any = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
         return _missing(parameter, context)
@@ -51,7 +41,17 @@ def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[st
     return error.format_message()
 
 
-def _unknown_flag(flag: str, context: Any) -> str:
+def explain_long_path(error: OSError, arguments: Sequence[str]) -> str:
+    """The system's complaint about a path that no file can have as one line, with the word it stands in."""
+    from rlpost.config.overrides import shown
+
+    path = str(error.filename or "")
+    name = max(path.split("/"), key=len)[:LONGEST_NAME]
+    word = next((word for word in arguments if name and name in word), path)
+    return f"{shown(word)}: that is too long for the name of a file, at most {LONGEST_NAME} bytes; give a shorter path"
+
+
+def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
     key = flag.lstrip("-").replace("-", "_")
     flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
     path = context.command_path
@@ -59,9 +59,41 @@ def _unknown_flag(flag: str, context: Any) -> str:
     if known is not None and (known in flags or (known.startswith("recipe=") and _takes_settings(context))):
         return f"{path} has no option {flag}{did_you_mean(known)}"
     near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
-    if near is None and is_setting(key):
-        return f"{flag}: settings are written without dashes; write {key}=VALUE"
+    meant = _setting_of(key, _behind(flag, arguments), path, guess=near is None)
+    if meant in flags:
+        near = meant
+    elif meant is not None:
+        return f"{flag}: settings are written without dashes; write {meant}"
     return f"{path} has no option {flag}{did_you_mean(near, f'see {path} --help')}"
+
+
+def _behind(flag: str, arguments: Sequence[str]) -> str:
+    """The value that was given to a flag, glued to it or behind it; empty where there is none."""
+    place = next((i for i, word in enumerate(arguments) if word.partition("=")[0] == flag), len(arguments))
+    _, equals, glued = "".join(arguments[place : place + 1]).partition("=")
+    following = "".join(arguments[place + 1 : place + 2])
+    return glued if equals else "" if following.startswith("-") or "=" in following else following
+
+
+def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
+    """What a flag of the verb at `path` is as a setting: `optim.lr=1e-5` of `--learning_rate 1e-5`; None for none.
+
+    With `guess` the nearest setting, where the key is none and no other tool's.
+    """
+    from rlpost.config.overrides import Override, shown
+    from rlpost.config.unknown import said_as
+
+    meant = key if is_setting(key) else None
+    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
+        keys = list(all_keys(command))
+        known = [*keys, *groups_of(command.settings)]
+        if key not in known:
+            meant = (
+                said_as(Override(key, value), command, keys) or (nearest_key(key, known) if guess else None) or meant
+            )
+    if meant is None or meant.startswith("--") or "=" in meant or " or " in meant:
+        return meant
+    return f"{meant}={shown(value) if value else 'VALUE'}"
 
 
 def _takes_settings(context: Any) -> bool:

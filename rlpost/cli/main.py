@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -17,10 +18,10 @@ from rlpost import __version__
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import eval as eval_verb
-from rlpost.cli.complaint import explain_usage
+from rlpost.cli.complaint import explain_long_path, explain_usage
 from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
-from rlpost.errors import RlpostError
+from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
 
 BEGIN = """\b
@@ -98,6 +99,11 @@ def run(arguments: Sequence[str]) -> int:
             raise
         lead_nowhere(1)  # what is still buffered, so that the interpreter does not complain when it ends
         return OUTPUT_CLOSED
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print_error(explain_long_path(error, arguments))
+        return ConfigError.exit_code
     return 0
 
 

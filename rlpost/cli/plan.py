@@ -13,9 +13,11 @@ from rlpost.settings import (
     DType,
     EnvSettings,
     ExpertIterationSettings,
+    GRPOSettings,
     SFTSettings,
     VLLMSettings,
 )
+from rlpost.settings.evaluation import EvalDuringTrainingSettings, samples_per_prompt
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict
         "overrides": composed.overrides,
         "settings": composed.as_dict(),
         **_needs_dict(composed.settings, folder),
+        "notes": list(filter(None, [composed.settings.unusual_rate()])),
     }
 
 
@@ -42,9 +45,13 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
         f"numbers {_numbers(composed, going_on=resume is not None)}",
         *opened(composed.command.plan)(composed),
+        *_learning(composed),
+        f"eval    {_evaluation(composed.settings)}",
         f"writes  {folder}" + (f", {point_of(folder, resume)}" if resume is not None else ""),
         *_needs_lines(composed.settings, folder),
     ]
+    if (question := composed.settings.unusual_rate()) is not None:
+        lines.append(f"note    {question}")
     return [printable(line) for line in lines]
 
 
@@ -75,7 +82,6 @@ def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
         f"data    {_source(composed)}, demonstrations of at most {settings.max_tokens} tokens",
-        f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
         f"step    {counted(settings.minibatch_size, 'sample')}" + ("" if settings.packing else ", one a forward"),
         f"{length}, seed {settings.seed}",
     ]
@@ -91,13 +97,44 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
     return [
         f"data    {_source(composed)}" + _rewards_of(settings.env),
         _policy(composed),
-        f"loss    {composed.choices['loss']}, lr {settings.optim.lr:g}",
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
         f"select  the best {settings.topk_size} of each prompt, {bar}",
         f"steps   {settings.steps}, seed {settings.seed}",
     ]
+
+
+def _learning(composed: Composed[Any]) -> list[str]:
+    """The loss, what it compares rewards with, the learning rate, and the adapter where one is trained."""
+    settings, loss = composed.settings, composed.choices["loss"]
+    if isinstance(settings, GRPOSettings):
+        loss += f", advantage.estimator={settings.advantage.estimator.value}"
+    if coef := getattr(settings.loss, "kl_coef", 0.0):
+        loss += f", KL penalty {coef:g}"
+    optim, lora = settings.optim, settings.lora
+    rate = f"{optim.lr:g}, {optim.schedule.value}"
+    if optim.warmup_steps:
+        rate += f" after {counted(optim.warmup_steps, 'step')} of warm-up"
+    adapter = [f"lora    rank {lora.rank}, alpha {lora.alpha}"] if lora.enabled else []
+    return [*adapter, f"loss    {loss}", f"lr      {rate}"]
+
+
+def _evaluation(settings: Any) -> str:
+    """What is measured on held-out prompts or rows, and when."""
+    held_out = settings.eval
+    if not held_out.enabled:
+        return "none, by eval.enabled=false"
+    size = held_out.limit or settings.env.eval_limit
+    if isinstance(held_out, EvalDuringTrainingSettings):
+        samples = samples_per_prompt(held_out.k, held_out.samples)
+        how = "greedy" if samples == 1 else f"{samples} completions each, k={held_out.k}"
+        what = f"up to {counted(size, 'held-out prompt')}, {how}"
+    else:
+        accuracy = " and accuracy of greedy replies" if held_out.accuracy else ""
+        what = f"loss on up to {counted(size, 'held-out row')}{accuracy}"
+    often = f", and every {counted(held_out.every, 'step')}" if held_out.every else ""
+    return f"{what}; before and after training{often}"
 
 
 def _numbers(composed: Composed[Any], *, going_on: bool) -> str:

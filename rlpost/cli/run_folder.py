@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
 
 from rlpost.config.paths import RUNS, SWEEP_FILE, checkpoints, is_checkpoint_folder, is_run_folder, never_began
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.folding import shortened
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
 RESUME_WORDS = ("auto", "latest")
+LONGEST_NAME, LONGEST_SHOWN = 255, 60  # bytes of a file's name; columns of one in a message
 NAMELESS = re.compile(r"model|checkpoints|latest|best|step-\d+")  # folders inside a run that do not tell runs apart
 
 
@@ -67,12 +70,23 @@ def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
     """
     if out is not None and name is not None:
         raise ConfigError(f"--out and --name both say where {kind} goes: give one of them")
-    if name is not None and (name != name.strip() or not name or set(name) & {"/", "\\"} or name.startswith(".")):
-        raise ConfigError(f"--name {name!r} is no name of {kind}: give one word such as my-run, or --out for a path")
+    if name is not None and not _is_name(name):
+        raise ConfigError(
+            f"--name {shortened(name, LONGEST_SHOWN)!r} is no name of {kind}: give one word such as my-run, or --out "
+            "for a path"
+        )
+    if out is not None and not str(out).isprintable():
+        raise ConfigError(f"--out {str(out)!r} has characters that cannot be shown: give another folder")
     asked = expanded(out) if out is not None else root / name if name is not None else None
     if asked is not None and asked.exists() and not asked.is_dir():
         raise ConfigError(f"{asked} is a file: {kind} needs a folder")
     return asked
+
+
+def _is_name(name: str) -> bool:
+    """Whether a folder of this name can stand in runs/ and in one line of text."""
+    beyond = name != name.strip() or not name.isprintable() or set(name) & {"/", "\\"} or name.startswith(".")
+    return bool(name) and not beyond and len(os.fsencode(name)) <= LONGEST_NAME
 
 
 def _new(asked: Path | None, stem: str) -> Path:

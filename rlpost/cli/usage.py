@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_settings_of_verb
 from rlpost.config.keys import groups_of
-from rlpost.config.registry import all_keys
+from rlpost.config.other_words import NO_PREFERENCES, PREFERENCES, SENTENCES, VERBS
+from rlpost.config.paths import RUNS
+from rlpost.config.registry import all_keys, options
 from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest
 
@@ -31,8 +35,6 @@ Words = Annotated[
         autocompletion=complete_settings_of_verb,
     ),
 ]
-# verbs that other tools have -> the verb or flag of the same group here
-OTHER_VERBS = {"help": "--help", "version": "--version", "ls": "list", "follow": "tail", "doctor": "info"}
 
 
 class Verb(TyperCommand):
@@ -79,7 +81,7 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
-            raise ConfigError(_unknown_verb(self, ctx, args[0]))
+            raise ConfigError(_unknown_verb(self, ctx, args))
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -146,20 +148,50 @@ def is_setting(key: str) -> bool:
     return "." in key or any(key in all_keys(c) or key in groups_of(c.settings) for c in COMMANDS)
 
 
-def _unknown_verb(group: TyperGroup, context: Any, word: str) -> str:
-    path = context.command_path
+def _unknown_verb(group: TyperGroup, context: Any, words: Sequence[str]) -> str:
+    word, path = words[0], context.command_path
     verbs = group.list_commands(context)
     if "=" in word:
         return f"{path} needs a verb before {word}: {' or '.join(f'{path} {verb}' for verb in verbs)}"
     flags = [name for parameter in group.params for name in parameter.opts]
-    known = OTHER_VERBS.get(word)
-    near = known if known in (*verbs, *flags, "--help") else nearest(word, verbs)
-    if near is not None:
-        meant = f"{path} {near}"
-    else:  # perhaps a verb of another group, as in `rlpost grpo`
+    known = VERBS.get(word, "")
+    if known.partition(" ")[0] in (*verbs, *flags, "--help"):
+        meant = f"{path} {known}"
+    else:
+        if path in ("rlpost", "rlpost train"):
+            if reason := _done_otherwise(word, words[1:]):
+                return f"{path} has no verb {word}: {reason}"
+            meant = f"rlpost {known}" if known else _training_with(word)
+        else:
+            meant = None
+        near = nearest(word, verbs) if meant is None else None
+        meant = f"{path} {near}" if near is not None else meant
+    if meant is None:  # perhaps a verb of another group, as in `rlpost grpo`
         others = _paths(context.find_root().command, "rlpost")
         meant = next((other for other in others if other.endswith(f" {word}")), None)
     return f"{path} has no verb {word}{did_you_mean(meant, 'it has ' + ', '.join(verbs))}"
+
+
+def _done_otherwise(word: str, behind: Sequence[str]) -> str | None:
+    """What rlpost does in the place of a verb that other tools have, with the run that is named behind it, if any."""
+    if word.lower() in PREFERENCES:
+        return NO_PREFERENCES
+    if word not in SENTENCES:
+        return None
+    from rlpost.runs.reader import command_of as command_of_run
+
+    named = next((word for word in behind if not word.startswith("-")), "NAME")
+    run = Path(named) if "/" in named else RUNS / named
+    command = command_of_run(run) or COMMANDS[0]
+    return SENTENCES[word].format(run=shlex.quote(str(run)), verb=command.verb)
+
+
+def _training_with(loss: str) -> str | None:
+    """The training that has a loss of this name, for `rlpost train dapo`; None for no loss and for a verb's name."""
+    if any(command.verb.endswith(f" {loss}") for command in COMMANDS):
+        return None
+    owner = next((c for c in COMMANDS if "loss" in groups_of(c.settings) and loss in options("loss", c)), None)
+    return f"rlpost {owner.verb} loss={loss}" if owner is not None else None
 
 
 def _paths(command: Any, path: str) -> list[str]:

@@ -63,13 +63,23 @@ def keys_of(settings: type, prefix: str = "", chosen: Mapping[str, type] | None 
     A group's field (one that has no default) is expanded as the class `chosen[name]`, or as its
     declared class where nothing is chosen.
     """
+    return _keys_of(settings, prefix, chosen) if chosen else list(_declared_keys(settings, prefix))
+
+
+@cache
+def _declared_keys(settings: type, prefix: str) -> tuple[Key, ...]:
+    """The keys where nothing is chosen: the same each time, and every unknown key asks for those of all options."""
+    return tuple(_keys_of(settings, prefix, {}))
+
+
+def _keys_of(settings: type, prefix: str, chosen: Mapping[str, type]) -> list[Key]:
     hints = types_of(settings)
     keys: list[Key] = []
     for field in dataclasses.fields(settings):
         name = f"{prefix}{field.name}"
         annotation, optional = _without_none(hints[field.name])
         if dataclasses.is_dataclass(annotation):
-            nested = (chosen or {}).get(name, annotation)
+            nested = chosen.get(name, annotation)
             keys += keys_of(typing.cast(type, nested), f"{name}.")
         else:
             keys.append(Key(name, annotation, optional, _default(field), field.metadata.get(RUNS)))

@@ -14,6 +14,7 @@ GGUF = ".gguf"
 # one of these holds the vocabulary of any tokenizer that transformers reads
 VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
 _LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
+_GGUF_HEADER = 24  # bytes
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _NOT_WEIGHTS = (
     (b"version https://git-lfs", "is a git-lfs pointer, not what it points to: run git lfs pull in the folder"),
@@ -75,9 +76,11 @@ def check_ships_no_code(folder: Path, config: dict[str, Any]) -> None:
 
 
 def check_gguf(file: Path) -> None:
-    """Raise ConfigError for a file that is no GGUF file by its first bytes."""
+    """Raise ConfigError for a file that is no GGUF file by its first bytes: those four, version, tensors, entries."""
     if _head(file, 4) != b"GGUF":
         raise ConfigError(f"{file} is no GGUF file: it does not begin with GGUF; download it again")
+    if (size := file.stat().st_size) < _GGUF_HEADER:
+        raise ConfigError(f"{file} has {size} bytes, less than a GGUF file begins with: download it again")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ from hydra.errors import HydraException
 from rlpost.catalog import CHOICES, COMMANDS
 from rlpost.config.keys import NULL, Key
 from rlpost.config.keys import as_text as as_text
+from rlpost.config.model_folder import GGUF
 from rlpost.config.paths import DATA_FILES
 from rlpost.config.registry import options, recipes
 from rlpost.errors import ConfigError
+from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
+
+# the last parts of keys whose values are paths or sentences
+MAY_HAVE_SPACES = ("path", "test_path", "model", "recipe", "plugin", "reward", "system_prompt", "prompt_template")
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ def parse_words(words: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for a word that is no `key=value`.
     """
-    overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 : i + 2]) for i, word in enumerate(words)]
+    overrides = [_parse_word(word, words[max(i - 1, 0) : i], words[i + 1 :]) for i, word in enumerate(words)]
     return list({override.key: override for override in overrides}.values())
 
 
@@ -97,7 +104,7 @@ def shown(text: str, longest: int = 60) -> str:
     return line if len(line) <= longest else f"{line[:longest]}..."
 
 
-def _parse_word(word: str, before: Sequence[str], following: Iterable[str]) -> Override:
+def _parse_word(word: str, before: Sequence[str], following: Sequence[str]) -> Override:
     key, equals, text = word.partition("=")
     if word.startswith("-"):
         raise ConfigError(f"{shown(word)}: settings are written without dashes; write {shown(word.lstrip('-'))}")
@@ -105,17 +112,44 @@ def _parse_word(word: str, before: Sequence[str], following: Iterable[str]) -> O
         bare = shown(word.lstrip("+~"))
         advice = f"write {bare}" if equals else "leave it out"
         raise ConfigError(f"{shown(word)}: rlpost does not use + and ~, every setting has its place already; {advice}")
-    spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following)
+    spaced = key != key.strip() or text != text.lstrip() or any(f.startswith("=") for f in following[:1])
     if not key.strip() or spaced:
         raise ConfigError(f"{shown(word)}: a setting is one word without spaces around the =; write key=value")
     if not equals and any("=" in b and b.endswith((",", "[")) for b in before):
         together = shown(f"{before[0]}{word}")
         raise ConfigError(f"{shown(before[0])} {shown(word)}: a value has no spaces; write {together}, or quote it")
+    if not equals and (quoted := _as_one(before, [word, *following])):
+        raise ConfigError(f"{shown(word)} is no setting: a value with a space is quoted; write {quoted}")
     if not equals:
         raise ConfigError(f"{shown(word)} is no setting: settings are written key=value{_as_setting(word)}")
-    if not text and any("=" not in f for f in following):
+    if not text and any("=" not in f for f in following[:1]):
         raise ConfigError(f"{shown(word)} has no value: write it without spaces around the =, as in steps=20")
     return Override(key, text)
+
+
+def _as_one(before: Sequence[str], words: Sequence[str]) -> str | None:
+    """The setting `before` and the bare words behind it as one quoted word, where they are likely one value."""
+    if not before or before[0].partition("=")[0].rpartition(".")[2] not in MAY_HAVE_SPACES:
+        return None
+    bare = list(takewhile(lambda word: "=" not in word and not word.startswith("-"), words))
+    spelt = [" ".join([before[0], *bare[:count]]) for count in range(len(bare), 0, -1)]
+    there = next((whole for whole in spelt if _is_there(whole.partition("=")[2])), None)
+    if there is None and any(_is_there(text) or _is_name(text) for text in (bare[0], before[0].partition("=")[2])):
+        return None  # a word of its own behind a value that is whole
+    return shown(shlex.quote(there or spelt[0]), longest=200)
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is such a file or folder; a path longer than any can be is none."""
+    try:
+        return expanded(path).exists()
+    except OSError:
+        return False
+
+
+def _is_name(word: str) -> bool:
+    """Whether this is the name of an option or of a recipe."""
+    return word in recipes() or any(word in options(group) for group in CHOICES)
 
 
 def _as_setting(word: str) -> str:
@@ -128,7 +162,9 @@ def _as_setting(word: str) -> str:
         meant = f"env=dataset env.path={word}"
     elif word.endswith(".py"):
         meant = f"plugin={word}"
-    elif Path(word).is_dir():
+    elif word.endswith(GGUF):
+        meant = f"model={word}"
+    elif _is_there(word) and Path(word).is_dir():
         meant = f"model={word}" if "/" in word else f"model=./{word}"
     return did_you_mean(shown(meant) if meant else None) or ", as in steps=20"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlpost.config.model_folder import GGUF, check_gguf
 from rlpost.errors import ConfigError, DataError
+from rlpost.folding import shortened
 from rlpost.home import expanded, paths_in
 from rlpost.nearest import did_you_mean, nearest, one_typo_away
 from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
@@ -23,6 +24,7 @@ MANIFEST = "manifest.json"  # in a checkpoint's folder; written last, so that on
 LATEST, BEST = "latest", "best"  # links beside the checkpoints of a run
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet")
 OTHER_FILES = (".txt", ".tsv", ".xlsx", ".zip", ".gz", ".zst", ".arrow", ".npy", ".npz", ".pkl", ".pt", ".py", ".yaml")
+LONGEST_HUB_ID = 96  # characters, as the hub's own client has it
 HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 
@@ -142,12 +144,23 @@ def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> st
         return str(folder)
     if folder.exists():
         raise ConfigError(f"model.path={path} is a file: give the folder that holds it{_meant_by(folder)}")
-    if looks_local(path) or folder.suffix == GGUF:
+    if folder.suffix == GGUF:
+        otherwise = f"; a {GGUF} file is read from this machine: download it, or give OWNER/NAME of the whole model"
+        raise ConfigError(f"model.path={path} does not exist{_nearby(folder) or otherwise}")
+    if looks_local(path):
         raise ConfigError(f"model.path={path} does not exist{_nearby(folder)}")
     if "/" not in path and (near := one_typo_away(path, _model_names(Path()))):
         raise ConfigError(f"model.path={path} is neither a folder here nor OWNER/NAME; did you mean ./{near}?")
-    if not HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path={path!r} is neither a folder nor a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+    if not HUB_ID.fullmatch(path) or len(path) > LONGEST_HUB_ID:
+        raise ConfigError(
+            f"model.path={shortened(path, LONGEST_HUB_ID)!r} is neither a folder nor a hub id such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    if path.lower().endswith("-gguf"):
+        raise ConfigError(
+            f"model.path={path} holds {GGUF} files, by its name: download one and give model.path=FILE{GGUF}, or name "
+            "the model that they were made of"
+        )
     return path
 
 
@@ -176,7 +189,7 @@ def check_reward(reward: str, key: str) -> None:
         raise ConfigError(f"{key}={reward} names a file but no function in it; write {key}={meant}")
     else:
         hint = did_you_mean(nearest(reward, known), f"give FILE.py:FUNCTION, or one of {', '.join(known)}")
-        raise ConfigError(f"{key}={reward} is no reward{hint}")
+        raise ConfigError(f"{key}={shortened(reward, LONGEST_HUB_ID)} is no reward{hint}")
 
 
 def looks_local(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,11 +118,17 @@ def all_keys(command: Command[Any]) -> dict[str, list[str]]:
 
     A key that does not depend on a choice maps to an empty list.
     """
+    rows = [(group, name, cls) for group in CHOICES for name, cls in classes_of(command, group).items()]
+    return dict(_all_keys(command, tuple(rows)))
+
+
+@lru_cache(maxsize=64)
+def _all_keys(command: Command[Any], rows: tuple[tuple[str, str, type], ...]) -> dict[str, list[str]]:
+    """Those of a command and of rows (group, name, settings class), to which a plugin may have added some."""
     owners: dict[str, list[str]] = {key.name: [] for key in keys_of(command.settings) if not _in_group(key)}
-    for group in CHOICES:
-        for name, settings in classes_of(command, group).items():
-            for key in keys_of(settings, f"{group}."):
-                owners.setdefault(key.name, []).append(f"{group}={name}")
+    for group, name, settings in rows:
+        for key in keys_of(settings, f"{group}."):
+            owners.setdefault(key.name, []).append(f"{group}={name}")
     return {name: where for name, where in owners.items() if name not in command.without}
 
 

@@ -34,6 +34,7 @@ LIKELY = (
     "loss.kl_coef",
     "optim.lr",
 )
+REWARD = "env.reward"  # one of the user's own, mostly
 PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
 VALUE_COLUMN = 48  # where the comments begin
 
@@ -41,8 +42,8 @@ VALUE_COLUMN = 48  # where the comments begin
 def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Write the recipe of `command` under `words` to a new file.
 
-    Returns the keys that still need a value, and the words that have to stand beside the recipe on a
-    command line because they name code.
+    Returns the keys that still need a value in it, and the words that have to stand beside the recipe on a
+    command line because they name code: those given, and a key that is likeliest to with an example.
 
     Raises ConfigError where the file exists or is no .yaml, and what `compose` raises for words that
     cannot work; CheckpointError where it cannot be written.
@@ -52,7 +53,8 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
     if file.exists():
         raise ConfigError(f"{shown(str(file))} exists already: give another name, or remove it first")
     merged = merge_all(command, words)
-    needed = [key.name for key in merged.keys if value_of(merged, key.name) == MISSING]
+    needed = [key for key in merged.keys if value_of(merged, key.name) == MISSING]
+    beside = [key for key in needed if key.name == REWARD]
     if not needed:
         compose(command, words)  # an impossible combination is an error here rather than in every later use
     try:
@@ -61,7 +63,9 @@ def write_starter(file: Path, command: Command[Any], words: Sequence[str]) -> tu
             stream.write(starter(merged))
     except OSError as error:
         raise CheckpointError(f"cannot write {shown(str(file))}: {error.strerror}; give another place") from None
-    return needed, [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
+    code = [f"{override.key}={override.text}" for override in merged.given if is_code(override)]
+    examples = [f"{key.name}={key.runs.example}" for key in beside if key.runs is not None]
+    return [key.name for key in needed if key not in beside], [*code, *examples]
 
 
 def starter(merged: Merged[Any]) -> str:
@@ -99,10 +103,17 @@ def _line(key: Key, merged: Merged[Any], active: bool, code: bool) -> str:
     missing = value == MISSING
     text = f"{key.name}: {MISSING if missing else yaml_text(as_json(value))}"
     text = text if active and not missing and not code else f"# {text}"
-    first = "needs a value" if missing else "on the command line only, since it names code" if code else ""
-    remarks = [first, " | ".join(key.choices), meaning_of(merged, key.name)]
+    first = "on the command line only, since it names code" if code else _where(key)
+    remarks = ["needs a value" * missing, first, " | ".join(key.choices), meaning_of(merged, key.name)]
     remark = "; ".join(filter(None, remarks))
     return f"{text.ljust(VALUE_COLUMN)}  # {remark}" if remark else text
+
+
+def _where(key: Key) -> str:
+    """Where the values of a key may stand, of which some make something run."""
+    if key.runs is None:
+        return ""
+    return f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only"
 
 
 def yaml_text(value: Any) -> str:

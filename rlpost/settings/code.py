@@ -17,10 +17,15 @@ RUNS = "rlpost.runs"  # the key in a field's metadata
 
 @dataclass(frozen=True)
 class Runs:
-    """What a value makes run: `no_file` goes on "a file cannot ...", `by` is whether this value does it."""
+    """What a value makes run: `no_file` goes on "a file cannot ...", `by` is whether this value does it.
+
+    `beside` says which values do not, and `example` is one that does.
+    """
 
     no_file: str
     by: Callable[[Any], bool]
+    beside: str = ""
+    example: str = ""
 
 
 def _said(value: Any) -> bool:
@@ -33,7 +38,15 @@ def _beyond_names(value: Any) -> bool:
 
 
 CODE = {RUNS: Runs("name code to run", _said)}
-CODE_UNLESS_NAMES = {RUNS: Runs("name code to run", _beyond_names)}  # of rewards: a name stands for what is there
-CODE_IF_MODULE = {RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")))}
+CODE_UNLESS_NAMES = {  # of rewards: a name stands for what is there
+    RUNS: Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
+}
+CODE_IF_MODULE = {
+    RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")), "a name")
+}
 PROGRAM = {RUNS: Runs("name a program to start", _said)}
-SANDBOX = {RUNS: Runs("let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap")}
+SANDBOX = {
+    RUNS: Runs(
+        "let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap", "bubblewrap"
+    )
+}

@@ -11,7 +11,7 @@ from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
-from rlpost.settings.learning import OptimSettings
+from rlpost.settings.learning import GRPO_RATES, SFT_RATES, OptimSettings, UsualRates
 from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings, SamplerCorrection
 from rlpost.settings.model import ModelSettings
@@ -34,6 +34,8 @@ class CheckpointSettings(Settings, group="checkpoint"):
 class TrainingSettings(Settings):
     """What every training has."""
 
+    usual_rates: ClassVar[UsualRates] = SFT_RATES
+
     model: ModelSettings = MISSING  # what is trained
     env: EnvSettings = MISSING  # what is asked, and how replies are scored
     policy: PolicySettings = MISSING  # what samples the completions
@@ -54,6 +56,10 @@ class TrainingSettings(Settings):
     def uses_policy(self) -> bool:
         """Whether completions are sampled at all."""
         return True
+
+    def unusual_rate(self) -> str | None:
+        """What to say of a learning rate that nobody is known to use; None of any other."""
+        return self.usual_rates.question(self.optim.lr, adapter=self.lora.enabled)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +110,7 @@ class SampledSettings(TrainingSettings):
 class GRPOSettings(SampledSettings):
     """`rlpost train grpo`."""
 
+    usual_rates: ClassVar[UsualRates] = GRPO_RATES
     must_stay: ClassVar = ("seed", "prompts_per_step", "group_size")  # what a run that goes on cannot change
 
     advantage: AdvantageSettings = field(default_factory=AdvantageSettings)  # what rewards become

@@ -16,6 +16,33 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+@dataclass(frozen=True)
+class UsualRates:
+    """The lowest and the highest learning rate that a kind of training is known to be done with."""
+
+    kind: str
+    whole: tuple[float, float]  # of all weights
+    adapter: tuple[float, float]  # of LoRA's A and B, which want about 10 times as much
+
+    def question(self, lr: float, *, adapter: bool) -> str | None:
+        """One line about a rate beyond them; None for one within."""
+        low, high = self.adapter if adapter else self.whole
+        if low <= lr <= high:
+            return None
+        return (
+            f"optim.lr={lr:g} is unusually {'low' if lr < low else 'high'}: {self.kind} of "
+            f"{'an adapter' if adapter else 'all weights'} is done with {low:g} to {high:g}"
+        )
+
+
+# From rewards: INTELLECT-2 trains 32B at 3e-7, TRL and verl at 1e-6, AReaL 1.5B at 1.7e-5, rlpost's default for 135M is
+# 1.5e-5; adapters: verl 3e-6, TRL 1e-5, tinker 9B at 8e-5 and small models up to 5e-4. Ten times less than any of them
+# moves nothing in a run's length, and ten times more has broken every model.
+GRPO_RATES = UsualRates("GRPO", (1e-8, 1e-4), (1e-6, 1e-3))
+# From demonstrations: 1e-6 (70B) to 5e-5 for most, 1e-3 for models of 100M and less; adapters 1e-5 to 1e-3.
+SFT_RATES = UsualRates("fine-tuning", (1e-7, 1e-3), (1e-6, 5e-3))
+
+
 @dataclass
 class OptimSettings(Settings, group="optim"):
     """AdamW, its schedule and gradient clipping."""

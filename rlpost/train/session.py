@@ -157,6 +157,8 @@ class Session(ABC, Generic[S, P]):
                 self._restore(checkpoint)
         self.run.plan(self.progress.step if self.why_ended() else self.total_steps())
         self.announce(numbers)
+        if (question := self.settings.unusual_rate()) is not None:
+            self.screen.note(question)
         self.microbatches = Microbatches.shown_on(
             self.screen, self.tokens_per_microbatch, self.parts.device, self.settings.model.autocast
         )

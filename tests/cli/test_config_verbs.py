@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import COMMANDS, TRAIN_GRPO
+from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import docs_of
@@ -265,9 +265,40 @@ def test_init_leaves_code_to_the_command_line(told: Told, tmp_path: Path) -> Non
 
 
 def test_init_names_what_still_needs_a_value(told: Told, tmp_path: Path) -> None:
-    out = told("init", str(tmp_path / "own.yaml"), "env=dataset")
-    assert out.startswith("give these a value in it first: env.path, env.reward\n")
-    assert "# env.path: ???" in (tmp_path / "own.yaml").read_text()
+    file = tmp_path / "own.yaml"
+    out = told("init", str(file), "env=dataset")
+    assert out == (
+        "give these a value in it first: env.path\n"
+        f"wrote {file}; use it with: rlpost train grpo recipe={file} env.reward=FILE.py:FUNCTION\n"
+    )
+    assert "# env.path: ???" in file.read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_what_init_says_of_a_file_holds_when_it_is_done(
+    command: Command[Any], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    values = {"env.path": "me/rows", "env.task": "leg_counting", "env.id": "FrozenLake-v1"}
+    for env in ("arithmetic", "dataset", "gsm8k", "reasoning_gym", "text_game"):
+        found = json.loads(told("init", f"{env}.yaml", *command.verb.split(), f"env={env}", "--json"))
+        text = Path(f"{env}.yaml").read_text()
+        for key in found["needed"]:
+            text = text.replace(f"# {key}: ???", f"{key}: {values[key]}")
+        Path(f"{env}.yaml").write_text(text)
+        words = found["use"].replace("FILE.py:FUNCTION", "r.py:score").removeprefix(f"rlpost {command.verb} ").split()
+        assert compose(command, words).choices["env"] == env
+
+
+def test_init_says_in_the_file_what_stands_on_the_command_line_alone(told: Told, tmp_path: Path) -> None:
+    told("init", str(tmp_path / "own.yaml"), "env=dataset")
+    remarks = dict(re.findall(r"(?m)^# ([a-z_.]+): .*?  # (.*)$", (tmp_path / "own.yaml").read_text()))
+    assert remarks["plugin"].startswith("on the command line only; ")
+    assert remarks["tools.mcp_file"].startswith("on the command line only; ")
+    assert remarks["env.reward"].startswith("needs a value; in a file a name alone; FILE.py:FUNCTION or a name")
+    assert remarks["env.accuracy"].startswith("in a file a name alone; ")
+    assert remarks["tools.python_sandbox"].startswith("in a file bubblewrap alone; ")
 
 
 def test_init_refuses_what_it_cannot_write(refused: Callable[..., str], tmp_path: Path) -> None:

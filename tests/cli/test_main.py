@@ -56,8 +56,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("bananas", "rlpost has no verb bananas; it has "),
         ("train steps=3", "rlpost train needs a verb before steps=3: rlpost train grpo"),
         ("train grpo --nmae x", "rlpost train grpo has no option --nmae; did you mean --name?"),
-        ("train grpo --optim.lr=3", "--optim.lr: settings are written without dashes; write optim.lr=VALUE"),
-        ("train grpo --group-size 3", "write group_size=VALUE"),
+        ("train grpo --optim.lr=3", "--optim.lr: settings are written without dashes; write optim.lr=3"),
+        ("train grpo --group-size 3", "write group_size=3"),
         ("train grpo --bananas", "rlpost train grpo has no option --bananas; see rlpost train grpo --help"),
         ("train grpo --seed many", "--seed many is of the wrong type: it takes a whole number"),
         ("chat x --temperature hot", "--temperature hot is of the wrong type: it takes a number"),
@@ -181,6 +181,9 @@ def test_a_dry_run_says_what_would_run_and_does_not(
         "policy  auto, temperature 1",
         "step    4 prompts x 4 completions = 16, at most 128 tokens each",
         "steps   20, seed 0",
+        "loss    grpo, advantage.estimator=grpo",
+        "lr      1e-05, constant",
+        "eval    up to 32 held-out prompts, greedy; before and after training",
         "writes  runs/x",
     ]
     assert not Path("runs").exists()

@@ -74,7 +74,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "another tool's key": (
         "train grpo data=rows.jsonl",
         2,
-        "data is no setting of rlpost train grpo; did you mean env.path?",
+        "data is no setting of rlpost train grpo; did you mean env=dataset env.path=rows.jsonl?",
     ),
     "removing a setting": ("train grpo ~env", 2, "every setting has its place already; leave it out"),
     "two seeds": ("train grpo --seed 1 seed=2", 2, "--seed and seed= both set the seed"),

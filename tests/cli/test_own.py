@@ -212,6 +212,6 @@ def test_what_was_written_is_told_as_json(capsys: pytest.CaptureFixture[str]) ->
     )
     assert json.loads(told(capsys, "config init mine.yaml env=dataset --json")) == {
         "file": "mine.yaml",
-        "needed": ["env.path", "env.reward"],
-        "use": "rlpost train grpo recipe=mine.yaml",
+        "needed": ["env.path"],
+        "use": "rlpost train grpo recipe=mine.yaml env.reward=FILE.py:FUNCTION",
     }

@@ -182,7 +182,7 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         ("policy=", "policy= is unknown; it is one of auto, scripted, transformers, vllm"),
         (
             "env=gsm8k_schema",
-            "env=gsm8k_schema is unknown; it is one of arithmetic, countdown, dataset, gsm8k, ifbench, ifeval",
+            "env=gsm8k_schema is unknown; did you mean gsm8k?",
         ),
         ("model.path=qwen", "model.path=qwen is neither a folder nor a hub id; did you mean model=qwen?"),
         ("recipe=gsm8k-smollm-cpu", "recipe=gsm8k-smollm-cpu is unknown; did you mean gsm8k-smollm2-cpu?"),

@@ -153,7 +153,7 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
     (tmp_path / "data" / "train.jsonl").write_text("{}\n")
     write_model(tmp_path / "models" / "small")
     write_model(tmp_path / "qwen-small")
-    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF")
+    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF" + bytes(20))
     for path, message in {
         "./data": r"holds no model.*; it holds train\.jsonl: data is given as env\.path",
         "./models": r"holds no model.*did you mean models/small\?",
@@ -168,6 +168,9 @@ def test_a_folder_that_holds_something_else_says_what_was_meant(
     assert resolve_model_path("gpt2") == "gpt2"
     with pytest.raises(ConfigError, match=r"q5\.gguf does not exist; did you mean quantized/q4\.gguf\?"):
         resolve_model_path("quantized/q5.gguf")
+    (tmp_path / "quantized" / "q4.gguf").write_bytes(b"GGUF" + bytes(19))
+    with pytest.raises(ConfigError, match=r"q4\.gguf has 23 bytes, less than a GGUF file begins with"):
+        resolve_model_path("quantized/q4.gguf")
     (tmp_path / "quantized" / "q4.gguf").write_text(POINTER)
     with pytest.raises(ConfigError, match=r"q4\.gguf is a git-lfs pointer"):
         resolve_model_path("quantized/q4.gguf")

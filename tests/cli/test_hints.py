@@ -1,0 +1,159 @@
+"""Words of other tools and mistakes of a shell: each is answered with what leads to the right word."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlpost.cli.main import run
+
+LONG = "a" * 300
+DATA = "train grpo env=dataset env.reward=number"
+
+# what a user types -> exit code, what the answer says
+HINTS: dict[str, tuple[int, str]] = {
+    # other models and losses
+    "train grpo model=qwen3": (
+        2,
+        "model=qwen3 is unknown; did you mean qwen? (any other: model.path=OWNER/NAME of the",
+    ),
+    "train grpo model=Qwen3-0.6B": (
+        2,
+        "did you mean qwen? (any other: model.path=OWNER/NAME of the hub, or a folder)",
+    ),
+    "train grpo model=llama3": (
+        2,
+        "qwen-7b, smollm2, tiny (any other: model.path=OWNER/NAME of the hub, or a folder)",
+    ),
+    "train grpo loss=dpo": (
+        2,
+        "loss=dpo is unknown: rlpost does not train on pairs of a better and a worse reply; it is one of cispo, dapo, ",
+    ),
+    "train sft loss=orpo": (2, "a better and a worse reply; it is one of minor_sft, sft"),
+    "train grpo loss=ppo": (2, "did you mean grpo?"),
+    "train grpo policy=hf": (2, "did you mean transformers?"),
+    "train grpo tracking=tb": (2, "did you mean tensorboard?"),
+    "train grpo optim=adamw_torch": (2, "did you mean adamw?"),
+    "train grpo env=openai/gsm8k": (2, "did you mean env=gsm8k or env=dataset env.path=openai/gsm8k?"),
+    # keys of other tools; more of them in tests/config/test_typos.py
+    "eval eval.limit=50": (
+        2,
+        "eval.limit is no setting of rlpost eval: it belongs to rlpost train grpo; did you mean env.limit?",
+    ),
+    "train grpo lora.r=16": (2, "lora.r is no setting of rlpost train grpo; did you mean lora.rank?"),
+    "train grpo wandb=true": (2, "wandb is no setting of rlpost train grpo; did you mean tracking=wandb?"),
+    "train grpo report_to=wandb": (2, "did you mean tracking=wandb?"),
+    "train grpo per_device_train_batch_size=4": (
+        2,
+        "did you mean prompts_per_step (each is answered group_size times), minibatch_size (completions an optimizer "
+        "step) or tokens_per_microbatch (of one forward and backward)?",
+    ),
+    "train sft per_device_train_batch_size=4": (
+        2,
+        "did you mean minibatch_size (samples an optimizer step) or tokens_per_microbatch (of one forward and ",
+    ),
+    "train grpo gradient_accumulation_steps=8": (
+        2,
+        "minibatch_size (completions an optimizer step) or tokens_per_microbatch (of one forward and backward)?",
+    ),
+    "train grpo data.train_files=rows.jsonl": (2, "did you mean env=dataset env.path=rows.jsonl?"),
+    # flags
+    "train grpo --learning_rate 1e-5": (
+        2,
+        "--learning_rate: settings are written without dashes; write optim.lr=1e-5",
+    ),
+    "train grpo --learning-rate=1e-5": (2, "write optim.lr=1e-5"),
+    "train grpo --lr 1e-5": (2, "write optim.lr=1e-5"),
+    "train grpo --optim.lrr 1e-5": (2, "write optim.lr=1e-5"),
+    "train grpo --temperature 0.7": (2, "write sampling.temperature=0.7"),
+    "train grpo --report_to wandb": (2, "write tracking=wandb"),
+    "train grpo --output_dir out": (2, "rlpost train grpo has no option --output_dir; did you mean --out?"),
+    # verbs
+    "resume first": (2, "rlpost has no verb resume: a run goes on with: rlpost train grpo --resume runs/first"),
+    "resume tuned": (2, "a run goes on with: rlpost train sft --resume runs/tuned"),
+    "resume": (2, "rlpost train grpo --resume runs/NAME"),
+    "merge first": (2, "checkpoints hold the merged weights, of an adapter too: runs/first/checkpoints/latest/model"),
+    "serve first": (2, "write vllm serve runs/first/checkpoints/latest/model"),
+    "serve elsewhere/first": (2, "write vllm serve elsewhere/first/checkpoints/latest/model"),
+    "export first": (
+        2,
+        "a checkpoint is a plain Hugging Face folder, runs/first/checkpoints/latest/model; completions:",
+    ),
+    "generate first": (2, "did you mean rlpost chat?"),
+    "evaluate first": (2, "did you mean rlpost eval?"),
+    "finetune": (2, "did you mean rlpost train sft?"),
+    "train dpo": (2, "rlpost train has no verb dpo: rlpost does not train on pairs of a better and a worse reply"),
+    "train ppo": (2, "did you mean rlpost train grpo?"),
+    "train dapo": (2, "did you mean rlpost train grpo loss=dapo?"),
+    "train rft": (2, "did you mean rlpost train expert-iteration?"),
+    # files
+    f"{DATA} env.path=my rows.jsonl": (
+        2,
+        "rows.jsonl is no setting: a value with a space is quoted; write 'env.path=my rows.jsonl'\n",
+    ),
+    f"{DATA} env.path=my own rows.jsonl": (2, "write 'env.path=my own rows.jsonl'\n"),
+    "train grpo env.system_prompt=Be brief. steps=3": (2, "write 'env.system_prompt=Be brief.'\n"),
+    "train grpo model=tiny qwen": (2, "qwen is no setting: settings are written key=value; did you mean model=qwen?"),
+    "train grpo model=nope.gguf": (
+        2,
+        "nope.gguf does not exist; a .gguf file is read from this machine: download it, or give OWNER/NAME of the",
+    ),
+    "train grpo model=short.gguf": (
+        2,
+        "short.gguf has 8 bytes, less than a GGUF file begins with: download it again",
+    ),
+    "train grpo short.gguf": (2, "did you mean model=short.gguf?"),
+    "train grpo model=owner/Some-Model-GGUF": (
+        2,
+        "holds .gguf files, by its name: download one and give model.path=FILE",
+    ),
+    f"train grpo model.path=x/{LONG}": (2, "is neither a folder nor a hub id such as"),
+    f"train grpo --name {LONG}": (2, "is no name of a run: give one word such as my-run, or --out for a path"),
+    "train grpo --name 'a\nb'": (2, r"--name 'a\nb' is no name of a run: give one word such as my-run"),
+    "eval --name 'a\nb'": (2, r"--name 'a\nb' is no name of an evaluation"),
+    "train grpo --out 'a\nb'": (2, r"--out 'a\nb' has characters that cannot be shown: give another folder"),
+} | {
+    f"{line}{LONG}{ending}": (2, "that is too long for the name of a file, at most 255 bytes; give a shorter path")
+    for line, ending in [
+        ("train grpo model.path=", ""),
+        ("train grpo model=./", ""),
+        ("train grpo env=gsm8k env.path=", ".jsonl"),
+        ("train grpo env=dataset env.path=rows.jsonl env.reward=", ".py:score"),
+        ("train grpo plugin=", ".py"),
+        ("train grpo --out ", ""),
+        ("train grpo --resume ", ""),
+        ("eval compare ", " b"),
+        ("runs show ", ""),
+        ("config init ", ".yaml"),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the words above point at."""
+    here = tmp_path_factory.mktemp("hints")
+    rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(4)]
+    for name in ("rows.jsonl", "my rows.jsonl", "my own rows.jsonl"):
+        (here / name).write_text("\n".join(rows))
+    (here / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    (here / "runs" / "tuned" / "checkpoints").mkdir(parents=True)
+    (here / "runs" / "tuned" / "command.txt").write_text("rlpost train sft --name tuned\n")
+    return here
+
+
+@pytest.mark.parametrize("line", HINTS, ids=lambda line: line.replace(LONG, "aaa"))
+def test_a_word_of_another_tool_is_answered_with_the_right_one(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    code, message = HINTS[line]
+    words = line.split(" ") if "'" not in line else shlex.split(line)
+    assert run([*words, *(["--dry-run"] if words[0] == "train" and len(words) > 2 else [])]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert (captured.out, captured.err.count("\n"), captured.err[:7]) == ("", 1, "error: ")
+    assert len(captured.err) < 400

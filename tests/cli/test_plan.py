@@ -1,0 +1,88 @@
+"""`--dry-run`: what is learned and measured, and the question about a rate that nobody uses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlpost.cli.main import run
+from rlpost.settings.learning import GRPO_RATES, SFT_RATES
+
+
+def planned(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The lines of a plan by their first word."""
+    assert run(["train", *line.split(), "--dry-run"]) == 0
+    lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines()]
+    return {label: text.strip() for label, _, text in lines}
+
+
+def test_a_plan_of_grpo_says_loss_estimator_rate_evaluation_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("grpo", capsys)
+    assert plan["loss"] == "grpo, advantage.estimator=grpo"
+    assert plan["lr"] == "1.5e-05, constant"
+    assert plan["eval"] == "up to 500 held-out prompts, greedy; before and after training"
+    assert plan["memory"].startswith("about ")
+    assert "note" not in plan
+
+
+def test_a_plan_says_what_was_changed_of_loss_rate_adapter_and_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "loss=dapo loss.kl_coef=0.01 advantage.estimator=rloo optim.lr=2e-4 optim.schedule=linear optim.warmup_steps=5 "
+        "lora.enabled=true lora.rank=8 eval.k=[1,8] eval.every=10 eval.limit=50"
+    )
+    plan = planned(f"grpo {words}", capsys)
+    assert plan["loss"] == "dapo, advantage.estimator=rloo, KL penalty 0.01"
+    assert plan["lr"] == "0.0002, linear after 5 steps of warm-up"
+    assert plan["lora"] == "rank 8, alpha 32"
+    assert plan["eval"] == (
+        "up to 50 held-out prompts, 8 completions each, k=[1, 8]; before and after training, and every 10 steps"
+    )
+    assert "note" not in plan
+
+
+def test_a_plan_of_the_other_loops_says_loss_rate_and_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("sft eval.accuracy=true loss.kl_coef=0.1", capsys)
+    assert (plan["loss"], plan["lr"]) == ("sft, KL penalty 0.1", "1.5e-05, constant")
+    assert plan["eval"].startswith("loss on up to 500 held-out rows and accuracy of greedy replies; before and after")
+    plan = planned("expert-iteration eval.enabled=false", capsys)
+    assert (plan["loss"], plan["lr"], plan["eval"]) == ("sft", "1.5e-05, constant", "none, by eval.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("line", "question"),
+    [
+        ("grpo optim.lr=1e-3", "optim.lr=0.001 is unusually high: GRPO of all weights is done with 1e-08 to 0.0001"),
+        ("grpo optim.lr=1e-9", "optim.lr=1e-09 is unusually low: GRPO of all weights is done with 1e-08 to 0.0001"),
+        (
+            "grpo optim.lr=5e-7 lora.enabled=true",
+            "optim.lr=5e-07 is unusually low: GRPO of an adapter is done with 1e-06 to 0.001",
+        ),
+        ("sft optim.lr=0.1", "optim.lr=0.1 is unusually high: fine-tuning of all weights is done with 1e-07 to 0.001"),
+    ],
+)
+def test_a_rate_that_nobody_uses_is_questioned_in_one_line(
+    line: str, question: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(line, capsys)["note"] == question
+    assert run(["train", *line.split(), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == [question]
+
+
+def test_published_rates_are_not_questioned() -> None:
+    for lr in (3e-7, 1e-6, 1.5e-5, 1.7e-5):  # INTELLECT-2, TRL and verl, rlpost, AReaL
+        assert GRPO_RATES.question(lr, adapter=False) is None
+    for lr in (3e-6, 1e-5, 8e-5, 2e-4, 5e-4):  # verl, TRL, tinker, rlpost's recipe, tinker for small models
+        assert GRPO_RATES.question(lr, adapter=True) is None
+    for lr in (1e-6, 2e-5, 1e-3):
+        assert SFT_RATES.question(lr, adapter=False) is None
+    assert SFT_RATES.question(1e-3, adapter=True) is None
+
+
+def test_a_training_begins_with_the_question_too(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    words = "model=tiny policy=scripted steps=1 eval.enabled=false prompts_per_step=1 group_size=2 optim.lr=0.01"
+    assert run(["train", "grpo", *words.split(), "--plain"]) == 0
+    assert "optim.lr=0.01 is unusually high: GRPO of all weights is done with" in capsys.readouterr().out
