@@ -21,6 +21,7 @@ from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
+from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
@@ -154,7 +155,8 @@ def assemble_sampling(
         check_template(env, tokenizer)
         context = context_length(starting_folder(settings, checkpoint))
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
-        notes = [told for each in looked_at if (told := look_at_lengths(each, settings.env, tokenizer, context))]
+        told = [choose_by_pass_rate(env, settings.env)]
+        told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
         policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
         collector = LLMCollector(
@@ -177,7 +179,7 @@ def assemble_sampling(
             collector=collector,
             buffer=buffer,
             optimizer=trainable.optimizer,
-            notes=notes,
+            notes=[line for line in told if line],
         )
 
 
@@ -301,7 +303,8 @@ def evaluate_command(
             folder = locate_model(settings.model.path, settings.model.revision)
             tokenizer = load_tokenizer(folder, settings.model)
             check_template(env, tokenizer)
-            left_out = look_at_lengths(env, settings.env, tokenizer, context_length(folder))
+            told = [choose_by_pass_rate(env, settings.env)]
+            told.append(look_at_lengths(env, settings.env, tokenizer, context_length(folder)))
             policy = build_policy(
                 settings.policy,
                 folder,
@@ -314,8 +317,8 @@ def evaluate_command(
             )
             opened.callback(policy.close)
             policy.start()
-        if left_out:
-            note(left_out)
+        for line in filter(None, told):
+            note(line)
         longest = settings.env.max_completion_tokens
         if told := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
             note(told)

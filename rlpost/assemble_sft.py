@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,18 +16,21 @@ from transformers import PreTrainedModel
 from rlpost.assemble import build_trained_policy
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, encode_all
-from rlpost.data.row_store import Digests
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.envs.rows import OrderedRows
+from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.errors import DataError
+from rlpost.evaluation.pass_rates import choose_demonstrations
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings, SFTSettings
 from rlpost.weight_sync.base import WeightUpdater, default_updater
+
+if TYPE_CHECKING:
+    from rlpost.data.row_store import Digests
 
 
 @dataclass
@@ -95,7 +98,9 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
             look_at_lengths(eval_env, settings.env, tokenizer, context_length(starting_folder(settings, checkpoint)))
         )
     encoder = Encoder(tokenizer, settings.max_tokens)
-    samples, bad_rows = encode_all(env.demonstrations(), encoder, max_bad_share=settings.max_bad_share)
+    demonstrations, told = choose_demonstrations(env.demonstrations(), settings.env)
+    notes.append(told)
+    samples, bad_rows = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []
     bad_held_out = BadRows()
     if settings.eval.enabled:

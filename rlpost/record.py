@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlpost.text import counted
+
 # what a run says of itself in log.txt
 BEGAN = "the run began"
 FINISHED = "the run finished"
@@ -39,9 +41,9 @@ class Interval(NamedTuple):
             return f"{value} [{self.low:.1%}, {self.high:.1%}]"
         return f"{value} [{self.low:.3f}, {self.high:.3f}]"
 
-    def told(self, unit: str = "prompts", *, said: int | None = None) -> str:
+    def told(self, unit: str = "prompt", *, said: int | None = None) -> str:
         """With the number of prompts, unless it is the one that is `said` already."""
-        return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {self.prompts} {unit}")
+        return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {counted(self.prompts, unit)}")
 
     def as_dict(self) -> dict[str, float | None]:
         """Plain values, for JSON."""

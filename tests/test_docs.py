@@ -56,7 +56,7 @@ def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     follow("own-data.md")
     assert len(Path("shopping.jsonl").read_text().splitlines()) == 200
-    assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 3
+    assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 4
 
 
 @pytest.mark.usefixtures("nothing_stays_registered")

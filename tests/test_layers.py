@@ -52,7 +52,7 @@ DOORS = {
     "hydra": ["config/*.py"],
     "omegaconf": ["config/*.py"],
     "typer": ["cli/*.py"],
-    "pyarrow": ["runs/rollouts.py", "evaluation/saved.py", "data/datasets.py"],
+    "pyarrow": ["runs/rollouts.py", "evaluation/saved.py", "data/row_files.py"],
     "tensorboard": ["tracking/tensorboard.py"],
     "wandb": ["tracking/wandb.py"],
     "trackio": ["tracking/trackio.py"],

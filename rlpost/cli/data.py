@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlpost.cli.completion import complete_sft
+from rlpost.cli.completion import complete_eval, complete_sft
 from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr, takes_colour
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
+from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
@@ -28,7 +31,7 @@ Examples:
   rlpost data preview env=dataset env.path=mine.jsonl --row 17
 """
 
-app = App(help="Look at what a model would be trained on.")
+app = App(help="Look at rows before a model is trained on them.")
 
 
 @app.command("preview", epilog=PREVIEW_EXAMPLES, short_help="Show a demonstration and what of it is trained.")
@@ -61,6 +64,87 @@ def preview(
         return
     coloured = takes_colour(sys.stdout) and not plain
     print("\n".join(preview_lines(demonstrations, shown, encoder, settings.max_bad_share, coloured=coloured)))
+
+
+REPORT_EXAMPLES = """\b
+Examples:
+  rlpost data report mine.jsonl
+  rlpost data report data/gsm8k model=qwen --json
+"""
+
+
+@app.command("report", epilog=REPORT_EXAMPLES, short_help="Say what a file of rows holds.")
+def report(
+    path: Annotated[str, typer.Argument(metavar="FILE", help="File, folder or hub id, as env.path takes it.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what form rows have, how long they are, which are bad or repeated, and what train and test share.
+
+    Takes what rlpost train sft takes, and loads the tokenizer only.
+    """
+    from rlpost.catalog import TRAIN_SFT
+    from rlpost.config.compose import compose
+
+    settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
+    with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
+        from rlpost.envs.row_report import report_rows
+        from rlpost.model.load import load_tokenizer, locate_tokenizer
+        from rlpost.settings import DatasetSettings
+
+        assert isinstance(settings.env, DatasetSettings)
+        folder = locate_tokenizer(settings.model.path, settings.model.revision)
+        found = report_rows(settings.env, load_tokenizer(folder, settings.model))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print("\n".join(printable(line) for line in found.lines()))
+
+
+MEASURE_EXAMPLES = """\b
+Examples:
+  rlpost data measure env=gsm8k env.path=data/gsm8k model=qwen
+  rlpost train grpo env=gsm8k env.path=data/gsm8k model=qwen env.pass_rates=FILE env.min_pass_rate=0.1
+"""
+MEASURED_SAMPLES = 8
+
+
+@app.command("measure", epilog=MEASURE_EXAMPLES, short_help="Measure how often a model answers each prompt right.")
+def measure(
+    context: typer.Context,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES_HELP, autocompletion=complete_eval)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the rates go; pass_rates-MODEL.jsonl unless said.")
+    ] = None,
+) -> None:
+    """Answer every prompt of the split train several times and keep each one's pass rate, for env.pass_rates.
+
+    Takes what rlpost eval takes; eval.samples=8 and env.split=train unless said.
+    """
+    from rlpost.catalog import EVAL
+    from rlpost.cli.checks import compose_and_check
+    from rlpost.cli.plan import model_name
+
+    words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
+    composed = compose_and_check(EVAL, words, as_json=False)
+    file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
+    if file.exists():
+        raise ConfigError(f"{file} exists: give another --out, or remove it")
+    with StatusLine(f"loading {composed.settings.model.path}") as status:
+        from rlpost.assemble import evaluate_command
+        from rlpost.evaluation.pass_rates import rates_of, write_rates
+
+        played = evaluate_command(
+            composed.settings, partial(status.now, "measuring"), status.numbers, status.note
+        ).played
+    rates = rates_of(played)
+    write_rates(file, rates, {"command": ["rlpost", *context.obj], "overrides": composed.overrides})
+    between = sum(0 < each["pass_rate"] < 1 for each in rates)
+    never, always = (sum(each["pass_rate"] == share for each in rates) for share in (0, 1))
+    print(f"{counted(len(rates), 'prompt')}: {never:,} never right, {between:,} sometimes, {always:,} always")
+    print(f"written to {file}; train on those in between with env.pass_rates={file} env.min_pass_rate=0.1")
 
 
 def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Demonstration], Demonstration, Encoder]:

@@ -204,7 +204,7 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
         latest = after or before
         if latest is None:
             continue
-        unit = "rows" if key == LOSS else "prompts"
+        unit = "row" if key == LOSS else "prompt"
         prompts = prompts if key == LOSS else prompts or latest.prompts
         shown = [found and found.told(unit, said=prompts) for found in (before, after)]
         lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")

@@ -179,8 +179,8 @@ class ChatMask:
             if name not in answer:
                 raise MaskError(
                     Fault.template,
-                    f"{self.template} leaves out the call of {name} in message {number + 1}: take a model whose "
-                    "template writes tool calls, or write the call as the message's content",
+                    f"{self.template} leaves out the call of {name} in message {number + 1}: add "
+                    "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as content",
                 )
         return range(places[0], last + 1)
 

@@ -36,7 +36,8 @@ class Complaints:
         """Count the row `number` of a file as bad."""
         if len(self.first) < SHOWN:
             self.first.append((f"{file}, row {number}", complaint))
-        self._kinds[_OWN_TO_A_ROW.sub("..", told(complaint)).removeprefix(", ").strip()] += 1
+        field, wrong = complaint
+        self._kinds[told((field, _OWN_TO_A_ROW.sub("..", wrong))).lstrip(", ")] += 1
 
     @property
     def count(self) -> int:
@@ -48,6 +49,8 @@ class Complaints:
         rows = [f"{where}{told(complaint)}" for where, complaint in self.first]
         if self.count == 1:
             return DataError(rows[0])
+        if len(self._kinds) == 1 and self.count == self.rows:
+            return DataError(f"{rows[0]} (and so are all {self.rows:,} rows)")
         heading = f"{self.source}: {self.count:,} of {self.rows:,} rows are bad: correct or remove them"
         return DataError("\n".join([heading, *listing(rows, self._kinds)]))
 

@@ -15,13 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.data.complaints import Complaint, Complaints, text_complaint, told
 from rlpost.data.row_files import READERS, Unreadable
-from rlpost.data.row_store import Digests, PackedRows, Row, Rows, digests_of
+from rlpost.data.row_store import PackedRows, Row, Rows, digests_of
 from rlpost.errors import DataError
 from rlpost.home import expanded, paths_in
+
+if TYPE_CHECKING:
+    from rlpost.data.row_store import Digests
 
 PROBE_SECONDS = 10  # longest wait for the hub's first answer
 TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # of the split test, the first that there is
@@ -179,6 +182,12 @@ class _Reading:
     def _rank(self, row: Row) -> float:
         prompt = self.prompt(row) if self.prompt else row[self.required[0]] if self.required else ""
         return _rank(prompt)
+
+
+def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | None:
+    """The first row of a split that is an object; None where there is none."""
+    rows = (row for source in _sources(dataset, split, config, None) for _, row in source.numbered)
+    return next((dict(row) for row in rows if isinstance(row, Mapping)), None)
 
 
 def examined(

@@ -10,16 +10,18 @@ import tempfile
 from abc import abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, overload
 
 from rlpost.data.row_files import MOST_ROW_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
 
 Row = dict[str, Any]
-Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Rows(Sequence[Row]):
@@ -97,11 +99,15 @@ class PackedRows(Rows):
     @property
     def digests(self) -> Digests:
         """One number a row, equal for equal rows."""
+        import numpy as np
+
         return np.frombuffer(self._digests, np.uint64) if self._digests else np.empty(0, np.uint64)
 
 
 def digests_of(rows: Sequence[Any]) -> Digests:
     """One number a row: of its content where the rows are a list of what JSON can write, else its place."""
+    import numpy as np
+
     if isinstance(rows, list):
         try:
             written = [json.dumps(row, sort_keys=True).encode() for row in rows]
@@ -117,7 +123,7 @@ def _as_text(value: Any) -> Any:
         return base64.b64encode(value).decode()
     if hasattr(value, "isoformat"):
         return value.isoformat()
-    if isinstance(value, np.generic | np.ndarray):
+    if hasattr(value, "tolist"):  # numpy's
         return value.tolist()
     return str(value)
 

@@ -59,7 +59,7 @@ def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, 
         return None
     told = f"{len(long):,} of {counted(len(rows), 'prompt')} of the split {env.split} have more tokens than {reason}"
     if policy is LongPrompts.skip:
-        env.drop_rows(list(long))
+        env.drop_rows(list(long), told)
         return f"{told}: left out"
     first = [f"  {env.where(number)}: {length:,} tokens" for number, length in list(long.items())[:SHOWN]]
     more = [f"  and {len(long) - SHOWN:,} more"] if len(long) > SHOWN else []

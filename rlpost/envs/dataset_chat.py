@@ -11,7 +11,8 @@ from rlpost.data.complaints import Complaint
 from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Malformed, is_path, located_rows
 from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
-from rlpost.envs.rows import OrderedRows, order_seed
+from rlpost.envs.ordered_rows import OrderedRows
+from rlpost.envs.rows import order_seed
 from rlpost.envs.transforms.dataloading import DataLoadingPrimer
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings
@@ -19,6 +20,8 @@ from rlpost.settings import EnvSettings
 if TYPE_CHECKING:
     from rlpost.data.conversation import Conversation
     from rlpost.data.demonstrations import Demonstration
+
+CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
 
 
 class DatasetChatEnv(ChatEnv):
@@ -81,7 +84,7 @@ class DatasetChatEnv(ChatEnv):
     @classmethod
     def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
         """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
-        common = {*(field.name for field in fields(EnvSettings)), "long_prompts"}  # the tokenizer is needed for it
+        common = {*(field.name for field in fields(EnvSettings)), *CHOOSING}  # of the rows that are read
         own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
         return {"dataset" if name == "path" else name: value for name, value in own.items()}
 
@@ -142,12 +145,12 @@ class DatasetChatEnv(ChatEnv):
         """All that decides how a row is read, in words."""
         return self.data_key
 
-    def drop_rows(self, numbers: Sequence[int]) -> None:
-        """Draw no more of these rows of the split, numbered from 0. Raises DataError where none is left."""
+    def drop_rows(self, numbers: Sequence[int], why: str) -> None:
+        """Draw no more of these rows of the split, numbered from 0. Raises DataError, saying `why`, if none is left."""
         rows, gone = self._rows.rows, set(numbers)
         kept = [number for number in range(len(rows)) if number not in gone]
         if not kept:
-            raise DataError(f"none of {len(rows)} prompts is left: raise env.max_prompt_tokens")
+            raise DataError(f"{why}: none is left")
         self._rows.rows = rows.only(kept) if isinstance(rows, LocatedRows) else [rows[number] for number in kept]
         self._rows = self.open_rows(self.seed)
         self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)

@@ -7,7 +7,7 @@ from itertools import islice
 
 from rlpost.data.complaints import Complaint, Complaints
 from rlpost.data.datasets import examined, local_sources
-from rlpost.data.row_store import Row
+from rlpost.data.row_store import PackedRows, Row
 from rlpost.errors import DataError
 from rlpost.home import paths_in
 from rlpost.settings import EnvSettings
@@ -51,10 +51,12 @@ def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_sh
     for source in sources:
         divided = source.shared and getattr(settings, "test_path", None) is None
         limit = settings.limit if split == settings.split and not divided else None
-        complaints = Complaints(source.name)
+        complaints, kept = Complaints(source.name), PackedRows()
         for number, row, complaint in examined(
             islice(source.numbered, min(limit or MOST_ROWS, MOST_ROWS)), complaints, check=check
         ):
+            if complaint is None and (wrong := kept.add(row)):
+                complaint = "", wrong
             if complaint is not None:
                 complaints.add(source.name, number, complaint)
             else:

@@ -108,6 +108,7 @@ class PromptRows:
         self.of_messages: bool | None = None  # None: no row has been seen
         self.answer_column = settings.answer_column or ANSWER_COLUMNS[0]
         self.key = self.column  # under which a prepared row has its prompt
+        self.answered = False  # whether the first row has an answer
         self.built_in = [name for name in BUILT_IN if name in (*settings.reward, settings.accuracy)]
 
     def complaint(self, row: Row) -> Complaint | None:
@@ -164,6 +165,7 @@ class PromptRows:
         self.key = PROMPT_COLUMNS[0] if alpaca else self.column
         if settings.answer_column is None:
             self.answer_column = next((n for n in ANSWER_COLUMNS if n in first_row), ANSWER_COLUMNS[0])
+        self.answered = self.answer_column in first_row
 
     def _answer_complaint(self, row: Row) -> Complaint | None:
         """Built-in rewards need an answer in each row; a column that was named has to be there."""
@@ -216,6 +218,16 @@ class DemonstrationRows:
         if settings.system_prompt is not None and told.text is not None:
             raise ConfigError("env.system_prompt is for conversations, and the rows show plain text: leave it out")
         return told
+
+    @property
+    def form(self) -> str:
+        """The columns that the rows keep what they show in, in words, once one has been looked at."""
+        told = self._format
+        if told is None:
+            return "of no row"
+        if (told.prompt, told.completion) == ALPACA_COLUMNS[::2]:
+            return f"Alpaca ({', '.join(ALPACA_COLUMNS)})"
+        return f"messages in {told.chat}" if told.chat else told.text or f"{told.prompt} and {told.completion}"
 
     def demonstration(self, where: str, row: Row) -> Demonstration:
         """What a row shows, without `system_prompt`. Raises FormatError where it is malformed."""

@@ -50,7 +50,7 @@ def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
         measured["deciding"] = f"{DECIDING}reward"
     found = {name: interval(metrics, key) for name, key in measured.items()}
     told = {
-        name: f"{name} {each.told('rows' if name == 'loss' else 'prompts', said=count)}"
+        name: f"{name} {each.told('row' if name == 'loss' else 'prompt', said=count)}"
         for name, each in found.items()
         if each is not None
     }

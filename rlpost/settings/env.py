@@ -62,8 +62,24 @@ class RowsSettings(EnvSettings):
     path: str = MISSING  # folder, file or hub id; several: [a.jsonl,b.jsonl]
     held_out: float = limited(0.1, 0.0, 1.0)  # share of the rows kept for test where no file of its own holds it
     long_prompts: LongPrompts = LongPrompts.error  # rows with longer ones, found before training begins
+    pass_rates: str | None = None  # of rlpost data measure: how often a model answers each prompt right
+    min_pass_rate: float = limited(0.0, 0.0, 1.0)  # of the prompts that are trained on
+    max_pass_rate: float = limited(1.0, 0.0, 1.0)  # of the prompts that are trained on
     shuffle: bool = True  # false: rows in the order of the file
     seed: int = 0  # of the order in which rows are drawn
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pass_rates is None and (self.min_pass_rate > 0 or self.max_pass_rate < 1):
+            raise ConfigError(
+                "env.min_pass_rate and env.max_pass_rate choose by rates that were measured: name their file with "
+                "env.pass_rates, as rlpost data measure writes one"
+            )
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ConfigError(
+                f"env.min_pass_rate={self.min_pass_rate:g} is above env.max_pass_rate={self.max_pass_rate:g}: no "
+                "prompt would be left"
+            )
 
 
 @dataclass

@@ -110,7 +110,7 @@ def say_before_and_after(run: Run, progress: Progress, measures: Mapping[str, st
     run.screen.line("")
     run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
     for label, figures in rows.items():
-        unit = "rows" if measures[label] == LOSS else "prompts"
+        unit = "row" if measures[label] == LOSS else "prompt"
         told = [figure.told(unit, said=said) for figure in figures if figure]
         run.screen.line(f"  {label:<18}{'  ->  '.join(told)}", "bold")
 

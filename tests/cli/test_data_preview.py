@@ -79,7 +79,9 @@ def test_the_same_is_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "--row", "9", code=2) == "error: --row 9: there are 3 rows\n"
+    assert told(capsys, "--row", "9", code=2) == (
+        "error: --row 9: the split train has no such row; it may be held out: add env.split=test\n"
+    )
     assert "did you mean max_tokens?" in told(capsys, "max_token=3", code=2)
     assert "rows.jsonl, row 1, field 'prompt': missing" in told(capsys, "env.completion_column=completion", code=3)
 

@@ -87,19 +87,19 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "plugin that is missing": ("train grpo plugin=./nope.py", 2, "nope.py"),
     "empty dataset": (f"{OWN} env.path=empty.jsonl env.reward=number", 3, "empty.jsonl holds no rows"),
     "a row without its answer": (f"{OWN} env.path=no-answer.jsonl env.reward=number", 3, "no-answer.jsonl, row 2"),
-    "broken JSON in line 7": (f"{OWN} env.path=line7.jsonl env.reward=number", 3, "line7.jsonl, line 7 is not JSON"),
+    "broken JSON in line 7": (f"{OWN} env.path=line7.jsonl env.reward=number", 3, "line7.jsonl, row 7 is not JSON"),
     "a directory for a file": (f"{OWN} env.path=folder env.reward=number", 3, "env.path=folder has no train.jsonl"),
     "wrong column": (f"{OWN} env.path=rows.jsonl env.reward=number env.prompt_column=promt", 3, "did you mean prompt?"),
     "rows in UTF-16": (
         "train grpo env=gsm8k env.path=utf16.jsonl",
         3,
-        "utf16.jsonl, line 1 is not UTF-8 (byte 0), but l",
+        "utf16.jsonl, row 1 is not UTF-8 (byte 0), but l",
     ),
     "rows in UTF-16 without its mark": ("train sft env=gsm8k env.path=plain16.jsonl", 3, "but likely UTF-16: save the"),
     "rows in Latin-1": (
         f"{OWN} env.path=latin1.csv env.reward=number",
         3,
-        "latin1.csv, line 3 is not UTF-8 (byte 26), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
+        "latin1.csv, row 3 is not UTF-8 (byte 3), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
     ),
     "a model for rows": ("train grpo env=gsm8k env.path=pickled", 3, "it is a model, for model=pickled"),
     "a run for rows": ("train sft env=gsm8k env.path=runs/taken", 3, "it is a run, for model=runs/taken"),
@@ -124,7 +124,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "rows of another environment in an evaluation": (
         "eval model=tiny env=gsm8k env.path=rows.jsonl",
         3,
-        "rows.jsonl, row 1, field 'question': missing; the row has prompt, answer\n",
+        "rows.jsonl, row 1, field 'question': missing; the row has prompt, answer (and so are all 20 rows)\n",
     ),
     "rows of another environment in Parquet": (
         "train grpo env=math env.path=rows.parquet",

@@ -70,7 +70,7 @@ def test_jobs_run_one_after_the_other_and_end_in_a_table(
     assert commands[1][2:] == words
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[-6:-2]] == [
-        ["seed", "reward", "accuracy", "before", "accuracy", "after", "seconds", "exit"],
+        ["seed", "reward", "held-out", "before", "held-out", "after", "seconds", "exit"],
         ["0", "0.00", "-", "0.0%", "[0.0%,", "100.0%]", lines[-5].split()[-2], "0"],
         ["1", "0.25", "-", "25.0%", "[0.0%,", "100.0%]", lines[-4].split()[-2], "0"],
         ["2", "0.50", "-", "50.0%", "[0.0%,", "100.0%]", lines[-3].split()[-2], "0"],

@@ -25,7 +25,7 @@ class Outer(Inner):
 def test_docs_are_the_comments_of_a_class_and_its_bases() -> None:
     assert docs_of(Inner) == {"size": "of the thing"}
     assert docs_of(Outer) == {"size": "of the bigger thing"}
-    assert docs_of(GSM8KSettings)["split"] == "train or test"
+    assert docs_of(GSM8KSettings)["split"] == "train, test, or another that the rows have"
 
 
 def test_types_are_said_in_words() -> None:
@@ -40,7 +40,16 @@ def test_types_are_said_in_words() -> None:
 def test_a_chosen_class_adds_its_keys() -> None:
     plain = {key.name for key in keys_of(GRPOSettings)}
     chosen = {key.name: key for key in keys_of(GRPOSettings, chosen={"env": GSM8KSettings})}
-    assert set(chosen) - plain == {"env.path", "env.held_out", "env.shuffle", "env.seed"}
+    assert set(chosen) - plain == {
+        "env.path",
+        "env.held_out",
+        "env.long_prompts",
+        "env.pass_rates",
+        "env.min_pass_rate",
+        "env.max_pass_rate",
+        "env.shuffle",
+        "env.seed",
+    }
     assert chosen["env.max_prompt_tokens"].default == 2048
 
 

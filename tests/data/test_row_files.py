@@ -202,7 +202,7 @@ def test_all_bad_rows_are_told_the_first_twenty_by_place_and_all_by_kind(tmp_pat
     ]
     assert told[21:] == [
         "  and 3 more",
-        "  12 x field ..: is empty",
+        "  12 x field 'answer': is empty",
         "  11 x is not JSON (Expecting .. delimiter, character ..)",
     ]
 

@@ -68,7 +68,10 @@ def test_what_the_context_has_no_room_for_is_too_long(tmp_path: Path) -> None:
 
 def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
     env, settings = opened(tmp_path, [LONG], long_prompts=LongPrompts.skip)
-    with pytest.raises(DataError, match=r"none of 1 prompts is left: raise env.max_prompt_tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 1 prompt of the split train have more tokens than env.max_prompt_tokens=1024: none is left",
+    ):
         look_at_lengths(env, settings, tiny_tokenizer(), None)
 
 

@@ -1,0 +1,131 @@
+"""How often a model answers each prompt right: measured once, kept in a file, and read to choose what is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlpost.data.conversation import Conversation, Message
+from rlpost.data.demonstrations import Demonstration
+from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.errors import DataError
+from rlpost.files import replaced
+from rlpost.home import expanded
+from rlpost.settings import EnvSettings
+from rlpost.text import counted
+
+
+def prompt_digest(messages: Sequence[Message]) -> str:
+    """A name for a prompt: of the role and content of each message before the model's first."""
+    asked = [[message["role"], message["content"]] for message in messages]
+    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=12).hexdigest()
+
+
+def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
+    """One object a prompt: `prompt` (its digest), `where`, `pass_rate`, `samples`.
+
+    The rate is the mean lenient accuracy of its completions, those of one prompt being beside each other; without
+    an accuracy their mean reward. Completions whose reward failed are left out, and so is a prompt that has no other.
+    """
+    rates = []
+    for _, each in groupby(played, key=lambda c: c.group_id):
+        scored = [c for c in each if c.valid]
+        marks = [c.reward or 0.0 if c.accuracy_lenient is None else c.accuracy_lenient for c in scored]
+        if scored:
+            first = scored[0]
+            rate = {"prompt": prompt_digest(asked_of(first.messages)), "where": first.where, "pass_rate": fmean(marks)}
+            rates.append(rate | {"samples": len(marks)})
+    return rates
+
+
+def write_rates(file: Path, rates: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> None:
+    """Write `rates`, one JSON object a line, below one that says how they were `measured`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(file) as making:
+        making.write_text("".join(json.dumps(each) + "\n" for each in [{"measured": measured}, *rates]))
+
+
+def read_rates(path: str) -> dict[str, float]:
+    """The pass rate of each prompt's digest. Raises DataError for what `rlpost data measure` did not write."""
+    advice = "give a file that rlpost data measure has written"
+    try:
+        lines = [json.loads(line) for line in expanded(path).read_text(encoding="utf-8").splitlines()]
+        return {each["prompt"]: float(each["pass_rate"]) for each in lines if "measured" not in each}
+    except OSError as error:
+        raise DataError(f"env.pass_rates={path} cannot be read ({error.strerror}): {advice}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"env.pass_rates={path} holds no pass rates ({error}): {advice}") from error
+
+
+@dataclass(frozen=True)
+class RateFilter:
+    """Which prompts are kept by their measured rates, as `env.pass_rates` and its bounds say."""
+
+    path: str
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, settings: EnvSettings) -> RateFilter | None:
+        """What `settings` ask for; None where they name no rates."""
+        found = [getattr(settings, name, None) for name in ("pass_rates", "min_pass_rate", "max_pass_rate")]
+        path, low, high = found
+        return None if path is None or low is None or high is None else cls(path, low, high)
+
+    def left_out(self, prompts: Iterable[tuple[str, Sequence[Message]]]) -> tuple[list[int], str]:
+        """The numbers of the `prompts`, each with its place, that are not kept; and what to say of those that are.
+
+        Raises DataError for prompts that were not measured.
+        """
+        rates = read_rates(self.path)
+        found = [(where, rates.get(prompt_digest(messages))) for where, messages in prompts]
+        if missing := [where for where, rate in found if rate is None]:
+            raise DataError(
+                f"env.pass_rates={self.path} has no rate for {len(missing):,} of {counted(len(found), 'prompt')}, such "
+                f"as {missing[0]}: measure again with rlpost data measure and the same env settings"
+            )
+        out = [n for n, (_, rate) in enumerate(found) if rate is not None and not self.low <= rate <= self.high]
+        kept, of = len(found) - len(out), counted(len(found), "prompt")
+        return out, f"{kept:,} of {of} have pass rates in [{self.low:g}, {self.high:g}]"
+
+
+def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | None:
+    """Keep the prompts of `env` that `settings` ask for by their measured rates.
+
+    Returns what to say of that; None where no rates are given. Raises DataError for prompts that were not measured,
+    and where none is kept.
+    """
+    wanted = RateFilter.of(settings)
+    if wanted is None:
+        return None
+    out, told = wanted.left_out((env.where(n), env.opening_messages(row)) for n, row in enumerate(env.rows))
+    if out:
+        env.drop_rows(out, told)
+    return told
+
+
+def choose_demonstrations(
+    demonstrations: Iterable[Demonstration], settings: EnvSettings
+) -> tuple[Iterable[Demonstration], str | None]:
+    """The same of demonstrations; malformed ones are kept, to be counted. Raises DataError for those of plain text."""
+    wanted = RateFilter.of(settings)
+    if wanted is None:
+        return demonstrations, None
+    every = list(demonstrations)
+    whole = [each for each in every if not each.wrong]
+    if text := next((each for each in whole if each.messages is None), None):
+        raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
+    out, told = wanted.left_out((each.where, asked_of(each.messages or [])) for each in whole)
+    gone = {id(whole[number]) for number in out}
+    return [each for each in every if id(each) not in gone], told
+
+
+def asked_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages before the assistant's first."""
+    return messages[: next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))]

@@ -1,0 +1,92 @@
+"""`rlpost data report`: what a file of rows holds, in the forms in which users have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.cli.main import run
+from rlpost.config.compose import compose
+from rlpost.envs.build import build_env
+
+
+def reported(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(["data", "report", *words, "model=tiny", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_alpaca_is_known_by_its_columns_in_every_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"instruction": f"Add {n}.", "input": "to 1" if n % 2 else "", "output": str(n + 1)} for n in range(40)]
+    Path("alpaca.json").write_text(json.dumps(rows))
+    found = reported(capsys, "alpaca.json")
+    assert found["form"] == "demonstrations, Alpaca (instruction, input, output): for rlpost train sft"
+    assert sum(split["rows"] for split in found["splits"].values()) == 40
+    settings = compose(TRAIN_GRPO, ["env=dataset", "env.path=alpaca.json", "env.reward=number"]).settings
+    env = build_env(settings.env, num_prompts=40, group_size=1, seed=0)
+    asked = {c.query: c.task for c in env.draw(40)}
+    assert asked["Add 3.\n\nto 1"]["output"] == "4"
+    assert "Add 2." in asked
+    env.close()
+
+
+def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {"conversations": [{"role": "human", "content": "Hey"}, {"role": "gpt", "content": "Ho"}]},
+    ]
+    lines = [*map(json.dumps, chats), '{"conversations": [', json.dumps({"conversations": []})]
+    Path("chats.jsonl").write_text("\n".join(lines))
+    found = reported(capsys, "chats.jsonl", "env.held_out=0")
+    assert found["form"] == "demonstrations, messages in conversations: for rlpost train sft"
+    assert found["splits"]["train"]["rows"] == 2
+    assert found["bad"] == {
+        "rows": 4,
+        "bad": 2,
+        "first": [
+            {"row": "chats.jsonl, row 3", "reason": "is not JSON (Expecting value, character 20)"},
+            {"row": "chats.jsonl, row 4", "reason": "field 'conversations': has no messages"},
+        ],
+    }
+    words = ["env=dataset", "env.path=chats.jsonl", "env.reward=contains", "env.limit=2", "env.held_out=0"]
+    Path("chats.jsonl").write_text("\n".join(json.dumps(chat | {"answer": "Ho"}) for chat in chats))
+    env = build_env(compose(TRAIN_GRPO, words).settings.env, num_prompts=2, group_size=1, seed=0)
+    assert {c.query for c in env.draw(2)} == {"Hi", "Hey"}
+    env.close()
+
+
+def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows").mkdir()
+    train = [{"prompt": prompt, "answer": "1"} for prompt in ("a", "b", "a", "c")]
+    Path("rows/train.jsonl").write_text("\n".join(map(json.dumps, train)))
+    Path("rows/test.csv").write_text("prompt;answer\nb;1\nd;2\n")
+    found = reported(capsys, "rows")
+    assert found["form"] == "prompts in prompt, answers in answer: for rlpost train grpo"
+    assert found["shared"] == 1
+    assert found["splits"]["train"]["repeated"] == 1
+    assert found["splits"]["train"]["examples"] == ["rows/train.jsonl, row 3 is that of rows/train.jsonl, row 1"]
+    # <|im_start|>user\n, one letter, <|im_end|>\n: 6 + 1 + 2 tokens of one byte each or special
+    assert found["splits"]["test"]["lengths"] == {"median": 9, "95% up to": 9, "longest": 9}
+
+
+def test_what_the_template_refuses_is_told_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    Path("tools.jsonl").write_text(
+        json.dumps({"messages": [*chat, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]})
+    )
+    assert run(["data", "report", "tools.jsonl", "model=tiny", "env.held_out=0"]) == 0
+    assert (
+        "leaves out the call of add in message 2: add model.chat_template=qwen, take a model" in capsys.readouterr().out
+    )
+    assert run(["data", "report", "tools.jsonl", "model=tiny", "model.chat_template=qwen", "env.held_out=0"]) == 0
+    assert "leaves out" not in capsys.readouterr().out

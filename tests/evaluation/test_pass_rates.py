@@ -1,0 +1,124 @@
+"""How often a model answers each prompt right: measured, kept, and used to choose what is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.cli.main import run
+from rlpost.data.demonstrations import Demonstration
+from rlpost.envs.dataset import DatasetEnv
+from rlpost.errors import ConfigError, DataError
+from rlpost.evaluation.pass_rates import (
+    choose_by_pass_rate,
+    choose_demonstrations,
+    prompt_digest,
+    rates_of,
+    read_rates,
+    write_rates,
+)
+from rlpost.settings import DatasetSettings
+
+ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(4)]
+MEASURE = "data measure env=dataset env.path=rows.jsonl env.reward=number model=tiny policy=scripted env.held_out=0"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return tmp_path
+
+
+def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
+    made = DatasetSettings(path="rows.jsonl", reward=["number"], held_out=0.0, **settings)
+    env = DatasetEnv(made)
+    env.start()
+    return env, made
+
+
+def test_rates_are_measured_kept_and_choose_what_is_trained_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # the scripted policy says 0, 1, 0, 1, ... so that the prompts 0 and 1 are right half of the time
+    assert run([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]) == 0
+    told = capsys.readouterr().out
+    assert "4 prompts: 2 never right, 2 sometimes, 0 always" in told
+    assert "env.pass_rates=rates.jsonl" in told
+    rates = read_rates("rates.jsonl")
+    asked = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
+    assert [rates[prompt_digest(messages)] for messages in asked] == [0.5, 0.5, 0.0, 0.0]
+    env, settings = started(pass_rates="rates.jsonl", min_pass_rate=0.1)
+    assert choose_by_pass_rate(env, settings) == "2 of 4 prompts have pass rates in [0.1, 1]"
+    assert {c.query for c in env.draw(6)} == {"Say 0.", "Say 1."}
+    words = "train grpo env=dataset env.path=rows.jsonl env.reward=number env.held_out=0 eval.enabled=false model=tiny"
+    more = "policy=scripted steps=1 prompts_per_step=1 group_size=2 env.pass_rates=rates.jsonl env.max_pass_rate=0.4"
+    assert run([*words.split(), *more.split(), "--out", "run"]) == 0
+    assert "2 of 4 prompts have pass rates in [0, 0.4]" in capsys.readouterr().out
+
+
+def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> None:
+    env, settings = started(pass_rates="rates.jsonl", max_pass_rate=0.5)
+    rates = [{"prompt": prompt_digest(env.opening_messages(row)), "pass_rate": n / 4} for n, row in enumerate(ROWS)]
+    write_rates(Path("rates.jsonl"), rates, {})
+    shown = [
+        Demonstration(f"row {n}", [*env.opening_messages(row), {"role": "assistant", "content": "x"}])
+        for n, row in enumerate(ROWS)
+    ]
+    kept, told = choose_demonstrations([*shown, Demonstration("row 9", wrong="is no JSON")], settings)
+    assert [each.where for each in kept] == ["row 0", "row 1", "row 2", "row 9"]
+    assert told == "3 of 4 prompts have pass rates in [0, 0.5]"
+    with pytest.raises(DataError, match=r"chooses by prompts, and row 0 is plain text: leave it out"):
+        choose_demonstrations([Demonstration("row 0", text="once")], settings)
+
+
+def test_rates_already_measured_are_not_written_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rates.jsonl").write_text("")
+    assert run([*MEASURE.split(), "--out", "rates.jsonl"]) == 2
+    assert "rates.jsonl exists: give another --out, or remove it" in capsys.readouterr().err
+
+
+def test_prompts_that_were_not_measured_are_named(here: Path) -> None:
+    env, settings = started(pass_rates="rates.jsonl")
+    env.draw(1)
+    played = env.draw(1)
+    for conversation in played:
+        conversation.messages.append({"role": "assistant", "content": "0"})
+        conversation.reward = 1.0
+    write_rates(Path("rates.jsonl"), rates_of(played), {})
+    with pytest.raises(DataError, match=r"has no rate for 3 of 4 prompts, such as rows.jsonl, row \d: measure again"):
+        choose_by_pass_rate(env, settings)
+
+
+def test_a_failed_reward_is_in_no_rate(here: Path) -> None:
+    env, _ = started()
+    [one] = env.draw(1)
+    one.messages.append({"role": "assistant", "content": "0"})
+    right, failed = one.copy(), one.copy()
+    right.reward, failed.reward, failed.valid = 1.0, 0.0, False
+    [rate] = rates_of([right, failed])
+    assert (rate["pass_rate"], rate["samples"], rate["where"]) == (1.0, 1, one.where)
+    assert rates_of([failed]) == []
+
+
+def test_what_is_no_file_of_rates_says_so(here: Path) -> None:
+    with pytest.raises(DataError, match=r"env.pass_rates=rows.jsonl holds no pass rates \('prompt'|'pass_rate'\)"):
+        read_rates("rows.jsonl")
+    with pytest.raises(DataError, match=r"env.pass_rates=nope cannot be read"):
+        read_rates("nope")
+
+
+def test_bounds_without_rates_and_bounds_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"name their file with env.pass_rates"):
+        DatasetSettings(path="x", reward=["number"], min_pass_rate=0.1)
+    with pytest.raises(ConfigError, match=r"no prompt would be left"):
+        DatasetSettings(path="x", reward=["number"], pass_rates="r", min_pass_rate=0.9, max_pass_rate=0.1)
+
+
+def test_no_prompt_within_the_bounds_is_an_error(here: Path) -> None:
+    env, settings = started(pass_rates="rates.jsonl", min_pass_rate=0.5)
+    every = [{"prompt": prompt_digest(env.opening_messages(row)), "pass_rate": 0.25} for row in ROWS]
+    write_rates(Path("rates.jsonl"), every, {})
+    with pytest.raises(DataError, match=r"0 of 4 prompts have pass rates in \[0.5, 1\]: none is left"):
+        choose_by_pass_rate(env, settings)
