@@ -83,7 +83,12 @@ def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> 
         "error: --row 9: the split train has no such row; it may be held out: add env.split=test\n"
     )
     assert "did you mean max_tokens?" in told(capsys, "max_token=3", code=2)
-    assert "rows.jsonl, row 1, field 'prompt': missing" in told(capsys, "env.completion_column=completion", code=3)
+
+
+def test_malformed_rows_are_shown_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    said = " ".join(told(capsys, "env.completion_column=completion").split())
+    assert "malformed: 3 of 3 rows" in said
+    assert "rows.jsonl, row 1: field 'prompt': missing" in said
 
 
 def test_in_colours_what_is_trained_is_green_and_the_rest_dim(tiny_tokenizer: Any) -> None:
