@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.catalog import CHOICES, COMMANDS, Command, S
+from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
@@ -32,8 +32,13 @@ from rlpost.config.paths import (
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import classes_of, conf_file, options, schema_name, search_folders
-from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings
+from rlpost.config.sources import Source, named_apart, widened
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
+from rlpost.settings.mix import SourceText
+from rlpost.settings.tools import check_turns
+
+_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as they were composed last
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
     _check_paths(settings)
+    _check_envs(settings)
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
@@ -112,7 +118,46 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
             value = _set(config, keys, override, command, choices)
             texts.append(f"{override.key}={as_text(value)}")
     check_code(keys.values(), config, overrides)
+    if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
+        given = {override.key: override for override in overrides}
+        sources = _sources(
+            command, list(config.env.sources), given.get("env.sources", Override("", "", "conf/")).source
+        )
+        config.env = OmegaConf.merge(config.env, widened(sources, config.env, given))
     return Merged(command, config, choices, list(keys.values()), texts, overrides)
+
+
+def sources_of(settings: MixSettings) -> list[Source]:
+    """The sources of a mix as environments of their own, with the split and within the limits of the mix.
+
+    Raises ConfigError for one that cannot be read, in the words for `env=NAME`.
+    """
+    found = _composed_sources.get(tuple(settings.sources)) or _sources(None, settings.sources)
+    return [source.within(settings) for source in found]
+
+
+def environments_of(env: EnvSettings) -> list[EnvSettings]:
+    """The settings of a mix's sources; of any other environment its own."""
+    return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
+
+
+def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
+    """What `env.sources` names for `command` (None: any), given at `origin` (empty: on the command line)."""
+    found: list[Source] = []
+    for text in texts:
+        said = SourceText.of(text)
+        words = [Override("env", said.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
+        try:
+            if said.env == "mix":
+                raise ConfigError("a mix is no source of another: name its sources here")
+            taking = command or TRAIN_SFT  # which takes all that any does
+            merged = merge_all(taking, kept=words)
+            found.append(Source("", said.weight, text, _to_settings(taking, merged.config).env))
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{text}": {error}') from None
+    found = _composed_sources[tuple(texts)] = named_apart(found, weighted=command is not TRAIN_SFT)
+    return found
 
 
 def _expand(command: Command[Any], given: list[Override], kept: Sequence[Override]) -> list[Override]:
@@ -279,14 +324,40 @@ def _check_paths(settings: Any) -> None:
         check_model_folder(folder)
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
         resolve_adapter_path(lora.path)
+
+
+def _check_envs(settings: Any) -> None:
+    """Raise what is wrong with the rows of the environment, or with a source of a mix among the other settings."""
+    if not isinstance(settings.env, MixSettings):
+        _check_rows(settings.env)
+        return
+    for source in sources_of(settings.env):
+        try:
+            _check_rows(source.settings)
+            check_turns(source.settings, getattr(settings, "tools", ToolsSettings()))
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{source.text}": {error}') from None
+        overlong = getattr(settings, "overlong", None)
+        if (
+            overlong
+            and overlong.penalty_tokens
+            and (source.settings.max_completion_tokens < settings.env.max_completion_tokens)
+        ):
+            raise ConfigError(
+                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
+                "each the same max_completion_tokens, or leave it out"
+            )
+
+
+def _check_rows(env: EnvSettings) -> None:
     for key in ("path", "test_path"):
-        if isinstance(data := getattr(settings.env, key, None), str):
+        if isinstance(data := getattr(env, key, None), str):
             check_data_path(data, f"env.{key}")
-    if isinstance(settings.env, DatasetSettings):
-        for reward in settings.env.reward:
+    if isinstance(env, DatasetSettings):
+        for reward in env.reward:
             check_reward(reward, "env.reward")
-        if settings.env.accuracy is not None:
-            check_reward(settings.env.accuracy, "env.accuracy")
+        if env.accuracy is not None:
+            check_reward(env.accuracy, "env.accuracy")
 
 
 def _at(override: Override, message: str) -> ConfigError:
