@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
-from rlpost.errors import ConfigError
-from rlpost.settings import EnvSettings, MixSettings
+from rlpost.config.paths import check_data_path, check_reward
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
 from rlpost.settings.mix import SourceText
+from rlpost.settings.tools import check_turns
 
 LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
 
@@ -70,3 +72,36 @@ def widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict
     defaults = {field.name: field.default for field in fields(MixSettings)}
     unsaid = [key for key in LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
     return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
+
+
+def check_environment(settings: Any, sources: Sequence[Source]) -> None:
+    """Raise what is wrong with the environment among the other settings, or with one of its `sources` if it is a mix.
+
+    That is ConfigError, and DataError for a local path that is missing.
+    """
+    if not sources:
+        _check_rows(settings.env)
+    overlong = getattr(settings, "overlong", None)
+    for source in sources:
+        own = source.settings
+        try:
+            _check_rows(own)
+            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{source.text}": {error}') from None
+        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
+            raise ConfigError(
+                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
+                "each the same max_completion_tokens, or leave it out"
+            )
+
+
+def _check_rows(env: EnvSettings) -> None:
+    for key in ("path", "test_path"):
+        if isinstance(data := getattr(env, key, None), str):
+            check_data_path(data, f"env.{key}")
+    if isinstance(env, DatasetSettings):
+        for reward in env.reward:
+            check_reward(reward, "env.reward")
+        if env.accuracy is not None:
+            check_reward(env.accuracy, "env.accuracy")

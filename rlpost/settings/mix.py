@@ -69,7 +69,9 @@ def _said(text: str) -> str:
 
 def runs_code(sources: Any) -> bool:
     """Whether a setting of one of `sources` makes something run, asked as it is for the same setting of `env=NAME`."""
-    return sources != MISSING and any(_runs_code(text) for text in (sources or ()))
+    if isinstance(sources, str):  # nothing yet, or a reference to what nobody has read
+        return sources != MISSING
+    return any(_runs_code(text) for text in sources or ())
 
 
 def _runs_code(text: Any) -> bool:

@@ -32,9 +32,18 @@ TOOL = "env.max_turns: 3\ntools.use: [{}]\n"
 ROWS = "env: dataset\nenv.path: me/rows\n"
 NO_CODE = "a file cannot name code to run"
 NO_PROGRAM = "a file cannot name a program to start"
+MIX = 'env: mix\nenv.sources: ["{}"]'
 
 # what is tried -> (the lines of a recipe after its command, what is said)
 RECIPES: dict[str, tuple[str, str]] = {
+    "a reward of a source": (MIX.format("dataset path=me/rows reward=./evil.py:f"), NO_CODE),
+    "a reward of a source in quotes": (MIX.format("dataset path=me/rows 'reward=[exact,./evil.py:f]'"), NO_CODE),
+    "an accuracy of a source": (MIX.format("dataset path=me/rows reward=exact accuracy=evil:f"), NO_CODE),
+    "a game of a source": (MIX.format("text_game id=evil:Env-v0"), "give env.sources=text_game id=evil:Env-v0"),
+    "a game of a source in escapes of JSON": (MIX.format(r"""text_game 'id=\\"evil\\u003aEnv-v0\\"'"""), NO_CODE),
+    "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is no setting"),
+    "another environment as a source's setting": (MIX.format("arithmetic env.reward=evil:f"), "without env."),
+    "a reference in a source": (MIX.format("arithmetic digits=${oc.env:EVIL}"), "cannot refer"),
     "a plugin": ("plugin: ./evil.py", NO_CODE),
     "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", "give plugin=./evil.py on the command line"),
     "a plugin in one text of JSON": (r"""plugin: '"./evil.\u0070y"'""", NO_CODE),
@@ -126,6 +135,18 @@ CONF: dict[str, tuple[str, str, list[str], str]] = {
         ["env=game"],
         NO_CODE,
     ),
+    "a reward of a source": (
+        "env/both.yaml",
+        "defaults: [mix_schema, _self_]\nsources: ['dataset path=me/rows reward=evil:f']\n",
+        ["env=both"],
+        NO_CODE,
+    ),
+    "sources in a reference": (
+        "env/both.yaml",
+        "defaults: [mix_schema, _self_]\nsources: ${oc.decode:'[\"dataset reward=evil:f\"]'}\n",
+        ["env=both"],
+        NO_CODE,
+    ),
     "a target": ("env/rows.yaml", "defaults: [dataset_schema, _self_]\n_target_: evil.f\n", ["env=rows"], "_target_"),
     "a package to search": ("grpo.yaml", "hydra: {searchpath: ['pkg://evil']}\n", [], ""),
     "a callback of Hydra": (
@@ -191,6 +212,10 @@ KEPT = {
     "a plugin without ending": ("plugin=evil", "plugin=evil"),
     "a reward": (r'env.reward=["./evil.\u0070y:f"]', "env.reward=./evil.py:f"),
     "an accuracy": (r'env.accuracy="evil\u003af"', "env.accuracy=evil:f"),
+    "a reward of a source": (
+        'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]',
+        """'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]'""",
+    ),
     "servers of MCP": ("tools.mcp_file=servers.json", "tools.mcp_file=servers.json"),
     "programs outside the sandbox": ("tools.python_sandbox=limits", "tools.python_sandbox=limits"),
     "a game of a module": ("env.id=evil:Env-v0", "env.id=evil:Env-v0"),
