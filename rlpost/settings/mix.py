@@ -32,9 +32,7 @@ class SourceText:
             wrong = "a quote is not closed" if text.strip() else "it is empty"
             raise ConfigError(f"{_said(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1") from error
         if not NAME.fullmatch(env):
-            raise ConfigError(
-                f"{_said(text)}: {env!r} is no environment; begin with its name, as in arithmetic digits=1"
-            )
+            raise ConfigError(f"{_said(text)}: {env!r} is no name; begin with that of an environment")
         given: dict[str, str] = {}
         for word in words:
             key, equals, value = word.partition("=")

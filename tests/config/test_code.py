@@ -16,6 +16,7 @@ from rlpost.cli.resume import kept_settings
 from rlpost.cli.sweep import plan
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.sweep_run import job_command
+from rlpost.config.code import is_code
 from rlpost.config.compose import compose
 from rlpost.config.difference import difference
 from rlpost.config.overrides import Override
@@ -40,7 +41,10 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a reward of a source in quotes": (MIX.format("dataset path=me/rows 'reward=[exact,./evil.py:f]'"), NO_CODE),
     "an accuracy of a source": (MIX.format("dataset path=me/rows reward=exact accuracy=evil:f"), NO_CODE),
     "a game of a source": (MIX.format("text_game id=evil:Env-v0"), "give env.sources=text_game id=evil:Env-v0"),
-    "a game of a source in escapes of JSON": (MIX.format(r"""text_game 'id=\\"evil\\u003aEnv-v0\\"'"""), NO_CODE),
+    "a game of a source in escapes of JSON": (
+        "env: mix\nenv.sources: ['text_game ''id=\"evil\\u003aEnv-v0\"''']",
+        NO_CODE,
+    ),
     "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is no setting"),
     "another environment as a source's setting": (MIX.format("arithmetic env.reward=evil:f"), "without env."),
     "a reference in a source": (MIX.format("arithmetic digits=${oc.env:EVIL}"), "cannot refer"),
@@ -212,10 +216,6 @@ KEPT = {
     "a plugin without ending": ("plugin=evil", "plugin=evil"),
     "a reward": (r'env.reward=["./evil.\u0070y:f"]', "env.reward=./evil.py:f"),
     "an accuracy": (r'env.accuracy="evil\u003af"', "env.accuracy=evil:f"),
-    "a reward of a source": (
-        'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]',
-        """'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]'""",
-    ),
     "servers of MCP": ("tools.mcp_file=servers.json", "tools.mcp_file=servers.json"),
     "programs outside the sandbox": ("tools.python_sandbox=limits", "tools.python_sandbox=limits"),
     "a game of a module": ("env.id=evil:Env-v0", "env.id=evil:Env-v0"),
@@ -244,6 +244,14 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
     kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
     assert kept is not None
     assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
+
+
+def test_code_in_a_source_is_given_again_where_a_run_goes_on() -> None:
+    word = 'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]'
+    with pytest.raises(ConfigError, match=r"give it again, as 'env.sources=.*reward=evil:f"):
+        kept_settings(TRAIN_GRPO, run_folder(word), "latest", ["steps=9"])
+    assert kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word]) is not None
+    assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'))
 
 
 def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:

@@ -110,9 +110,8 @@ def test_room_is_planned_for_the_longest_source_and_what_is_said_for_the_mix_hol
     said = f"env.sources={json.dumps(sources)}"
     settings = compose(TRAIN_GRPO, ["env=mix", said]).settings.env
     assert longest_conversation(settings) == 2000 + 600
-    longest = [env.max_completion_tokens for env in mix(*sources).parts]
-    assert longest[1] == 600
-    assert [env.max_completion_tokens for env in mix(*sources, max_completion_tokens=30).parts] == [longest[0], 30]
+    assert [env.max_completion_tokens for env in mix(*sources).parts] == [128, 600]
+    assert [env.max_completion_tokens for env in mix(*sources, max_completion_tokens=300).parts] == [128, 300]
 
 
 def test_drawing_goes_on_where_it_was_saved_in_every_source(rows: Path) -> None:
