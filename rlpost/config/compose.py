@@ -136,13 +136,17 @@ def _fill(
     return held, texts
 
 
-def sources_of(settings: MixSettings) -> list[Source]:
-    """The sources of a mix as environments of their own, with the split and within the limits of the mix.
+def sources_named(texts: Sequence[str]) -> list[Source]:
+    """The sources that `texts` name, as `env.sources` does; not yet within the limits of a mix.
 
     Raises ConfigError for one that cannot be read, in the words for `env=NAME`.
     """
-    found = _composed_sources.get(tuple(settings.sources)) or _sources(None, settings.sources)
-    return [source.within(settings) for source in found]
+    return _composed_sources.get(tuple(texts)) or _sources(None, texts)
+
+
+def sources_of(settings: MixSettings) -> list[Source]:
+    """The sources of a mix as environments of their own, with its split and within its limits."""
+    return [source.within(settings) for source in sources_named(settings.sources)]
 
 
 def environments_of(env: EnvSettings) -> list[EnvSettings]:

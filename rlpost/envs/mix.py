@@ -8,7 +8,7 @@ from itertools import count
 from math import ceil
 from typing import Any, NoReturn, Self
 
-from rlpost.config.compose import sources_of
+from rlpost.config.compose import sources_named
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.build import make_env
@@ -112,7 +112,7 @@ class MixEnv(DatasetChatEnv):
     def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
         """See `DatasetChatEnv.of`."""
         assert isinstance(settings, MixSettings)
-        sources = sources_of(settings)
+        sources = [source.within(settings) for source in sources_named(settings.sources)]
         envs: dict[str, DatasetChatEnv] = {}
         for source in sources:
             env = envs[source.name] = make_env(source.settings, num_prompts=1, group_size=1, seed=seed)
