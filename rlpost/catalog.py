@@ -158,6 +158,11 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)",
             "envs.math_problems:MathEnv.of",
         ),
+        "mix": Choice(
+            "mix:MixSettings",
+            "Several environments at once, in shares: env.sources=[arithmetic,gsm8k]",
+            "envs.mix:MixEnv.of",
+        ),
         "reasoning_gym": Choice(
             "more_envs:ReasoningGymSettings",
             "Puzzles of any of reasoning-gym's generators, made on the spot: env.task=leg_counting",

@@ -61,6 +61,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
     instructed += [[*words, "env.max_prompt_tokens=1000"] for words in MADE]
     instructed.append(["env=math", f"env.path={folder}", "env.verify_seconds=60"])
     game = ["env=text_game", "env.id=FrozenLake-v1", "env.max_turns=2", "env.max_observation_tokens=200"]
+    instructed.append(["env=mix", "env.sources=[arithmetic,countdown]"])
     classes = settings_classes()
     with reads_noted(classes) as of_both:  # the parts that every command assembles in the same way
         choose_auto()

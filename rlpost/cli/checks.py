@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import Command, S
@@ -27,7 +28,7 @@ def compose_and_check(
     What the user's files print while they are imported goes to stderr where stdout is for JSON.
     Raises what `compose` raises, and MissingExtraError for what is not installed.
     """
-    from rlpost.config.compose import compose
+    from rlpost.config.compose import compose, environments_of
     from rlpost.config.device import check_device
     from rlpost.data.template_choice import named_template
     from rlpost.rewards.functions import load_rewards
@@ -39,10 +40,10 @@ def compose_and_check(
         settings: Any = composed.settings
         env = settings.env
         if "env.reward" not in command.optional or getattr(env, "reward", None):
-            _checked[:] = [load_rewards(env)]
-            _look_at_rows(settings, _checked[0])
+            _checked[:] = [load_rewards(each) for each in environments_of(env)]
+            _look_at_rows(settings, _checked)
         else:
-            _look_at_rows(settings, None)
+            _look_at_rows(settings, [])
     check_device(settings.model.device)
     if settings.model.chat_template is not None:
         named_template(settings.model.chat_template)
@@ -57,15 +58,20 @@ def compose_and_check(
     return composed
 
 
-def _look_at_rows(settings: Any, rewards: Rewards | None) -> None:
-    """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes."""
+def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
+    """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes.
+
+    `rewards` are those of each environment, where they matter.
+    """
+    from rlpost.config.compose import environments_of
     from rlpost.envs.first_look import look_at_rows
     from rlpost.settings import DatasetSettings, EvalSettings, SFTSettings
 
     measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
-    splits: list[str] = [settings.env.split, *(["test"] if measures and settings.env.split != "test" else [])]
     shown = isinstance(settings, SFTSettings)
     share = settings.max_bad_share if shown else 0.0
-    columns = look_at_rows(settings.env, splits, demonstrated=shown, max_bad_share=share)
-    if columns is not None and rewards is not None and isinstance(settings.env, DatasetSettings):
-        rewards.offer_columns(columns, settings.env.path)
+    for env, own in zip_longest(environments_of(settings.env), rewards):
+        splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
+        columns = look_at_rows(env, splits, demonstrated=shown, max_bad_share=share)
+        if columns is not None and own is not None and isinstance(env, DatasetSettings):
+            own.offer_columns(columns, env.path)

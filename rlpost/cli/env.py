@@ -133,10 +133,12 @@ def test(
     proofs: dict[str, Proof] = {}
     for split in splits:
         env = build_env(dataclasses.replace(settings, split=split), num_prompts=1, group_size=1, seed=0)
-        proofs[split] = prove(env)
-        if not as_json:
-            print(f"{name}, {split} split")
-            print("\n".join(f"  {printable(line)}" for line in proofs[split].lines()))
+        for part in env.parts:
+            key = f"{split}/{part.source_name}" if part.source_name else split
+            proofs[key] = prove(part)
+            if not as_json:
+                print(f"{part.source_name or name}, {split} split")
+                print("\n".join(f"  {printable(line)}" for line in proofs[key].lines()))
     if as_json:
         print_json({split: dataclasses.asdict(proof) for split, proof in proofs.items()})
     if any(proof.failures or not proof.tells_apart for proof in proofs.values()):
@@ -173,7 +175,7 @@ def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str
 
     Raises ConfigError for a setting of something else, and for a reward that cannot be imported.
     """
-    from rlpost.config.compose import compose
+    from rlpost.config.compose import compose, environments_of
 
     for word in overrides:
         if "=" in word and not word.startswith(("env.", "plugin=")):
@@ -181,6 +183,7 @@ def env_to_test(name: str, overrides: list[str]) -> tuple[EnvSettings, tuple[str
     settings = compose(EVAL, [*overrides, f"env={name}"]).settings.env
     from rlpost.rewards.functions import load_rewards
 
-    load_rewards(settings)
+    for each in environments_of(settings):
+        load_rewards(each)
     asked = any(word.startswith("env.split=") for word in overrides)
     return settings, (settings.split,) if asked else SPLITS

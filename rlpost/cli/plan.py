@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rlpost.catalog import opened
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
+from rlpost.config.compose import sources_of
 from rlpost.settings import (
     DatasetSettings,
     DType,
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
+    MixSettings,
     SFTSettings,
     VLLMSettings,
 )
@@ -60,7 +62,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
     settings = composed.settings
     completions = settings.prompts_per_step * settings.group_size
     return [
-        f"data    {_source(composed)}" + _rewards_of(settings.env),
+        *_data(composed),
         _policy(composed),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
@@ -81,7 +83,7 @@ def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     settings = composed.settings
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
-        f"data    {_source(composed)}, demonstrations of at most {settings.max_tokens} tokens",
+        *_data(composed, f", demonstrations of at most {settings.max_tokens} tokens"),
         f"step    {counted(settings.minibatch_size, 'sample')}" + ("" if settings.packing else ", one a forward"),
         f"{length}, seed {settings.seed}",
     ]
@@ -95,7 +97,7 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
         "better than the median" if settings.min_reward is None else f"with a reward of {settings.min_reward:g} or more"
     )
     return [
-        f"data    {_source(composed)}" + _rewards_of(settings.env),
+        *_data(composed),
         _policy(composed),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
@@ -159,10 +161,22 @@ def model_name(composed: Composed[Any]) -> str:
     return composed.choices["model"]
 
 
-def _source(composed: Composed[Any]) -> str:
+def _data(composed: Composed[Any], more: str = "") -> list[str]:
+    """What is asked, a line for each source of a mix too; `more` is said of the whole."""
     env = composed.settings.env
     path = getattr(env, "path", None)
-    return composed.choices["env"] + (f" from {path}" if isinstance(path, str) else "") + f", {env.split} split"
+    of_rows = f" from {path}" if isinstance(path, str) else ""
+    lines = [f"data    {composed.choices['env']}{of_rows}, {env.split} split{more}{_rewards_of(env)}"]
+    if isinstance(env, MixSettings):
+        sources = sources_of(env)
+        whole = sum(source.weight for source in sources)
+        for source in sources:
+            own = source.settings
+            lines.append(
+                f"source  {source.name}, {source.weight / whole:.1%} of the prompts: {source.text}{_rewards_of(own)}, "
+                f"at most {own.max_completion_tokens} tokens each"
+            )
+    return lines
 
 
 def _rewards_of(env: EnvSettings) -> str:

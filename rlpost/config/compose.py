@@ -16,14 +16,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlpost.catalog import CHOICES, COMMANDS, Command, S
+from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
 from rlpost.config.code import check_code, check_origin
 from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
 from rlpost.config.paths import (
-    check_data_path,
-    check_reward,
     is_adapter_folder,
     is_run_folder,
     resolve_adapter_path,
@@ -32,8 +30,12 @@ from rlpost.config.paths import (
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import classes_of, conf_file, options, schema_name, search_folders
-from rlpost.errors import ConfigError
-from rlpost.settings import DatasetSettings
+from rlpost.config.sources import Source, check_environment, named_apart, widened
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import EnvSettings, MixSettings
+from rlpost.settings.mix import SourceText
+
+_composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as they were composed last
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Overr
     merged = merge_all(command, words, kept)
     settings = _to_settings(command, merged.config)
     _check_paths(settings)
+    env = settings.env  # type: ignore[attr-defined]  of every command
+    check_environment(settings, sources_of(env) if isinstance(env, MixSettings) else [])
     content = cast(dict[str, Any], OmegaConf.to_container(merged.config, enum_to_str=True))
     groups_first = sorted(content.items(), key=lambda item: not isinstance(item[1], dict))
     yaml_text = OmegaConf.to_yaml(OmegaConf.create(dict(groups_first)))
@@ -102,17 +106,86 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     for override in chosen:
         _check_option(override, command)
     config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen})
+    keys, texts = _fill(command, config, choices, overrides)
+    if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
+        given = {override.key: override for override in overrides}
+        origin = given["env.sources"].source if "env.sources" in given else "conf/"
+        sources = _sources(command, list(config.env.sources), origin)
+        config.env = OmegaConf.merge(config.env, widened(sources, config.env, given))
+    return Merged(command, config, choices, keys, texts, overrides)
+
+
+def _fill(
+    command: Command[Any], config: DictConfig, choices: Mapping[str, str], overrides: Sequence[Override]
+) -> tuple[list[Key], list[str]]:
+    """Write `overrides` into `config`, which has the groups of `choices`; returns its keys, and the overrides' texts.
+
+    Raises ConfigError for one that does not fit, and for code that a file names.
+    """
     _leave_empty(config, command.optional)
-    keys = _keys(command, config, groups)
+    keys = _keys(command, config, list(choices))
     texts: list[str] = []
     for override in overrides:
-        if override.key in groups:
+        if override.key in choices:
             texts.append(f"{override.key}={override.text}")
         else:
             value = _set(config, keys, override, command, choices)
             texts.append(f"{override.key}={as_text(value)}")
-    check_code(keys.values(), config, overrides)
-    return Merged(command, config, choices, list(keys.values()), texts, overrides)
+    held = [key for key in keys.values() if key.name.partition(".")[0] in config]
+    check_code(held, config, overrides)
+    return held, texts
+
+
+def sources_named(texts: Sequence[str]) -> list[Source]:
+    """The sources that `texts` name, as `env.sources` does; not yet within the limits of a mix.
+
+    Raises ConfigError for one that cannot be read, in the words for `env=NAME`.
+    """
+    return _composed_sources.get(tuple(texts)) or _sources(None, texts)
+
+
+def sources_of(settings: MixSettings) -> list[Source]:
+    """The sources of a mix as environments of their own, with its split and within its limits."""
+    return [source.within(settings) for source in sources_named(settings.sources)]
+
+
+def environments_of(env: EnvSettings) -> list[EnvSettings]:
+    """The settings of a mix's sources; of any other environment its own."""
+    return [source.settings for source in sources_of(env)] if isinstance(env, MixSettings) else [env]
+
+
+def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "") -> list[Source]:
+    """What `env.sources` names for `command` (None: any), given at `origin` (empty: on the command line)."""
+    found: list[Source] = []
+    for text in texts:
+        said = SourceText.of(text)
+        words = [Override("env", said.env, origin)]
+        words += [Override(f"env.{key}", value, origin) for key, value in said.given.items()]
+        try:
+            settings = _environment(command or TRAIN_SFT, words)  # which takes all that any does
+            if isinstance(settings, MixSettings):
+                raise ConfigError("a mix is no source of another: name its sources here")
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{text}": {error}') from None
+        found.append(Source("", said.weight, text, settings))
+    found = _composed_sources[tuple(texts)] = named_apart(found, weighted=command is not TRAIN_SFT)
+    return found
+
+
+def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
+    """The settings of an environment alone, which the first of `words` names."""
+    _check_option(words[0], command)
+    name = words[0].text
+    if conf_file(f"env/{name}") is None:
+        config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
+    else:
+        whole, _ = _compose_files(command, groups_of(command.settings), {"env": name})
+        config = OmegaConf.create({"env": whole.env})
+    for word in words:
+        if reason := names_code(word):
+            raise _at(word, reason)
+    _fill(command, config, {"env": name}, words)
+    return _to_object(command, config)["env"]
 
 
 def _expand(command: Command[Any], given: list[Override], kept: Sequence[Override]) -> list[Override]:
@@ -253,8 +326,14 @@ def _set(
 
 
 def _to_settings(command: Command[S], config: DictConfig) -> S:
+    settings = _to_object(command, config)
+    assert isinstance(settings, command.settings)
+    return settings
+
+
+def _to_object(command: Command[Any], config: DictConfig) -> Any:
     try:
-        settings = OmegaConf.to_object(config)
+        return OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         group, _, field = key.rpartition(".")
@@ -264,8 +343,6 @@ def _to_settings(command: Command[S], config: DictConfig) -> S:
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
-    assert isinstance(settings, command.settings)
-    return settings
 
 
 def _check_paths(settings: Any) -> None:
@@ -279,14 +356,6 @@ def _check_paths(settings: Any) -> None:
         check_model_folder(folder)
     if (lora := getattr(settings, "lora", None)) is not None and lora.path is not None:
         resolve_adapter_path(lora.path)
-    for key in ("path", "test_path"):
-        if isinstance(data := getattr(settings.env, key, None), str):
-            check_data_path(data, f"env.{key}")
-    if isinstance(settings.env, DatasetSettings):
-        for reward in settings.env.reward:
-            check_reward(reward, "env.reward")
-        if settings.env.accuracy is not None:
-            check_reward(settings.env.accuracy, "env.accuracy")
 
 
 def _at(override: Override, message: str) -> ConfigError:

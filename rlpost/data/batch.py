@@ -13,6 +13,7 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
                                                  (str per row where versions are uuids)
     policy_version_max                           the newest, likewise
     group_id, sample                             int64 (B,)
+    source                                       str: its source's name in a mix of environments, else ""
     turns                                        int64 (B,): the model's in this conversation
     tools.calls, tools.errors                    int64 (B,): calls that were run, and that were not or failed
     valid                                        bool (B,)
@@ -64,6 +65,7 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "policy_version_max": versions([(c.policy_versions or [-1])[-1] for c in conversations]),
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
+            "source": strings([c.source for c in conversations]),
             "turns": torch.tensor([c.turns for c in conversations]),
             "tools": {
                 "calls": torch.tensor([c.tool_calls for c in conversations]),

@@ -55,6 +55,7 @@ class Conversation:
     group_id: int = 0
     sample: int = 0
     where: str = ""  # the place of its row, "train.jsonl, row 3"; empty where the task is of no file
+    source: str = ""  # the name of its source in a mix of environments; empty where there is one environment
     trajectory: int = -1  # its number among those of its collector; -1: of none
     max_completion_tokens: int = 0
     max_prompt_tokens: int | None = None

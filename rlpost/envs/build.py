@@ -17,6 +17,22 @@ def build_env(
     until the environment is started. Raises ConfigError for settings no environment belongs to, and for
     several turns where nothing answers the first.
     """
+    env = make_env(settings, num_prompts=num_prompts, group_size=group_size, seed=seed)
+    for part in env.parts:
+        own = part.source_settings or settings
+        if tools is not None and tools.use:
+            from rlpost.tools.choice import add_tools
+
+            add_tools(part, tools)
+        elif own.max_turns > 1 and not part.answers:
+            raise ConfigError(
+                f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
+            )
+    return env
+
+
+def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:
+    """The environment of `settings` as it is without tools: see `build_env`."""
     env = row_of("env", type(settings)).build(
         settings,
         system_prompt=settings.system_prompt,
@@ -34,14 +50,6 @@ def build_env(
     if not isinstance(env, DatasetChatEnv):
         raise ConfigError(
             f"what is registered for {type(settings).__name__} made a {type(env).__name__}, which is no DatasetChatEnv"
-        )
-    if tools is not None and tools.use:
-        from rlpost.tools.choice import add_tools
-
-        add_tools(env, tools)
-    elif settings.max_turns > 1 and not env.answers:
-        raise ConfigError(
-            f"env.max_turns={settings.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
         )
     return env
 

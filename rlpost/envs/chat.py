@@ -45,6 +45,7 @@ class ChatEnv(EnvBase):
 
     takes_tools = True
 
+    source_name: str = ""  # by which a mix of environments knows this one
     score_seconds: float = 60.0  # longest wait for `score`, after which its conversation is invalid
 
     def __init__(
@@ -162,6 +163,7 @@ class ChatEnv(EnvBase):
             messages=messages,
             group_id=group,
             sample=sample,
+            source=self.source_name,
             max_completion_tokens=self.max_completion_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
         )

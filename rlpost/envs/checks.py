@@ -8,7 +8,6 @@ from typing import Any
 from rlpost.data.complaints import SHOWN
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Message
-from rlpost.envs.chat import ChatEnv
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
@@ -18,22 +17,23 @@ ALL_UP_TO = 100_000  # rows whose lengths are all looked at
 SAMPLE = 20_000  # of more rows, those that may be too long; the others are looked at when they are drawn
 
 
-def check_rewards(env: ChatEnv) -> None:
+def check_rewards(env: DatasetChatEnv) -> None:
     """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
-    if changing := [type(transform).__name__ for transform in env.transforms if transform.reward_per_token]:
+    transforms = [transform for part in (env, *env.parts) for transform in part.transforms]
+    if changing := [type(transform).__name__ for transform in transforms if transform.reward_per_token]:
         raise ConfigError(
             f"the environment has a {changing[0]}, which makes a reward a token, and a training takes one a "
             "completion: leave it out and let the loss hold the penalty, with loss.kl_coef"
         )
 
 
-def check_template(env: ChatEnv, tokenizer: Any) -> None:
+def check_template(env: DatasetChatEnv, tokenizer: Any) -> None:
     """Raise DataError where conversations of several turns cannot be written with the model's chat template."""
-    if env.max_steps is not None and env.max_steps < 2:
-        return
-    tools = env.tools.transforms if env.tools else []
-    schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
-    Continuation(tokenizer).check(env.tool_role if tools else env.user_role, schemas)
+    for part in env.parts:
+        if part.max_steps is None or part.max_steps > 1:
+            tools = part.tools.transforms if part.tools else []
+            schemas = [schema for tool in tools if tool.described for schema in tool.schemas()]
+            Continuation(tokenizer).check(part.tool_role if tools else part.user_role, schemas)
 
 
 def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
@@ -43,6 +43,11 @@ def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, 
     model's `context` (None: unknown) has no room for a completion behind it. Raises DataError with file, row and
     length of the first of them, and how many there are.
     """
+    told = [_look_at(part, part.source_settings or settings, tokenizer, context) for part in env.parts]
+    return "; ".join(filter(None, told)) or None
+
+
+def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context: int | None) -> str | None:
     policy = getattr(settings, "long_prompts", None)
     rows = env.rows
     if policy is None or not len(rows):
@@ -57,13 +62,17 @@ def look_at_lengths(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, 
     long = {number: length for number in suspects if (length := _length(env, rows[number], tokenizer)) > most}
     if not long:
         return None
-    told = f"{len(long):,} of {counted(len(rows), 'prompt')} of the split {env.split} have more tokens than {reason}"
+    of = f" of {env.source_name}" if env.source_name else ""
+    told = (
+        f"{len(long):,} of {counted(len(rows), 'prompt')} of the split {env.split}{of} have more tokens than {reason}"
+    )
     if policy is LongPrompts.skip:
         env.drop_rows(list(long), told)
         return f"{told}: left out"
     first = [f"  {env.where(number)}: {length:,} tokens" for number, length in list(long.items())[:SHOWN]]
     more = [f"  and {len(long) - SHOWN:,} more"] if len(long) > SHOWN else []
-    advice = "raise the limit, shorten the rows, or add env.long_prompts=skip"
+    skipping = "long_prompts=skip to this source" if env.source_name else "env.long_prompts=skip"
+    advice = f"raise the limit, shorten the rows, or add {skipping}"
     raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
 
 

@@ -35,6 +35,7 @@ class DatasetChatEnv(ChatEnv):
     for the split test of a path without one. Other arguments are `ChatEnv`'s.
     """
 
+    source_settings: EnvSettings | None = None  # of a source of a mix
     config: str | None = None  # of a dataset on the hub
     test_path: str | None = None  # where the split test is, if not in `dataset`
 
@@ -160,8 +161,22 @@ class DatasetChatEnv(ChatEnv):
         conversations = super().draw(count)
         if isinstance(self._rows, OrderedRows) and self.primer is not None and self.primer.serves(self._rows):
             for conversation in conversations:
-                conversation.where = self.where(self._rows.row_at(conversation.group_id))
+                conversation.where = self.place_of(conversation.group_id)
         return conversations
+
+    def place_of(self, position: int) -> str:
+        """The place of the row at `position` of the order; empty where tasks are made rather than kept as rows."""
+        return self.where(self._rows.row_at(position)) if isinstance(self._rows, OrderedRows) else ""
+
+    @property
+    def parts(self) -> list[DatasetChatEnv]:
+        """The environments of which each answers and scores conversations of its own: this one, unless it is a mix."""
+        return [self]
+
+    @property
+    def order(self) -> Any:
+        """The prompts in their order, once this environment is started: see `open_rows`."""
+        return self._rows
 
     def where(self, number: int) -> str:
         """The place of a row of this split, from 0: file and row, where it comes from one."""

@@ -87,9 +87,10 @@ class EndlessEnv(DatasetChatEnv):
 
     def prompts_shared_with(self, other: DatasetChatEnv) -> int:
         """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
-        if self.held_out > 0 or type(other) is not type(self):
+        if self.held_out > 0:
             return 0
-        return min(self.num_tasks, other.num_tasks)
+        alike = [part.num_tasks for part in other.parts if type(part) is type(self)]
+        return min(self.num_tasks, max(alike, default=0))
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; the first 1,000 problems at most."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlpost.config.compose import environments_of
 from rlpost.config.hub_sizes import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, TINY
 from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
 from rlpost.errors import ConfigError
@@ -46,9 +47,10 @@ def fetches(settings: Any) -> list[Fetch]:
         snapshot = cached_snapshot("models", model, settings.model.revision)
         whole = snapshot is not None and _has_weights(snapshot)
         found.append(Fetch(model, known.download_bytes if known else None, snapshot if whole else None))
-    rows = getattr(settings.env, "path", None)
-    if isinstance(rows, str) and is_hub_id(rows):
-        found.append(Fetch(rows, HUB_DATASETS.get(rows), _cached_dataset(rows)))
+    for env in environments_of(settings.env):
+        rows = getattr(env, "path", None)
+        if isinstance(rows, str) and is_hub_id(rows):
+            found.append(Fetch(rows, HUB_DATASETS.get(rows), _cached_dataset(rows)))
     return found
 
 

@@ -50,6 +50,7 @@ class EvalResult:
     tokens_mean: float
     reward_part_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     attempts: dict[str, Share] = field(default_factory=dict)
+    sources: dict[str, EvalResult] = field(default_factory=dict)  # of a mix of environments: each source's own
 
     def lines(self) -> list[str]:
         """A small table for people, at most 80 columns wide but for the names of the reward's parts."""
@@ -70,7 +71,11 @@ class EvalResult:
         lines.append(f"  {'tokens per answer':<18}{self.tokens_mean:6.1f}")
         if self.num_failed:
             lines.append(f"  {'reward failed':<18}{self.num_failed:6d}  (left out above)")
-        return lines + self._remarks()
+        lines += self._remarks()
+        for name, own in self.sources.items():
+            first, *others = own.lines()
+            lines += [f"{name}: {first}", *others]
+        return lines
 
     def _rows(self) -> list[tuple[str, Share | None, Share | None]]:
         """Accuracy and what was made of several attempts: name, lenient, strict."""
@@ -113,6 +118,8 @@ class EvalResult:
                 values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
                 if share.prompts != self.num_prompts:
                     values[f"eval/{name}_prompts"] = float(share.prompts)
+        for source, own in self.sources.items():
+            values |= {key.replace("eval/", f"eval/source/{source}/", 1): v for key, v in own.metrics().items()}
         return values
 
 
@@ -231,12 +238,22 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
         reward_part_intervals={name: ends for name, rows in parts.items() if (ends := reward_interval(rows))},
         tokens_mean=fmean(sum(c.mask) for c in each),
         attempts=_attempts(scored, k),
+        sources=_by_source(played, k, temperature),
     )
 
 
 def _part(prompt: Sequence[Conversation], name: str) -> list[float]:
     """A part of the reward of a prompt's completions that have it."""
     return [c.reward_parts[name] for c in prompt if name in c.reward_parts]
+
+
+def _by_source(played: Sequence[Conversation], k: Sequence[int], temperature: float) -> dict[str, EvalResult]:
+    """The result of each source of a mix; none of a source all of whose rewards failed, nor where it is no mix."""
+    found: dict[str, EvalResult] = {}
+    for name in sorted({c.source for c in played if c.source and c.valid}):
+        own = [replace(c, source="") for c in played if c.source == name]
+        found[name] = summarise(own, k=k, temperature=temperature)
+    return found
 
 
 def _accuracy(prompts: Sequence[Sequence[Conversation]], extraction: str) -> Share | None:

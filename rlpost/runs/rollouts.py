@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("step", pa.int64()),
         ("group", pa.int64()),
         ("sample", pa.int64()),
+        ("source", pa.string()),
         ("prompt", pa.string()),
         ("completion", pa.string()),
         ("turns", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
@@ -70,6 +71,7 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
     columns = {
         "group": batch["group_id"].tolist(),
         "sample": batch["sample"].tolist(),
+        "source": list(batch["source"]),
         "prompt": list(batch["text", "prompt"]),
         "completion": list(batch["text", "response"]),
         "turns": _turns(batch),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlpost.settings.learning import *
     from rlpost.settings.lora import *
     from rlpost.settings.loss import *
+    from rlpost.settings.mix import *
     from rlpost.settings.model import *
     from rlpost.settings.more_envs import *
     from rlpost.settings.policy import *

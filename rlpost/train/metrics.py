@@ -54,6 +54,7 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
         metrics[f"reward/{name}"] = values.nanmean().item()
     for name in ("strict", "lenient"):
         metrics[f"accuracy/{name}"] = batch["next", f"accuracy_{name}"].nanmean().item()
+    metrics |= _by_source(batch, group_size)
     if isinstance(version, int):
         lag = version - batch["policy_version"].float()
         metrics |= {
@@ -61,6 +62,33 @@ def batch_metrics(batch: TensorDictBase, group_size: int, version: PolicyVersion
             "policy/lag_mean": lag.mean().item(),
             "policy/lag_max": lag.max().item(),
         }
+    return metrics
+
+
+def _by_source(batch: TensorDictBase, group_size: int) -> dict[str, float]:
+    """The same figures of each source of a mix of environments, under `source/NAME/`; none where it is one.
+
+    Those that are counts add up to the step's, and so do means, each times the completions it is of.
+    """
+    sources = list(batch["source"])
+    metrics: dict[str, float] = {}
+    for name in sorted({source for source in sources if source}):
+        rows = torch.tensor([source == name for source in sources])
+        reward, valid = batch["next", "reward"].squeeze(-1)[rows], batch["valid"][rows]
+        sampled = batch["masks", "all_assistant_mask"].unbind()
+        lengths = [int(mask.sum()) for mask, source in zip(sampled, sources, strict=True) if source == name]
+        groups = zip(reward.split(group_size), valid.split(group_size), strict=True)
+        no_spread = [equal_up_to_rounding(rewards[counts]) for rewards, counts in groups]
+        own = {
+            "completions": float(len(reward)),
+            "reward": reward[valid].mean().item(),
+            "failed": float((~valid).sum()),
+            "zero_std": sum(no_spread) / len(no_spread),
+            "tokens_mean": sum(lengths) / len(lengths),
+        }
+        for kind in ("strict", "lenient"):
+            own[f"accuracy_{kind}"] = batch["next", f"accuracy_{kind}"].squeeze(-1)[rows].nanmean().item()
+        metrics |= {f"source/{name}/{key}": value for key, value in own.items()}
     return metrics
 
 

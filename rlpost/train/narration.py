@@ -21,7 +21,7 @@ from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
 from rlpost.record import LOSS, interval, main_figure, read_metrics
 from rlpost.runs.writer import Run
-from rlpost.settings import EnvSettings, ModelSettings
+from rlpost.settings import EnvSettings, MixSettings, ModelSettings
 from rlpost.settings.evaluation import HeldOutSettings
 from rlpost.text import counted
 from rlpost.train.progress import Progress, decisive
@@ -59,7 +59,9 @@ def reading_lines(model: PreTrainedModel, completions_a_prompt: int = 1) -> list
 
 
 def name_of_data(env: EnvSettings) -> str:
-    """The environment, and where its rows come from where it has rows: `GSM8K from data/gsm8k`."""
+    """The environment, and where its rows come from where it has rows, `GSM8K from data/gsm8k`; a mix's sources."""
+    if isinstance(env, MixSettings):
+        return f"Mix of {', '.join(env.sources)}"
     source = getattr(env, "path", None)
     return type(env).__name__.removesuffix("Settings") + (f" from {source}" if source else "")
 

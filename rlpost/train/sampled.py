@@ -100,11 +100,13 @@ class SamplingSession(Session[S, P]):
             played, available = prompts_played(settings, parts), parts.eval_env.num_tasks
             divided, few = held_out_told(settings.eval, env, played, available)
             lines, notes = [*lines, *divided], [*notes, few]
-        if settings.eval.enabled and (shared := parts.eval_env.prompts_shared_with(parts.env)):
-            notes.append(
-                f"{shared} of {parts.eval_env.num_tasks} held-out prompts are trained on too, so figures called "
-                "held-out are not: take them out of one of the two"
-            )
+        for part in parts.eval_env.parts if settings.eval.enabled else ():
+            if shared := part.prompts_shared_with(parts.env):
+                source = f" of {part.source_name}" if part.source_name else ""
+                notes.append(
+                    f"{shared} of {part.num_tasks} held-out prompts{source} are trained on too, so figures called "
+                    "held-out are not: take them out of one of the two"
+                )
         open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {type(parts.policy).__name__}")
         show_sampling(self.parts, self.screen.phase)
 

@@ -45,7 +45,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
     def build_env(settings: Any, *, num_prompts: int, group_size: int, seed: int) -> Any:
         noted.envs.append(settings)
-        return settings
+        part = types.SimpleNamespace(split=settings.split, source_name="")
+        return types.SimpleNamespace(parts=[part])
 
     def evaluate_command(
         settings: EvalSettings, progress: Callable[[int, int], None], tell: object, note: object

@@ -16,6 +16,7 @@ from rlpost.cli.resume import kept_settings
 from rlpost.cli.sweep import plan
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.sweep_run import job_command
+from rlpost.config.code import is_code
 from rlpost.config.compose import compose
 from rlpost.config.difference import difference
 from rlpost.config.overrides import Override
@@ -32,9 +33,21 @@ TOOL = "env.max_turns: 3\ntools.use: [{}]\n"
 ROWS = "env: dataset\nenv.path: me/rows\n"
 NO_CODE = "a file cannot name code to run"
 NO_PROGRAM = "a file cannot name a program to start"
+MIX = 'env: mix\nenv.sources: ["{}"]'
 
 # what is tried -> (the lines of a recipe after its command, what is said)
 RECIPES: dict[str, tuple[str, str]] = {
+    "a reward of a source": (MIX.format("dataset path=me/rows reward=./evil.py:f"), NO_CODE),
+    "a reward of a source in quotes": (MIX.format("dataset path=me/rows 'reward=[exact,./evil.py:f]'"), NO_CODE),
+    "an accuracy of a source": (MIX.format("dataset path=me/rows reward=exact accuracy=evil:f"), NO_CODE),
+    "a game of a source": (MIX.format("text_game id=evil:Env-v0"), "give env.sources=text_game id=evil:Env-v0"),
+    "a game of a source in escapes of JSON": (
+        "env: mix\nenv.sources: ['text_game ''id=\"evil\\u003aEnv-v0\"''']",
+        NO_CODE,
+    ),
+    "a plugin as a source's setting": (MIX.format("arithmetic plugin=./evil.py"), "env.plugin is no setting"),
+    "another environment as a source's setting": (MIX.format("arithmetic env.reward=evil:f"), "without env."),
+    "a reference in a source": (MIX.format("arithmetic digits=${oc.env:EVIL}"), "cannot refer"),
     "a plugin": ("plugin: ./evil.py", NO_CODE),
     "a plugin in escapes of JSON": (r"""plugin: '["./evil.\u0070y"]'""", "give plugin=./evil.py on the command line"),
     "a plugin in one text of JSON": (r"""plugin: '"./evil.\u0070y"'""", NO_CODE),
@@ -124,6 +137,18 @@ CONF: dict[str, tuple[str, str, list[str], str]] = {
         "env/game.yaml",
         "defaults: [text_game_schema, _self_]\nid: evil:Env-v0\n",
         ["env=game"],
+        NO_CODE,
+    ),
+    "a reward of a source": (
+        "env/both.yaml",
+        "defaults: [mix_schema, _self_]\nsources: ['dataset path=me/rows reward=evil:f']\n",
+        ["env=both"],
+        NO_CODE,
+    ),
+    "sources in a reference": (
+        "env/both.yaml",
+        "defaults: [mix_schema, _self_]\nsources: ${oc.decode:'[\"dataset reward=evil:f\"]'}\n",
+        ["env=both"],
         NO_CODE,
     ),
     "a target": ("env/rows.yaml", "defaults: [dataset_schema, _self_]\n_target_: evil.f\n", ["env=rows"], "_target_"),
@@ -219,6 +244,14 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
     kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
     assert kept is not None
     assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
+
+
+def test_code_in_a_source_is_given_again_where_a_run_goes_on() -> None:
+    word = 'env.sources=["dataset path=rows.jsonl reward=evil:f","arithmetic"]'
+    with pytest.raises(ConfigError, match=r"give it again, as 'env.sources=.*reward=evil:f"):
+        kept_settings(TRAIN_GRPO, run_folder(word), "latest", ["steps=9"])
+    assert kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word]) is not None
+    assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'))
 
 
 def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:

@@ -32,6 +32,7 @@ COLUMNS = [
     "step",
     "group",
     "sample",
+    "source",
     "prompt",
     "completion",
     "turns",
@@ -92,6 +93,7 @@ def test_every_value_of_a_completion(tmp_path: Path, two: TensorDict) -> None:
         "step": 12,
         "group": 3,
         "sample": 1,
+        "source": "",
         "prompt": "<user>What is 34 + 57?",
         "completion": "naïve\n91",
         "turns": [

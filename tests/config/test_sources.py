@@ -1,0 +1,138 @@
+"""What `env.sources` takes, and what is said of what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.compose import compose, environments_of, sources_of
+from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.settings import CountdownSettings, DatasetSettings, MixSettings
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "my rows.jsonl"
+    file.write_text(json.dumps({"prompt": "Say 1.", "answer": "1"}))
+    return file
+
+
+def mix(*sources: str, command: Command[Any] = TRAIN_GRPO, words: tuple[str, ...] = ()) -> MixSettings:
+    settings = compose(command, ["env=mix", f"env.sources={json.dumps(sources)}", *words]).settings.env
+    assert isinstance(settings, MixSettings)
+    return settings
+
+
+def test_a_source_is_an_environment_with_settings_of_its_own_and_a_share(rows: Path) -> None:
+    settings = mix("countdown max_number=9 weight=2.5", f"dataset 'path={rows}' reward=[exact,number] name=mine")
+    one, two = sources_of(settings)
+    assert (one.name, one.weight, one.settings.max_number) == ("countdown", 2.5, 9)  # type: ignore[attr-defined]
+    assert isinstance(two.settings, DatasetSettings)
+    assert (two.name, two.weight, two.settings.path) == ("mine", 1.0, str(rows))
+    assert two.settings.reward == ["exact", "number"]
+    assert [type(env) for env in environments_of(settings)] == [CountdownSettings, DatasetSettings]
+
+
+def test_names_alone_are_enough() -> None:
+    assert compose(TRAIN_GRPO, ["env=mix", "env.sources=[gsm8k,countdown]"]).settings.env == mix("gsm8k", "countdown")
+
+
+def test_sources_of_one_kind_are_numbered() -> None:
+    settings = mix("gsm8k", "countdown", "gsm8k")
+    assert [source.name for source in sources_of(settings)] == ["gsm8k", "countdown", "gsm8k-2"]
+
+
+def test_the_mix_has_room_for_its_longest_source_where_nothing_is_said() -> None:
+    settings = mix("countdown max_completion_tokens=31 max_prompt_tokens=900", "text_game id=FrozenLake-v1 max_turns=4")
+    assert (settings.max_prompt_tokens, settings.max_completion_tokens, settings.max_turns) == (900, 64, 4)
+    said = mix("countdown", "gsm8k", words=("env.max_completion_tokens=20",))
+    assert [env.max_completion_tokens for env in environments_of(said)] == [20, 20]
+
+
+def test_an_environment_that_a_plugin_adds_is_a_source_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nimport rlpost\nfrom rlpost.settings import EnvSettings\n\n"
+        "@dataclass\nclass MineSettings(EnvSettings):\n    depth: int = 3\n\n"
+        "rlpost.register_env('mine', MineSettings, lambda settings, **common: None)\n"
+    )
+    settings = mix("mine depth=5", "countdown", words=(f"plugin={file}",))
+    assert vars(environments_of(settings)[0])["depth"] == 5
+
+
+MISTAKES = {
+    "countdown max_numbr=9": 'env.sources "countdown max_numbr=9": env.max_numbr is no setting of rlpost train grpo; '
+    "did you mean env.max_number?",
+    "contdown": 'env.sources "contdown": env=contdown is unknown; did you mean countdown?',
+    "countdown max_number=many": "env.max_number=many",
+    "countdown weight=": "weight= is no share; give a number above 0",
+    "countdown weight=heavy": "weight=heavy is no share",
+    "countdown weight=0": "weight=0 is no share; give a number above 0, or leave the source out",
+    "countdown weight=nan": "weight=nan is no share",
+    "countdown weight": "'weight' is no setting; write key=value",
+    "countdown weight=1 weight=2": "weight stands there twice",
+    "countdown name=a/b": "name=a/b is no name",
+    "countdown env.max_number=9": "written without env.; write max_number=...",
+    "countdown 'max_number=9": "a quote is not closed",
+    "": "it is empty",
+    "max_number=9": "'max_number=9' is no name; begin with that of an environment",
+    "mix sources=[countdown]": "a mix is no source of another",
+    "dataset reward=exact": "env.path has no value",
+    "dataset path=rows.jsonl": "env.reward has no value",
+    "dataset path=./rows.jsonl reward=exact": "env.path=./rows.jsonl does not exist",
+    "dataset path=a/b reward=exat": "env.reward=exat is no reward; did you mean exact?",
+    "countdown split=test": "the split test is what the mix is measured on",
+    "countdown limit=5": "how many prompts are used is said for the whole mix: give env.limit",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_source_is_told_as_it_is_elsewhere_and_where(text: str) -> None:
+    with pytest.raises(RlpostError) as caught:
+        compose(TRAIN_GRPO, ["env=mix", f"env.sources={json.dumps(['gsm8k', text])}"])
+    assert isinstance(caught.value, ConfigError | DataError)
+    assert str(caught.value).startswith(f'env.sources "{text}": ')
+    assert MISTAKES[text] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "env.sources has no value: give env.sources=..."),
+        (["env.sources=[]"], "env.sources is empty: name at least one environment"),
+        (['env.sources=["gsm8k name=a","countdown name=a"]'], "env.sources has two sources named a"),
+        (
+            ["env.sources=[gsm8k]", "env.prompt_template={question}"],
+            "env.prompt_template is each source's own in a mix",
+        ),
+        (
+            ["env.sources=[gsm8k]", "env.max_number=9"],
+            "env.max_number is no setting of env=mix",
+        ),
+        (["env.sources=[gsm8k]", "tools.use=[python]", "env.max_turns=2"], 'env.sources "gsm8k": tools.use=[python]'),
+        (["env.sources=[gsm8k,math]", "overlong.penalty_tokens=9"], "the sources of env.sources have several"),
+    ],
+)
+def test_a_mistake_in_a_mix_is_told(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(TRAIN_GRPO, ["env=mix", *words])
+    assert said in str(caught.value)
+
+
+def test_weights_mean_nothing_where_every_row_is_trained_on_once() -> None:
+    with pytest.raises(ConfigError, match=r'env.sources "countdown weight=2": rlpost train sft trains once on every'):
+        mix("gsm8k", "countdown weight=2", command=TRAIN_SFT)
+    assert sources_of(mix("gsm8k", "countdown weight=2", command=EVAL))[1].weight == 2
+
+
+def test_a_mistake_in_a_recipes_source_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("command: train grpo\nenv: mix\nenv.sources: [gsm8k, countdown max_numbr=9]\n")
+    with pytest.raises(ConfigError, match=r"r.yaml, line 3.*did you mean env.max_number"):
+        compose(TRAIN_GRPO, ["recipe=r.yaml"])

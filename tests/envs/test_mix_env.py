@@ -1,0 +1,200 @@
+"""Several environments as one: whose turn it is, whose limits hold, and where drawing goes on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.data.conversation import Completion
+from rlpost.envs.build import build_env, longest_conversation
+from rlpost.envs.checks import look_at_lengths
+from rlpost.envs.mix import MixEnv, Shares
+from rlpost.errors import ConfigError, DataError
+from rlpost.model.load import tiny_tokenizer
+from rlpost.settings import DatasetSettings, MixSettings
+
+ROWS = [{"prompt": f"Say {number}.", "answer": str(number)} for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    return file
+
+
+def mix(*sources: str, count: int = 1, size: int = 1, **settings: Any) -> MixEnv:
+    room = {"max_prompt_tokens": 4000, "max_completion_tokens": 1000, "max_turns": 9}
+    made = MixSettings(sources=list(sources), **{**room, **settings})
+    env = build_env(made, num_prompts=count, group_size=size, seed=3)
+    assert isinstance(env, MixEnv)
+    env.start()
+    return env
+
+
+def own_rows(file: Path, more: str = "") -> str:
+    return f"dataset path={file} reward=exact held_out=0 {more}"
+
+
+def drawn(env: MixEnv, count: int) -> list[tuple[str, str]]:
+    return [(conversation.source, conversation.query) for conversation in env.draw(count)]
+
+
+def order(shares: Shares, count: int) -> list[int]:
+    before = [0] * len(shares.weights)
+    found = []
+    for _ in range(count):
+        found.append(shares.next(before))
+        before[found[-1]] += 1
+    return found
+
+
+def test_three_to_one_is_three_to_one_in_every_four_draws() -> None:
+    # places (k + 1/2) / w: a at 1/6, 1/2, 5/6, b at 1/2; equal places in the order of the sources
+    assert order(Shares([3, 1]), 8) == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert order(Shares([1, 1, 1]), 6) == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("weights", [[3, 1], [0.1, 0.25, 1.7], [1, 1000], [5], [2, 2, 3]])
+def test_the_number_of_a_draw_alone_says_what_came_before_it(weights: list[float]) -> None:
+    shares = Shares(weights)
+    whole = order(shares, 2100)
+    for draw in (0, 1, 2, 3, 7, 100, 1001, 2099):
+        counts = Counter(whole[:draw])
+        assert shares.before(draw) == [counts[source] for source in range(len(weights))]
+        assert shares.draw_of(whole[draw], counts[whole[draw]]) == draw
+        for source, weight in enumerate(weights):
+            assert abs(counts[source] - draw * weight / sum(weights)) < len(weights) / 2 + 1e-9
+
+
+def test_a_mix_draws_what_its_sources_draw_each_in_its_own_order(rows: Path) -> None:
+    env = mix("countdown weight=2", own_rows(rows))
+    alone = DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0)
+    rows_alone = build_env(alone, num_prompts=1, group_size=1, seed=3)
+    found = drawn(env, 15)
+    assert Counter(source for source, _ in found) == {"countdown": 10, "dataset": 5}
+    assert [query for source, query in found if source == "dataset"] == [c.query for c in rows_alone.draw(5)]
+
+
+def test_the_conversations_of_a_prompt_are_of_one_source_and_know_the_place_of_their_row(rows: Path) -> None:
+    conversations = mix(own_rows(rows, "name=mine"), "countdown", count=2, size=3).draw()
+    assert [c.group_id for c in conversations] == [0, 0, 0, 1, 1, 1]
+    assert [c.source for c in conversations] == ["mine"] * 3 + ["countdown"] * 3
+    number = conversations[0].query.removeprefix("Say ").removesuffix(".")
+    assert conversations[0].where == f"{rows}, row {int(number) + 1}"
+    assert conversations[3].where == ""
+
+
+def test_each_source_scores_its_own_replies_within_its_own_limits(rows: Path) -> None:
+    env = mix("arithmetic digits=1 max_completion_tokens=7", own_rows(rows, "max_completion_tokens=9"))
+    sum_, row = conversations = env.draw(2)
+    assert [c.max_completion_tokens for c in conversations] == [7, 9]
+    for conversation, reply in ((sum_, str(eval(sum_.query.split("?")[0].removeprefix("What is ")))), (row, "no")):
+        conversation.add_completion(Completion([1], [0.0], reply, "stop", 0))
+    env.advance(conversations)
+    assert [c.reward for c in conversations] == [1.0, 0.0]
+    batch = env.build_batch(conversations)
+    assert list(batch["source"]) == ["arithmetic", "dataset"]
+    assert set(batch["next", "reward_parts"].keys()) == {"answer", "exact"}
+
+
+def test_room_is_planned_for_the_longest_source_and_what_is_said_for_the_mix_holds_for_all(rows: Path) -> None:
+    sources = ["countdown", own_rows(rows, "max_prompt_tokens=2000 max_completion_tokens=600")]
+    said = f"env.sources={json.dumps(sources)}"
+    settings = compose(TRAIN_GRPO, ["env=mix", said]).settings.env
+    assert longest_conversation(settings) == 2000 + 600
+    assert [env.max_completion_tokens for env in mix(*sources).parts] == [128, 600]
+    assert [env.max_completion_tokens for env in mix(*sources, max_completion_tokens=300).parts] == [128, 300]
+
+
+def test_drawing_goes_on_where_it_was_saved_in_every_source(rows: Path) -> None:
+    sources = ["countdown weight=2", own_rows(rows)]
+    whole = drawn(mix(*sources), 30)
+    for served in (0, 1, 11, 20):
+        env = mix(*sources)
+        drawn(env, served)
+        state = json.loads(json.dumps(env.state_dict()))
+        again = mix(*sources)
+        again.load_state_dict(state)
+        assert drawn(again, 30 - served) == whole[served:]
+
+
+def test_other_weights_or_other_rows_than_those_drawn_are_no_place_to_go_on(rows: Path) -> None:
+    env = mix("countdown weight=2", own_rows(rows))
+    drawn(env, 9)
+    state = env.state_dict()
+    with pytest.raises(DataError, match=r"countdown \(weight 2\).*countdown \(weight 3\)"):
+        mix("countdown weight=3", own_rows(rows)).load_state_dict(state)
+    rows.write_text("\n".join(json.dumps(row | {"prompt": row["prompt"] + "!"}) for row in ROWS))
+    try:
+        with pytest.raises(DataError, match="only rows that were not drawn yet may go"):
+            mix("countdown weight=2", own_rows(rows)).load_state_dict(state)
+    finally:
+        rows.write_text("\n".join(map(json.dumps, ROWS)))
+
+
+def test_a_pass_ends_before_a_source_begins_anew(rows: Path) -> None:
+    env = mix("countdown weight=2", own_rows(rows))
+    # a a d, a a d, ... or a d a: with 6 rows the seventh is the draw after 6 x 3 and one of the next three
+    assert env.num_tasks == [source for source, _ in drawn(env, 40)].index("dataset", 18)
+    seen = [query for source, query in drawn(mix("countdown weight=2", own_rows(rows)), env.num_tasks)]
+    assert len([query for query in seen if query.startswith("Say")]) == 6
+    assert mix("countdown", own_rows(rows), limit=5).num_tasks == 5
+
+
+def test_a_limit_is_of_the_whole_mix_and_its_prompts_come_over_and_over(rows: Path) -> None:
+    found = drawn(mix("countdown", own_rows(rows), limit=3), 7)
+    assert found[3:6] == found[:3]
+    assert found[6] == found[0]
+
+
+def test_long_prompts_are_the_business_of_their_source(tmp_path: Path, rows: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "word " * 500, "answer": "1"}])))
+    env = mix(own_rows(rows), own_rows(long))
+    settings = compose(TRAIN_GRPO).settings.env
+    with pytest.raises(DataError, match=rf"split train of dataset-2 have .*long_prompts=skip to this source\n.*{long}"):
+        look_at_lengths(env, settings, tiny_tokenizer(), None)
+    env = mix(own_rows(rows), own_rows(long, "long_prompts=skip"))
+    assert "1 of 7 prompts of the split train of dataset-2" in (
+        look_at_lengths(env, settings, tiny_tokenizer(), None) or ""
+    )
+    assert all(len(query) < 100 for _, query in drawn(env, 40))
+
+
+def test_what_is_trained_on_and_held_out_is_counted_a_source(rows: Path) -> None:
+    train, again = (mix(own_rows(rows), "countdown held_out=0") for _ in range(2))
+    assert [part.prompts_shared_with(train) for part in again.parts] == [6, 10_000]
+    assert again.prompts_shared_with(train) == 6
+
+
+def test_every_demonstration_of_every_source_comes_once_in_turn(rows: Path) -> None:
+    env = mix("countdown", own_rows(rows, "completion_column=answer"))
+    shown = [demonstration.messages[0]["content"] for demonstration in env.demonstrations() if demonstration.messages]
+    assert [text.startswith("Say") for text in shown[:13]] == [False, True] * 6 + [False]
+    assert sum(text.startswith("Say") for text in shown) == 6
+
+
+def test_a_row_from_outside_is_of_no_source(rows: Path) -> None:
+    with pytest.raises(DataError, match="a row from outside is of no source of a mix"):
+        mix(own_rows(rows)).reset(TensorDict({"query": ["Who?"]}, batch_size=[1]))
+    with pytest.raises(DataError, match="test the environment of one source"):
+        mix(own_rows(rows)).all_tasks()
+
+
+def test_the_split_of_the_mix_is_that_of_every_source(rows: Path) -> None:
+    sources = ["countdown", f"dataset path={rows} reward=exact held_out=0.5"]
+    assert [part.split for part in mix(*sources).parts] == ["train", "train"]
+    assert [part.split for part in mix(*sources, split="test").parts] == ["test", "test"]
+
+
+def test_turns_that_nothing_answers_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"env.max_turns=2 gives turns that nothing answers"):
+        mix("gsm8k", "countdown max_turns=2")

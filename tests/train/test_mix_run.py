@@ -1,0 +1,102 @@
+"""GRPO on a mix of environments: figures by source add up, and a run goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.runs.rollouts import read_rollouts
+from rlpost.settings.run import RunRequest
+from rlpost.train.grpo import train
+
+WORDS = [
+    "model=tiny",
+    "policy=transformers",
+    "model.autocast=none",
+    "deterministic=true",
+    "env=mix",
+    "env.max_completion_tokens=6",
+    "prompts_per_step=3",
+    "group_size=4",
+    "optim.lr=1e-3",
+    "eval.limit=4",
+    "steps=4",
+]
+REWARD = "def length(completions, **columns):\n    return [len(text) + 0.5 for text in completions]\n"
+
+
+def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
+    """The figures of a run on own rows and countdown, but for those of time and memory."""
+    sources = ["countdown weight=2", f"dataset path={rows} reward={rows.with_name('reward.py')}:length name=own"]
+    composed = compose(TRAIN_GRPO, [*WORDS, f"env.sources={json.dumps(sources)}", *words])
+    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
+    assert train(composed.settings, request) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"Say {number}."}) for number in range(40)))
+    file.with_name("reward.py").write_text(REWARD)
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("mix") / "run"
+    return folder, run(folder, rows)
+
+
+def test_figures_by_source_add_up_to_the_steps(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, lines = trained
+    steps = [line for line in lines if "reward/mean" in line]
+    assert len(steps) == 4
+    for line in steps:
+        counts = {name: line[f"source/{name}/completions"] for name in ("countdown", "own")}
+        assert counts == {"countdown": 8, "own": 4}  # two of three prompts, in every step of three
+        for own, whole in (("reward", "reward/mean"), ("zero_std", "groups/zero_std")):
+            summed = sum(counts[name] * line[f"source/{name}/{own}"] for name in counts)
+            assert summed / 12 == pytest.approx(line[whole])
+        assert line["source/own/accuracy_lenient"] is None  # which has no measure of it
+        assert line["source/countdown/accuracy_lenient"] == line["accuracy/lenient"]
+        completions = read_rollouts(folder, line["step"])
+        for name, count in counts.items():
+            rewards = [row["reward"] for row in completions if row["source"] == name]
+            assert len(rewards) == count
+            assert sum(rewards) / count == pytest.approx(line[f"source/{name}/reward"])
+            assert all(("Say" in row["prompt"]) == (name == "own") for row in completions if row["source"] == name)
+
+
+def test_held_out_figures_by_source_add_up_and_have_their_number(trained: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, lines = trained
+    measured = [line for line in lines if "eval/reward" in line]
+    assert len(measured) == 2
+    for line in measured:
+        counts = {name: line[f"eval/source/{name}/prompts"] for name in ("countdown", "own")}
+        assert sum(counts.values()) == line["eval/prompts"] == 4
+        summed = sum(counts[name] * line[f"eval/source/{name}/reward"] for name in counts)
+        assert summed / 4 == pytest.approx(line["eval/reward"])
+        low, high = (line[f"eval/source/countdown/accuracy_lenient_{end}"] for end in ("low", "high"))
+        assert low <= line["eval/source/countdown/accuracy_lenient"] <= high
+
+
+def test_a_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(
+    trained: tuple[Path, list[dict[str, Any]]], rows: Path, tmp_path: Path
+) -> None:
+    folder, lines = trained
+    run(tmp_path / "resumed", rows, "steps=2")
+    resumed = run(tmp_path / "resumed", rows, resume="auto")
+    at = {line["step"]: line for line in resumed if "reward/mean" in line}
+    whole = {line["step"]: line for line in lines if "reward/mean" in line}
+    assert {step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in at.items()} == {
+        step: {k: v for k, v in line.items() if "eval/" not in k} for step, line in whole.items()
+    }
+    for step in (3, 4):
+        assert read_rollouts(tmp_path / "resumed", step) == read_rollouts(folder, step)
