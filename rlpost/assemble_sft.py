@@ -98,7 +98,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
             look_at_lengths(eval_env, settings.env, tokenizer, context_length(starting_folder(settings, checkpoint)))
         )
     encoder = Encoder(tokenizer, settings.max_tokens)
-    demonstrations, told = choose_demonstrations(env.demonstrations(), settings.env)
+    demonstrations, told = choose_demonstrations(env, settings.env)
     notes.append(told)
     samples, bad_rows = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []

@@ -96,28 +96,33 @@ class RateFilter:
 
 
 def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | None:
-    """Keep the prompts of `env` that `settings` ask for by their measured rates.
+    """Keep the prompts of `env`, or of each source of a mix, that its settings ask for by their measured rates.
 
     Returns what to say of that; None where no rates are given. Raises DataError for prompts that were not measured,
     and where none is kept.
     """
-    wanted = RateFilter.of(settings)
-    if wanted is None:
-        return None
-    out, told = wanted.left_out((env.where(n), env.opening_messages(row)) for n, row in enumerate(env.rows))
-    if out:
-        env.drop_rows(out, told)
-    return told
+    told = []
+    for part in env.parts:
+        wanted = RateFilter.of(part.source_settings or settings)
+        if wanted is not None:
+            out, said = wanted.left_out((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
+            told.append(said)
+            if out:
+                part.drop_rows(out, said)
+    return "; ".join(told) or None
 
 
-def choose_demonstrations(
-    demonstrations: Iterable[Demonstration], settings: EnvSettings
-) -> tuple[Iterable[Demonstration], str | None]:
-    """The same of demonstrations; malformed ones are kept, to be counted. Raises DataError for those of plain text."""
+def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[Iterable[Demonstration], str | None]:
+    """The demonstrations of `env` that are kept likewise; malformed ones are, to be counted.
+
+    Raises DataError as above, for plain text, and for rates of one source of a mix.
+    """
+    if any(part.source_settings and RateFilter.of(part.source_settings) for part in env.parts):
+        raise DataError("pass_rates= of a source chooses prompts to sample from, not demonstrations: leave it out")
     wanted = RateFilter.of(settings)
     if wanted is None:
-        return demonstrations, None
-    every = list(demonstrations)
+        return env.demonstrations(), None
+    every = list(env.demonstrations())
     whole = [each for each in every if not each.wrong]
     if text := next((each for each in whole if each.messages is None), None):
         raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")

@@ -66,11 +66,13 @@ def test_demonstrations_are_chosen_by_the_rates_of_their_prompts(here: Path) -> 
         Demonstration(f"row {n}", [*env.opening_messages(row), {"role": "assistant", "content": "x"}])
         for n, row in enumerate(ROWS)
     ]
-    kept, told = choose_demonstrations([*shown, Demonstration("row 9", wrong="is no JSON")], settings)
+    env.demonstrations = lambda: iter([*shown, Demonstration("row 9", wrong="is no JSON")])  # type: ignore[method-assign]
+    kept, told = choose_demonstrations(env, settings)
     assert [each.where for each in kept] == ["row 0", "row 1", "row 2", "row 9"]
     assert told == "3 of 4 prompts have pass rates in [0, 0.5]"
+    env.demonstrations = lambda: iter([Demonstration("row 0", text="once")])  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"chooses by prompts, and row 0 is plain text: leave it out"):
-        choose_demonstrations([Demonstration("row 0", text="once")], settings)
+        choose_demonstrations(env, settings)
 
 
 def test_rates_already_measured_are_not_written_over(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
