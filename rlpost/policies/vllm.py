@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -170,11 +170,7 @@ class vLLMWrapper(Policy):
         stops = None if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         params = [
             SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                stop=sampling.stop,
+                **asdict(sampling),
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 logprobs=0,
