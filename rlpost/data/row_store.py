@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from rlpost.data.row_files import MOST_ROW_BYTES
+from rlpost.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,13 +83,22 @@ class PackedRows(Rows):
         """All rows have been added: they can be read from now on."""
         if self._file is not None:
             self._spill()
-            self._file.flush()
             self._read = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _spill(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            raise DataError(
+                f"the rows cannot be kept in {tempfile.gettempdir()} ({error.strerror}): make room there, or name "
+                "another folder with TMPDIR"
+            ) from error
+
+    def _write(self) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="rlpost-rows-")  # noqa: SIM115  open as long as the rows are used
         self._file.write(self._held)
+        self._file.flush()
         self._held.clear()
 
     def at(self, number: int) -> Row:

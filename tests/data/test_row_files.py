@@ -172,6 +172,16 @@ def test_rows_come_back_as_they_were_wherever_they_are_kept(in_memory: int, monk
     assert len(set(kept.digests.tolist())) == 51
 
 
+def test_no_room_for_many_rows_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(row_store, "IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(row_store.tempfile, "TemporaryFile", full)
+    with pytest.raises(DataError, match=r"cannot be kept in .* \(No space left on device\): make room there, or name"):
+        PackedRows().add({"question": "a long one"})
+
+
 def test_what_json_has_no_word_for_is_kept_as_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     row = {
