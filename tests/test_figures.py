@@ -12,10 +12,10 @@ from test_layers import LATE_DOORS
 SCRIPT = Path(__file__).parents[1] / "scripts" / "figures.py"
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
-    "code lines": 29_260,
-    "modules": 147,
-    "lines": 17_540,
-    "functions": 439,
+    "code lines": 31_550,
+    "modules": 155,
+    "lines": 19_570,
+    "functions": 460,
     "functions from learn on": 224,
 }
 

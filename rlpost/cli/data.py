@@ -103,8 +103,8 @@ def report(
 
 MEASURE_EXAMPLES = """\b
 Examples:
-  rlpost data measure env=gsm8k env.path=data/gsm8k model=qwen
-  rlpost train grpo env=gsm8k env.path=data/gsm8k model=qwen env.pass_rates=FILE env.min_pass_rate=0.1
+  rlpost data measure env=gsm8k model=qwen --out rates.jsonl
+  rlpost train grpo env=gsm8k model=qwen env.pass_rates=rates.jsonl
 """
 MEASURED_SAMPLES = 8
 

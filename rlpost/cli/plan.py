@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rlpost.catalog import opened
 from rlpost.cli.resume import point_of
 from rlpost.cli.run_folder import slug
-from rlpost.config.compose import sources_of
 from rlpost.settings import (
     DatasetSettings,
     DType,
@@ -168,6 +167,8 @@ def _data(composed: Composed[Any], more: str = "") -> list[str]:
     of_rows = f" from {path}" if isinstance(path, str) else ""
     lines = [f"data    {composed.choices['env']}{of_rows}, {env.split} split{more}{_rewards_of(env)}"]
     if isinstance(env, MixSettings):
+        from rlpost.config.compose import sources_of
+
         sources = sources_of(env)
         whole = sum(source.weight for source in sources)
         for source in sources:

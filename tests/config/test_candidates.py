@@ -102,7 +102,7 @@ def test_broken_files_of_the_users_are_passed_over(folder: Path) -> None:
     (folder / "conf" / "env").mkdir(parents=True)
     (folder / "conf" / "env" / "mine.yaml").write_text("limit: [3\n")
     (folder / "broken.yaml").write_text("\xff: [")
-    assert offered("env=mi") == ["env=mine"]
+    assert offered("env=min") == ["env=mine"]
     assert offered("env.li", "env=mine") == ["env.limit=", "env.limit=null"]
     assert offered("optim.l", "recipe=broken.yaml") == ["optim.lr=", "optim.lr=1.5e-05"]
     assert offered("optim.l", "recipe=nowhere") == ["optim.lr=", "optim.lr=1.5e-05"]

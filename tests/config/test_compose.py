@@ -32,6 +32,7 @@ from tests.model_folders import write_model
 
 NEEDED = {
     "dataset": ["env.path=someone/rows", "env.reward=exact"],
+    "mix": ["env.sources=[arithmetic,countdown]"],
     "reasoning_gym": ["env.task=leg_counting"],
     "text_game": ["env.id=FrozenLake-v1"],
 }  # option -> words that it does not compose without
