@@ -146,7 +146,7 @@ def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
     metrics = result["metrics"] or {}
     if "loss/sft" in metrics and "reward/mean" not in metrics:
         losses = [interval(each, LOSS) for each in _evaluations(result)]
-        return [f"{metrics['loss/sft']:.3f}", *(loss.told("rows") if loss else "-" for loss in losses)]
+        return [f"{metrics['loss/sft']:.3f}", *(loss.told("row") if loss else "-" for loss in losses)]
     reward = metrics.get("reward/mean")
     found = [main_figure(each) for each in _evaluations(result)]
     return ["-" if reward is None else f"{reward:.2f}", *(each.told() if each else "-" for each in found)]

@@ -6,12 +6,13 @@ A row that cannot be read is given as `Unreadable`, so that the rows behind it a
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -63,48 +64,52 @@ def _parsed(text: str) -> Any:
 def read_json(path: Path) -> Numbered:
     """The elements of a list, from 1. Raises DataError for what is no list of JSON: then no row of it is known."""
     decoder, of_any_size = json.JSONDecoder(), json.JSONDecoder(parse_int=str)
-    chunks = _chunks(path)
-    text, at, number, wants_element = next(chunks, ""), 0, 0, True
+    number, size, wants_element = 0, _CHUNK, True
 
     def broken(why: str) -> DataError:
         return DataError(
             f"{path} is not JSON (row {number + 1}: {why}): correct it, or write one object a line as .jsonl"
         )
 
-    at = _end_of_blank(text, 0)
-    if text[at : at + 1] != "[":
-        raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
-    at += 1
-    while True:
-        at = _end_of_blank(text, at)
-        if at < len(text) and text[at] == "]" and (number == 0 or not wants_element):
-            break
-        if at < len(text) and not wants_element:
-            if text[at] != ",":
-                raise broken("a comma is missing before it")
-            at, wants_element = at + 1, True
-            continue
-        row, end, why = None, len(text), "the list has no end"
-        try:
-            if at < len(text):
-                row, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            why = error.msg
-        except RecursionError as error:
-            raise broken("it is nested too deeply") from error
-        except ValueError:
-            row, end = Unreadable("holds a number of more digits than can be read"), of_any_size.raw_decode(text, at)[1]
-        if end == len(text):  # it may go on, a number for one
-            more = next(chunks, "")
-            if not more:
-                raise broken(why)
-            text, at = text[at:] + more, 0
-            continue
-        number += 1
-        yield number, row
-        at, wants_element = end, False
-    if _end_of_blank(text, at + 1) < len(text):
-        raise broken("there is more behind the list")
+    with _opened_text(path) as read:
+        text = next((part for part in iter(lambda: read(size), "") if part.strip()), "")
+        at = _end_of_blank(text, 0)
+        if text[at : at + 1] != "[":
+            raise DataError(f"{path} holds no list at its top: it must be a list of objects, or one a line as .jsonl")
+        at += 1
+        while True:
+            at = _end_of_blank(text, at)
+            if at < len(text) and text[at] == "]" and (number == 0 or not wants_element):
+                break
+            if at < len(text) and not wants_element:
+                if text[at] != ",":
+                    raise broken("a comma is missing before it")
+                at, wants_element = at + 1, True
+                continue
+            row, end, why = None, len(text), "the list has no end"
+            try:
+                if at < len(text):
+                    row, end = decoder.raw_decode(text, at)
+            except json.JSONDecodeError as error:
+                why = error.msg
+            except RecursionError as error:
+                raise broken("it is nested too deeply") from error
+            except ValueError:
+                row = Unreadable("holds a number of more digits than can be read")
+                _, end = of_any_size.raw_decode(text, at)
+            if end == len(text):  # it may go on, a number for one
+                more = read(size)
+                if not more:
+                    raise broken(why)
+                text, at, size = text[at:] + more, 0, 2 * size  # so that a long one is not tried over and over
+                continue
+            number += 1
+            yield number, row
+            at, size, wants_element = end, _CHUNK, False
+        while text:
+            if _end_of_blank(text, at + 1) < len(text):
+                raise broken("there is more behind the list")
+            text, at = read(_CHUNK), -1
 
 
 def _end_of_blank(text: str, at: int) -> int:
@@ -112,22 +117,21 @@ def _end_of_blank(text: str, at: int) -> int:
     return at if match is None else match.end()
 
 
-def _chunks(path: Path) -> Iterator[str]:
-    """The file's text, in pieces each as long as all before it, so that a long element is not read over and over."""
-    size = _CHUNK
-    lines = (text for _, text in _lines(path))
-    held: list[str] = []
-    length = 0
-    for text in lines:
-        if isinstance(text, Unreadable):
-            raise DataError(f"{path} {text.wrong}")
-        held.append(text)
-        length += len(text)
-        if length >= size:
-            yield "".join(held)
-            size, held, length = size * 2, [], 0
-    if held:
-        yield "".join(held)
+@contextmanager
+def _opened_text(path: Path) -> Iterator[Callable[[int], str]]:
+    """Reads so many more characters of a file; "" at its end. Raises DataError for what is no UTF-8."""
+    with _opened(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+
+        def read(count: int) -> str:
+            try:
+                part = text.read(count)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path} {_no_utf8(error.object, error.start)}") from error
+            if "\0" in part:
+                raise DataError(f"{path} {_no_utf8(part.encode(), part.index(chr(0)))}")
+            return part
+
+        yield read
 
 
 def read_csv(path: Path) -> Numbered:
@@ -138,7 +142,9 @@ def read_csv(path: Path) -> Numbered:
     csv.field_size_limit(MOST_ROW_BYTES)
     reader = None
     try:
-        reader = csv.DictReader(_records(path), strict=True, delimiter=_delimiter(path))
+        records = _records(path)
+        header = next(records, "")
+        reader = csv.DictReader(chain([header], records), strict=True, delimiter=_delimiter(header))
         for row in reader:
             more = None in row
             yield reader.line_num, Unreadable("has more cells than the header has names") if more else row
@@ -147,8 +153,7 @@ def read_csv(path: Path) -> Numbered:
         raise DataError(f"{path}, row {number} is not CSV ({error}): correct or remove it") from error
 
 
-def _delimiter(path: Path) -> str:
-    header = next(_records(path), "")
+def _delimiter(header: str) -> str:
     return "," if "," in header else next((sign for sign in ";\t" if sign in header), ",")
 
 
@@ -186,11 +191,15 @@ def _decoded(path: Path, number: int, line: bytes) -> str | Unreadable:
         at = line.index(0)
     except UnicodeDecodeError as error:
         at = error.start
-    likely = "UTF-16" if b"\0" in line else "Windows-1252 or Latin-1"
-    wrong = f"is not UTF-8 (byte {at}), but likely {likely}: save the file as UTF-8"
+    wrong = _no_utf8(line, at)
     if number == 1 or b"\0" in line:
         raise DataError(f"{path}, row {number} {wrong}")
     return Unreadable(wrong)
+
+
+def _no_utf8(content: bytes, at: int) -> str:
+    likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
+    return f"is not UTF-8 (byte {at}), but likely {likely}: save the file as UTF-8"
 
 
 @contextmanager

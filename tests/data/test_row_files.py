@@ -65,6 +65,20 @@ def test_a_list_is_read_piece_by_piece(chunk: int, tmp_path: Path, monkeypatch: 
     assert list(read_json(written(tmp_path, "a.json", " [\n] "))) == []
 
 
+def test_a_list_on_one_line_may_be_longer_than_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "MOST_ROW_BYTES", 100)
+    monkeypatch.setattr(row_files, "_CHUNK", 64)
+    path = written(tmp_path, "a.json", json.dumps([GOOD] * 50))
+    assert [row for _, row in read_json(path)] == [GOOD] * 50
+
+
+def test_a_list_that_is_no_utf8_says_so(tmp_path: Path) -> None:
+    for encoding, likely in (("utf-16", "UTF-16"), ("latin-1", "Windows-1252 or Latin-1")):
+        path = written(tmp_path, "a.json", '["é"]'.encode(encoding))
+        with pytest.raises(DataError, match=rf"a.json is not UTF-8 \(byte \d\), but likely {likely}: save the file"):
+            list(read_json(path))
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -74,6 +88,7 @@ def test_a_list_is_read_piece_by_piece(chunk: int, tmp_path: Path, monkeypatch: 
         ("[1,]", "row 2: Expecting value"),
         ("[1 2]", "row 2: a comma is missing before it"),
         ("[1] 2", "row 2: there is more behind the list"),
+        ("[1]" + " " * (1 << 21) + "2", "row 2: there is more behind the list"),
         ('[{"a": 1}, {"a" 2}]', "row 2: Expecting ':' delimiter"),
         ("[" * 200_000, "row 1: it is nested too deeply"),
     ],
