@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlpost.collectors.background import Background
 
 
-class Collector(ABC):
+class CollectorBase(ABC):
     """Plays `env`, and fills `replay_buffer` where there is one: when asked, or from a thread of its own."""
 
     def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.collectors.base import Collector
+from rlpost.collectors.base import CollectorBase
 from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -25,7 +25,7 @@ from rlpost.policies.base import Policy
 from rlpost.weight_sync.base import WeightUpdater, begin_versions, default_updater
 
 
-class LLMCollector(Collector):
+class LLMCollector(CollectorBase):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
@@ -257,11 +257,11 @@ class LLMCollector(Collector):
 
     @property
     def wants_more(self) -> bool:
-        """See `Collector.wants_more`: until `total_dialog_turns`, where there is an end."""
+        """See `CollectorBase.wants_more`: until `total_dialog_turns`, where there is an end."""
         return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
 
     def collect_round(self) -> None:
-        """See `Collector.collect_round`."""
+        """See `CollectorBase.collect_round`."""
         self._deliver()
 
     def _collected(self) -> TensorDictBase:
