@@ -26,6 +26,7 @@ from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
+from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
 from rlpost.policies.base import Policy
@@ -111,7 +112,11 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
         temperature=training_sampling(settings).temperature,
         max_completion_tokens=longest_sampled(settings.env),
     )
-    buffer = ReplayBuffer(group_size=settings.group_size, draw_limit=settings.dynamic.draw_limit)
+    buffer = ReplayBuffer(
+        group_size=settings.group_size,
+        accept=has_spread if settings.dynamic.enabled else None,
+        draw_limit=settings.dynamic.draw_limit,
+    )
     with_reference = settings.loss.kl_coef > 0
     parts = assemble_sampling(settings, checkpoint, buffer, with_reference=with_reference)
     return GRPOParts(**vars(parts), objective=objective)

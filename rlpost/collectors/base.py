@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,6 +52,14 @@ class CollectorBase(ABC):
             self.collect_round()
         else:
             self._background.wait_for_round()
+
+    @property
+    def owes(self) -> bool:
+        """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
+        return False
+
+    def taken(self, groups: Sequence[int]) -> None:  # noqa: B027  not every source keeps account
+        """See `GroupSource.taken`; nothing follows from it here."""
 
     def start(self) -> None:
         """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.

@@ -48,6 +48,15 @@ class GroupSource(Protocol):
         """The version that the policy samples with now."""
         ...
 
+    @property
+    def owes(self) -> bool:
+        """Whether a group is still being sampled that has to be in the next batch, or it will be too old for any."""
+        ...
+
+    def taken(self, groups: Sequence[int]) -> None:
+        """Told which groups have left the buffer to be trained on."""
+        ...
+
 
 @dataclass
 class Drawn:
@@ -103,6 +112,10 @@ class ReplayBuffer(HoldsGroups):
       more have come, as `MCAdvantage` does until a group is complete.
     - `group_size` holds a group back until it has so many rows; without it a group is what one batch
       brings of it.
+    - `accept` says of each group, by its dense tensors (G,), whether it may be trained on; one that it turns
+      down leaves at once, and is counted.
+    - `oldest_first` gives groups in the order of the oldest policy version in them, rather than in that of
+      their arrival: a group that took long to sample is trained on before later ones.
     - `draw_limit` bounds how often in a row `take` asks the source for more before it gives up.
     - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
       since its last row is given up, logged and counted in `num_evicted`.
@@ -123,6 +136,8 @@ class ReplayBuffer(HoldsGroups):
         transforms: Sequence[Transform] = (),
         group_key: str = "group_id",
         group_size: int | None = None,
+        accept: Rule | None = None,
+        oldest_first: bool = False,
         draw_limit: int = 32,
         max_waiting: int = 4096,
     ) -> None:
@@ -131,6 +146,8 @@ class ReplayBuffer(HoldsGroups):
         self.transforms = list(transforms)
         self.group_key = group_key
         self.group_size = group_size
+        self.accept = accept
+        self.oldest_first = oldest_first
         self.draw_limit = draw_limit
         self.source: GroupSource | None = None
         self.num_dropped_by_age = 0  # groups
@@ -142,6 +159,20 @@ class ReplayBuffer(HoldsGroups):
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    @property
+    def group_numbers(self) -> list[int]:
+        """The numbers of the whole groups, in the order in which they will be taken."""
+        with self._lock:
+            return [self._number(group) for group in self._groups]
+
+    def remove(self, number: int) -> None:
+        """Let a whole group go, for whoever takes it back to sample it again. Raises KeyError where there is none."""
+        with self._lock:
+            kept = [group for group in self._groups if self._number(group) != number]
+            if len(kept) == len(self._groups):
+                raise KeyError(f"the buffer holds no whole group {number}")
+            self._groups = kept
 
     def extend(self, batch: TensorDictBase) -> None:
         """Write a batch (B,) whose rows carry `group_key`.
@@ -168,23 +199,34 @@ class ReplayBuffer(HoldsGroups):
         for number, group in groups.items():
             if self.group_size is None or len(group) == self.group_size:
                 self._waiting.pop(number, None)
-                self._groups.append(group)
-                self.drawn.add(group)
+                self._judge(group)
             else:
                 self._waiting.hold(number, group)
         self._waiting.evict()
 
-    def take(self, num_groups: int, max_policy_lag: int | None = None, accept: Rule | None = None) -> TensorDict:
+    def _judge(self, group: Selection) -> None:
+        """A group is whole: keep it, or turn it down."""
+        self.drawn.add(group)
+        if self.accept is not None and not self.accept(group.measures()):
+            self.drawn.turn_down(group)
+            return
+        self._groups.append(group)
+        if self.oldest_first:
+            self._groups.sort(key=lambda group: int(group.column("policy_version").min()))  # stable
+
+    def _number(self, group: Selection) -> int:
+        return int(group.column(self.group_key)[0])
+
+    def take(self, num_groups: int, max_policy_lag: int | None = None) -> TensorDict:
         """The oldest `num_groups` groups as one batch; they leave the buffer.
 
         Asks the source for more where too few are there. A group sampled more than `max_policy_lag`
-        weight pushes before the present policy is dropped and counted, and so is one that `accept`
-        turns down: neither is ever taken. Groups beyond `num_groups` stay for the next time. Raises
-        PolicyError when `draw_limit` rounds did not bring enough.
+        weight pushes before the present policy is dropped and counted, never taken. Groups beyond
+        `num_groups` stay for the next time. Raises PolicyError when `draw_limit` rounds did not bring enough.
         """
         rounds = 0
-        self._drop(max_policy_lag, accept)
-        while len(self._groups) < num_groups:
+        self._drop(max_policy_lag)
+        while len(self._groups) < num_groups or (self.source is not None and self.source.owes):
             if self.source is None:
                 raise PolicyError(
                     f"the replay buffer holds {len(self._groups)} of the {num_groups} groups asked for and has no "
@@ -197,9 +239,11 @@ class ReplayBuffer(HoldsGroups):
                 )
             self.source.collect()
             rounds += 1
-            self._drop(max_policy_lag, accept)
+            self._drop(max_policy_lag)
         with self._lock:
             taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]
+        if self.source is not None:
+            self.source.taken([self._number(group) for group in taken])
         return Selection.joined(taken).copied()
 
     def take_counts(self) -> dict[str, float]:
@@ -249,8 +293,8 @@ class ReplayBuffer(HoldsGroups):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)
 
-    def _drop(self, max_policy_lag: int | None, accept: Rule | None) -> None:
-        """Drop and count what may not be trained on."""
+    def _drop(self, max_policy_lag: int | None) -> None:
+        """Drop and count what is too old to be trained on."""
         with self._lock:
             version = None if self.source is None else self.source.policy_version
             if max_policy_lag is not None and version is not None:
@@ -260,15 +304,6 @@ class ReplayBuffer(HoldsGroups):
                 fresh = [group for group in self._groups if int(group.column("policy_version").min()) >= oldest]
                 self.num_dropped_by_age += len(self._groups) - len(fresh)
                 self._groups = fresh
-            if accept is None:
-                return
-            kept = []
-            for group in self._groups:
-                if accept(group.measures()):
-                    kept.append(group)
-                else:
-                    self.drawn.turn_down(group)
-            self._groups = kept
 
     def _advice(self) -> str:
         """What may be the reason that too few groups came, and what to do."""

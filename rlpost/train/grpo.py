@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages, has_spread, kl_in_reward
+from rlpost.objectives.advantage import give_advantages, kl_in_reward
 from rlpost.objectives.overlong import mask_overlong, penalise_overlong
 from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.settings import GRPOSettings
@@ -39,9 +39,8 @@ def learn(session: GRPOSession) -> None:
     """The loop: every step still to do."""
     settings, parts, microbatches = session.settings, session.parts, session.microbatches
     learner = session.learner(settings.steps * updates_per_step(settings))
-    accept = has_spread if settings.dynamic.enabled else None
     for _ in session.steps():
-        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag, accept)  # whole groups, each once
+        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
         if settings.overlong.penalty_tokens:
             penalise_overlong(batch, settings.env.max_completion_tokens, settings.overlong.penalty_tokens)
         session.collected(batch)

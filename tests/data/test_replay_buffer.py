@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -26,7 +26,16 @@ class Source:
         self.batches = batches
         self.policy_version = version
         self.asked = 0
+        self.owed: int | None = None  # the group that has to be in the next batch
+        self.told: list[list[int]] = []
         buffer.source = self
+
+    @property
+    def owes(self) -> bool:
+        return self.owed is not None and self.owed not in self.buffer.group_numbers
+
+    def taken(self, groups: Sequence[int]) -> None:
+        self.told.append(list(groups))
 
     def collect(self) -> None:
         self.asked += 1
@@ -170,26 +179,26 @@ def of_rewards(batch: Batch) -> Callable[..., TensorDict]:
 
 
 def test_a_rule_turns_groups_down_and_the_source_is_asked_for_more(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer()
+    buffer = ReplayBuffer(accept=has_spread)
     rounds = [(0, (1, 1), 1, (1, 0)), (2, (0, 0), 3, (0, 0)), (4, (0, 1), 5, (1, 0))]
     source = Source(buffer, [concat_rows([of_rewards(a, *x), of_rewards(b, *y)]) for a, x, b, y in rounds])
-    assert groups(buffer.take(2, accept=has_spread)) == [1, 1, 4, 4]
+    assert groups(buffer.take(2)) == [1, 1, 4, 4]
     assert source.asked == 3
     counts = buffer.take_counts()
     assert (counts["groups/drawn"], counts["groups/dropped"]) == (6, 3)
     assert counts["reward/mean_drawn"] == 5 / 12  # of everything that was drawn, the trained groups' is 1/2
-    assert groups(buffer.take(1, accept=has_spread)) == [5, 5]  # what was left over
+    assert groups(buffer.take(1)) == [5, 5]  # what was left over
     counts = buffer.take_counts()
     assert (counts["groups/drawn"], counts["groups/dropped"]) == (0, 0)
     assert math.isnan(counts["reward/mean_drawn"])
 
 
 def test_a_group_turned_down_is_never_taken_later(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(draw_limit=1)
+    buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
     Source(buffer, [of_rewards(0, 1, 1), of_rewards(1, 1, 0)])
     with pytest.raises(PolicyError):
-        buffer.take(1, accept=has_spread)
-    assert groups(buffer.take(1)) == [1, 1]  # although nothing is asked of it any more
+        buffer.take(1)
+    assert groups(buffer.take(1)) == [1, 1]
 
 
 def test_without_a_rule_every_group_is_taken_and_counted(of_rewards: Batch) -> None:
@@ -201,38 +210,57 @@ def test_without_a_rule_every_group_is_taken_and_counted(of_rewards: Batch) -> N
 
 
 def test_giving_up_says_what_was_drawn_and_how_far_its_rewards_lay_apart(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(draw_limit=2)
+    buffer = ReplayBuffer(accept=has_spread, draw_limit=2)
     Source(buffer, [concat_rows([of_rewards(n, 0.25, 0.25), of_rewards(n + 1, 1, 1)]) for n in (0, 2, 4)])
     said = (
         r"2 rounds of sampling brought 0 of 1 groups \(0 dropped by age so far\): 4 of 4 groups were turned down "
         r"\(rewards from 0\.25 to 1, at most 0 apart within a group\); give prompts that .* dynamic\.draw_limit$"
     )
     with pytest.raises(PolicyError, match=said) as caught:
-        buffer.take(1, accept=has_spread)
+        buffer.take(1)
     assert caught.value.exit_code == 5
     assert "\n" not in str(caught.value)
 
 
 def test_giving_up_on_rewards_that_all_failed_says_that(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer(draw_limit=1)
+    buffer = ReplayBuffer(accept=has_spread, draw_limit=1)
     Source(buffer, [of_rewards(0, None, None)])
     with pytest.raises(PolicyError, match="1 of 1 groups were turned down \\(none had a valid reward\\)"):
-        buffer.take(1, accept=has_spread)
+        buffer.take(1)
 
 
-def test_age_goes_before_the_rule(of_rewards: Batch) -> None:
-    buffer = ReplayBuffer()
-    buffer.extend(concat_rows([of_rewards(0, 1, 1, version=1), of_rewards(1, 1, 1, version=3)]))
+def test_a_group_that_a_rule_turns_down_has_no_age(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(accept=has_spread)
+    buffer.extend(concat_rows([of_rewards(0, 1, 0, version=1), of_rewards(1, 1, 1, version=1)]))
     Source(buffer, [of_rewards(2, 1, 0, version=3)], version=3)
-    assert groups(buffer.take(1, max_policy_lag=1, accept=has_spread)) == [2, 2]
+    assert groups(buffer.take(1, max_policy_lag=1)) == [2, 2]
     counts = buffer.take_counts()
     assert (counts["buffer/dropped_by_age"], counts["groups/dropped"]) == (1, 1)
 
 
+def test_the_oldest_version_goes_first_where_that_is_asked_for(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(oldest_first=True)
+    for number, version in ((0, 2), (1, 1), (2, 2), (3, 1)):
+        buffer.extend(of_rewards(number, 1, 0, version=version))
+    assert buffer.group_numbers == [1, 3, 0, 2]
+    buffer.remove(3)
+    assert groups(buffer.take(2)) == [1, 1, 0, 0]
+    with pytest.raises(KeyError, match="no whole group 3"):
+        buffer.remove(3)
+
+
+def test_a_group_that_the_source_owes_is_waited_for(of_rewards: Batch) -> None:
+    buffer = ReplayBuffer(oldest_first=True)
+    source = Source(buffer, [of_rewards(1, 1, 0, version=2), of_rewards(0, 1, 0, version=1)], version=2)
+    source.owed = 0
+    assert groups(buffer.take(1)) == [0, 0]
+    assert (source.asked, source.told) == (2, [[0]])
+
+
 def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> None:
-    buffer, resumed = ReplayBuffer(), ReplayBuffer()
+    buffer, resumed = ReplayBuffer(accept=has_spread), ReplayBuffer(accept=has_spread)
     buffer.extend(concat_rows([of_rewards(0, 1, 1), of_rewards(1, 1, 0), of_rewards(2, 0, 1)]))
-    assert groups(buffer.take(1, accept=has_spread)) == [1, 1]
+    assert groups(buffer.take(1)) == [1, 1]
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
     assert resumed.take_counts() == buffer.take_counts() == {
         "groups/drawn": 3.0,
@@ -240,7 +268,7 @@ def test_counts_and_groups_left_over_survive_a_checkpoint(of_rewards: Batch) -> 
         "reward/mean_drawn": 4 / 6,
         "buffer/dropped_by_age": 0.0,
     }  # fmt: skip
-    assert groups(resumed.take(1, accept=has_spread)) == groups(buffer.take(1, accept=has_spread)) == [2, 2]
+    assert groups(resumed.take(1)) == groups(buffer.take(1)) == [2, 2]
 
 
 def test_a_group_is_held_until_it_is_whole(batch: Batch) -> None:
