@@ -40,6 +40,19 @@ class Completion:
     policy_version: PolicyVersionLabel
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One draw of a prompt: what its conversations are begun from, in this process or in another.
+
+    `group` numbers the draw and `samples` the conversations of it that are to be begun: see `Conversation`.
+    """
+
+    group: int
+    samples: list[int]
+    task: Mapping[str, Any]
+    where: str = ""
+
+
 @dataclass(slots=True)
 class Conversation:
     """One trajectory: its messages and, as ids, exactly what the model read and sampled.

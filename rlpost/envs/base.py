@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.continuation import Continuation
-from rlpost.data.conversation import Conversation
+from rlpost.data.conversation import Conversation, Ticket
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.tool import ToolTransform
 from rlpost.envs.transforms.base import Transform
@@ -26,7 +27,11 @@ class EnvBase(ABC):
     """Prompts and their scores.
 
     A collector uses the plain face: `draw` begins conversations, the policy appends its turn to
-    each, `advance` scores them or appends the environment's answer, until all are `done`.
+    each, `advance` scores them or appends the environment's answer, until all are `done`. Where draws
+    are played elsewhere, or conversations one by one, the halves of the two are used: `tickets` and `open`
+    for `draw`, `respond` and `conclude` for `advance`. `open` and `respond` may be called from many threads
+    at once, each with conversations of its own.
+
     `reset`, `step`, `step_and_maybe_reset` and `rollout` are the same as TensorDicts of
     `batch_size`; they keep no state of their own: the conversations travel in the TensorDict, under
     `conversation`, and a step leaves those it was given as they are.
@@ -60,6 +65,8 @@ class EnvBase(ABC):
         self.input_mode = InputMode.of(input_mode)
         self.check_tokenizer()
         self.transforms: list[Transform] = []
+        self._one_at_a_time = RLock()  # held while transforms begin, answer and end, and while `start` runs for `open`
+        self._ready = False  # whether `open` has started everything
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError where the input mode needs a tokenizer that is not there."""
@@ -77,29 +84,92 @@ class EnvBase(ABC):
 
     def close(self) -> None:
         """Give back what transforms hold, such as processes; a second call does nothing."""
+        self._ready = False
         for transform in self.transforms:
             transform.close()
 
-    def abandon(self) -> None:
-        """Give back what transforms hold for conversations under way, which will not go on."""
+    def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
+        """Give back what is held for `conversations` under way (None: for all), which will not go on."""
         for transform in self.transforms:
-            transform.on_reset()
+            if conversations is None:
+                transform.on_reset()
+            else:
+                self._in_turn(transform.on_end, conversations)
 
     def numel(self) -> int:
         """How many conversations are under way at once."""
         return self.batch_size.numel()
 
-    @abstractmethod
     def draw(self, count: int | None = None) -> list[Conversation]:
         """`count` (None: `numel()`) fresh conversations; those of one prompt follow each other.
 
         `group_id` numbers the draws of prompts over the environment's life, `sample` the
         conversations of one. Raises DataError where there is no prompt to draw.
         """
+        return self._opened([fresh for ticket in self.tickets(count) for fresh in self._conversations_of(ticket)])
 
     @abstractmethod
+    def tickets(self, count: int | None = None) -> list[Ticket]:
+        """The next `count` (None: `numel()`) conversations as tickets, one for those of one prompt.
+
+        Moves on as `draw` does, and begins nothing: no transform hears of it. A group that an earlier call left
+        in the middle goes on with a ticket of its remaining samples. Raises DataError as `draw` does.
+        """
+
+    def open(self, ticket: Ticket) -> list[Conversation]:
+        """The conversations of `ticket` as `draw` begins them, one for each of its samples.
+
+        The ticket may be of another environment of the same settings, as one in another process is. Starts this one
+        where it is not, and leaves its own drawing where it is. Several threads may call it at once.
+        """
+        with self._one_at_a_time:
+            if not self._ready:
+                self.start()
+                self._ready = True
+        return self._opened(self._conversations_of(ticket))
+
+    @abstractmethod
+    def _conversations_of(self, ticket: Ticket) -> list[Conversation]:
+        """The conversations of `ticket` before any transform has acted on them."""
+
+    def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
+        """`conversations`, which transforms have acted on."""
+        for transform in self.transforms:
+            self._in_turn(transform.on_begin, conversations)
+        return conversations
+
     def advance(self, conversations: Sequence[Conversation]) -> None:
         """Answer the policy's turn in each conversation, in place: score and end it, or append a message."""
+        self.respond(conversations)
+        self.conclude([conversation for conversation in conversations if conversation.done])
+
+    @abstractmethod
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """Answer the policy's turn in each conversation, in place: append a message, or end it without a score.
+
+        May wait for tools. Several threads may call it at once, each with conversations of its own.
+        """
+
+    @abstractmethod
+    def conclude(self, conversations: Sequence[Conversation]) -> None:
+        """Score conversations that `respond` has ended, in place, and give back what is held for them.
+
+        Called by one thread at a time: where that is the main thread, time limits of scores can interrupt them.
+        """
+
+    def check_halves(self) -> None:
+        """Raise ConfigError where a subclass says what `draw` or `advance` does and not what their halves do."""
+        for whole, halves in {"draw": "tickets and open", "advance": "respond and conclude"}.items():
+            if getattr(type(self), whole) is not getattr(EnvBase, whole):
+                raise ConfigError(
+                    f"{type(self).__name__} overrides {whole}, which is not called where conversations are played one "
+                    f"by one: override {halves} instead, or collect with collector=sync"
+                )
+
+    def _in_turn(self, act: Callable[[Sequence[Conversation]], None], conversations: Sequence[Conversation]) -> None:
+        """Have a transform act while no other does: only tools are called by several threads at once."""
+        with self._one_at_a_time:
+            act(conversations)
 
     @abstractmethod
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
@@ -140,6 +210,7 @@ class EnvBase(ABC):
         if isinstance(transform, ToolTransform) and not self.takes_tools:
             raise ConfigError(f"{type(transform).__name__} is a tool, and only a ChatEnv runs tools: append it to one")
         self.transforms.append(transform)
+        self._ready = False
         return self
 
     # What `rlpost env test` needs; environments with gold answers give all three

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rlpost.data.conversation import CUT, Conversation, Message
+from rlpost.data.conversation import CUT, Conversation, Message, Ticket
 from rlpost.data.input_mode import InputMode
 from rlpost.envs.base import EnvBase
 from rlpost.envs.rows import filled
 from rlpost.envs.scoring import record_scores
 from rlpost.envs.tool import ROLES, ToolLimits, ToolTransform
 from rlpost.envs.transforms.base import Transform
-from rlpost.envs.transforms.dataloading import DataLoadingPrimer
+from rlpost.envs.transforms.dataloading import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
 
@@ -32,6 +32,10 @@ class ChatEnv(EnvBase):
     with the `max_steps`-th turn when there was more to say, whose calls are not run (`truncated`), or
     when nothing is left to say (`terminated`); with `max_steps=None` the latter leaves it open.
     `score` gives the reward when it ends.
+
+    Where conversations are played one by one (`collector=async`), `next_message` and the transforms are called
+    by several threads, though never by two at once; only the calls of tools run at the same time. `score` is
+    called by one thread, which may be while another is in `next_message`.
 
     >>> from rlpost.envs import ChatEnv
     >>> from tensordict import TensorDict
@@ -104,7 +108,7 @@ class ChatEnv(EnvBase):
     def answers(self) -> bool:
         """Whether this environment itself has something to say between two turns of the policy."""
         own = type(self)
-        return own.next_message is not ChatEnv.next_message or own.advance is not ChatEnv.advance
+        return any(getattr(own, name) is not getattr(ChatEnv, name) for name in ("next_message", "respond", "advance"))
 
     # Beginning
 
@@ -127,16 +131,30 @@ class ChatEnv(EnvBase):
             self.tools.add(transform)
         return super().append_transform(transform)
 
-    def draw(self, count: int | None = None) -> list[Conversation]:
-        """See `EnvBase.draw`; raises DataError without a primer, ConfigError for a template field no task has."""
+    def tickets(self, count: int | None = None) -> list[Ticket]:
+        """See `EnvBase.tickets`; raises DataError without a primer."""
         self.start()
         if self.primer is None:
             raise DataError(
                 f"{type(self).__name__} has no prompts of its own: reset it with a TensorDict that holds 'query', "
                 "append a DataLoadingPrimer, or use DatasetChatEnv"
             )
-        drawn = self.primer.take(self.numel() if count is None else count)
-        return self._opened([self._conversation(d.element, d.group, d.sample) for d in drawn])
+        tickets: list[Ticket] = []
+        for drawn in self.primer.take(self.numel() if count is None else count):
+            if not tickets or tickets[-1].group != drawn.group:
+                tickets.append(Ticket(drawn.group, [], drawn.element, self._place(drawn)))
+            tickets[-1].samples.append(drawn.sample)
+        return tickets
+
+    def _place(self, drawn: Draw) -> str:
+        """The place of the row of a draw; empty where it is of no file."""
+        return ""
+
+    def _conversations_of(self, ticket: Ticket) -> list[Conversation]:
+        conversations = [self._conversation(ticket.task, ticket.group, sample) for sample in ticket.samples]
+        for conversation in conversations:
+            conversation.where = ticket.where
+        return conversations
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
         """See `EnvBase.begin`; `query` is what the user says."""
@@ -150,11 +168,6 @@ class ChatEnv(EnvBase):
     def begun(self, task: Mapping[str, Any]) -> Conversation:
         """A conversation about `task` as it begins, of no draw."""
         return self._opened([self._conversation(task, 0, 0)])[0]
-
-    def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
-        for transform in self.transforms:
-            transform.on_begin(conversations)
-        return conversations
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
         messages = self.opening_messages(task)
@@ -185,21 +198,23 @@ class ChatEnv(EnvBase):
 
     # Going on
 
-    def advance(self, conversations: Sequence[Conversation]) -> None:
-        """See `EnvBase.advance`."""
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`."""
         for conversation in conversations:
             conversation.truncated |= conversation.finish_reason in CUT
         for transform in self.transforms:
-            transform.on_reply(conversations)
+            self._in_turn(transform.on_reply, conversations)
         if self.tools is not None:
             self.tools.answer([c for c in conversations if not c.done and not self._was_last(c)])
         for conversation in conversations:
             if not conversation.done:
                 self._answer(conversation)
-        ended = [conversation for conversation in conversations if conversation.done]
-        self.score_finished(ended)
-        for transform in self.transforms if ended else ():
-            transform.on_end(ended)
+
+    def conclude(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.conclude`."""
+        self.score_finished(conversations)
+        for transform in self.transforms if conversations else ():
+            self._in_turn(transform.on_end, conversations)
 
     def score_finished(self, conversations: Sequence[Conversation]) -> None:
         """Score conversations that are over, in place: one by one, unless an environment scores them together."""
@@ -214,7 +229,8 @@ class ChatEnv(EnvBase):
         spoken = conversation.messages[-1]["role"] != self.policy_role  # by a transform or a tool
         last = self._was_last(conversation)
         calling = last and self.tools is not None and bool(self.tools.calls_of(conversation.response_text))
-        answer = None if spoken or calling else self.next_message(conversation)
+        with self._one_at_a_time:
+            answer = None if spoken or calling else self.next_message(conversation)
         if not spoken and not calling and answer is None:
             conversation.terminated = self.max_steps is not None
         elif last:

@@ -13,12 +13,11 @@ from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.envs.rows import order_seed
-from rlpost.envs.transforms.dataloading import DataLoadingPrimer
+from rlpost.envs.transforms.dataloading import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
-    from rlpost.data.conversation import Conversation
     from rlpost.data.demonstrations import Demonstration
 
 CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
@@ -156,13 +155,9 @@ class DatasetChatEnv(ChatEnv):
         self._rows = self.open_rows(self.seed)
         self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
 
-    def draw(self, count: int | None = None) -> list[Conversation]:
-        """See `EnvBase.draw`; each conversation knows the place of its row."""
-        conversations = super().draw(count)
-        if isinstance(self._rows, OrderedRows) and self.primer is not None and self.primer.serves(self._rows):
-            for conversation in conversations:
-                conversation.where = self.place_of(conversation.group_id)
-        return conversations
+    def _place(self, drawn: Draw) -> str:
+        own = self.primer is not None and self.primer.serves(self._rows)  # not one that was appended
+        return self.place_of(drawn.group) if own else ""
 
     def place_of(self, position: int) -> str:
         """The place of the row at `position` of the order; empty where tasks are made rather than kept as rows."""

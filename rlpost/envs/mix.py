@@ -13,6 +13,7 @@ from rlpost.data.conversation import Conversation, Message
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.build import make_env
 from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.envs.transforms.dataloading import Draw
 from rlpost.errors import DataError
 from rlpost.settings import EnvSettings, MixSettings
 
@@ -144,9 +145,12 @@ class MixEnv(DatasetChatEnv):
         for env in self.parts:
             env.close()
 
-    def abandon(self) -> None:
+    def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
         """See `EnvBase.abandon`."""
-        super().abandon()
+        super().abandon(conversations)
+        if conversations is not None:
+            self._each(conversations, lambda env, own: env.abandon(own))
+            return
         for env in self.parts:
             env.abandon()
 
@@ -163,10 +167,10 @@ class MixEnv(DatasetChatEnv):
         raise DataError("a row from outside is of no source of a mix: reset the environment of one source with it")
 
     def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
-        env = self.parts[task["source"]]
-        conversation = env._conversation(task["task"], group, sample)
-        conversation.where = env.place_of(task["place"])
-        return conversation
+        return self.parts[task["source"]]._conversation(task["task"], group, sample)
+
+    def _place(self, drawn: Draw) -> str:
+        return self.parts[drawn.element["source"]].place_of(drawn.element["place"])
 
     def _opened(self, conversations: list[Conversation]) -> list[Conversation]:
         self._each(conversations, lambda env, own: env._opened(own))
@@ -177,6 +181,19 @@ class MixEnv(DatasetChatEnv):
     def advance(self, conversations: Sequence[Conversation]) -> None:
         """See `EnvBase.advance`: each source answers and scores its own."""
         self._each(conversations, lambda env, own: env.advance(own))
+
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`: each source answers in its own."""
+        self._each(conversations, lambda env, own: env.respond(own))
+
+    def conclude(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.conclude`: each source scores its own."""
+        self._each(conversations, lambda env, own: env.conclude(own))
+
+    def check_halves(self) -> None:
+        """See `EnvBase.check_halves`: of every source."""
+        for env in self.parts:
+            env.check_halves()
 
     def _each(self, conversations: Sequence[Conversation], act: Act) -> None:
         """Let every source act on its own conversations, where it has some."""

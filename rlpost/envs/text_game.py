@@ -129,24 +129,33 @@ class TextGameEnv(EndlessEnv):
         super().close()
         self.abandon()
 
-    def abandon(self) -> None:
+    def abandon(self, conversations: Sequence[Conversation] | None = None) -> None:
         """See `EnvBase.abandon`."""
-        super().abandon()
-        end_games(list(self._games.values()))
-        self._games.clear()
+        super().abandon(conversations)
+        keys = list(self._games) if conversations is None else [conversation.key for conversation in conversations]
+        self._end(keys)
+
+    def _end(self, keys: Sequence[tuple[int, int]]) -> None:
+        """End the games of the conversations with these keys, where there are some."""
+        games = [self._games.pop(key, None) for key in keys]
+        end_games([game for game in games if game is not None])
 
     # Going on
 
-    def advance(self, conversations: Sequence[Conversation]) -> None:
-        """See `EnvBase.advance`: all games move at the same time."""
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`: all games move at the same time."""
         for game in [self._ask(conversation) for conversation in conversations]:
             try:
                 if game.error is None:
                     game.answer()
             except ToolError as error:
                 game.error = str(error)
-        super().advance(conversations)
-        end_games([self._games.pop(conversation.key) for conversation in conversations if conversation.done])
+        super().respond(conversations)
+
+    def conclude(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.conclude`: the games end."""
+        super().conclude(conversations)
+        self._end([conversation.key for conversation in conversations])
 
     def _ask(self, conversation: Conversation) -> Game:
         """The conversation's game, told to play what it has not yet; begun again where it is not at that turn."""

@@ -36,10 +36,12 @@ class ToolResult:
 class ToolTransform(Transform):
     """Functions that the model may call; a `ChatEnv` runs them and shows the model what they answered.
 
-    `call` may be entered by several threads at once, never twice at once for one conversation. What is
-    kept from turn to turn belongs to `conversation.key`, until `on_end`.
+    `call` may be entered by several threads at once, never twice at once for one conversation; further
+    calls than `at_once` wait for their turn. What is kept from turn to turn belongs to `conversation.key`,
+    until `on_end`.
     """
 
+    at_once: int | None = None  # calls that run at the same time; None: of as many conversations as call
     described: bool = True  # False: the model is not shown the schemas; its prompt says what it may call
 
     role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one

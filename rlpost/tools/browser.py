@@ -85,6 +85,7 @@ class BrowserTransform(ToolTransform):
             raise ConfigError(f"executable_path={executable_path!r} is no program: name a Chromium, or leave it out")
         self.allowed = AllowedHosts(allowed_domains)
         self.timeout = timeout
+        self.at_once = max_pages  # a call waits for room here, not within its time limit
         self._pages = Pages(
             self.allowed,
             headless=headless,

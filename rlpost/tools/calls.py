@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from threading import Semaphore
 from typing import Any
 
 from rlpost.data.conversation import Conversation
@@ -19,7 +21,7 @@ from rlpost.envs.tool import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.nearest import did_you_mean, nearest
 
-AT_ONCE = 16  # conversations whose tools run at the same time
+AT_ONCE = 16  # conversations of one call whose tools run at the same time
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
@@ -38,10 +40,13 @@ class Tools:
     role: str = "user"  # of the messages that answer
     limits: ToolLimits = field(default_factory=ToolLimits)
     transforms: list[ToolTransform] = field(default_factory=list)
+    _room: dict[int, Semaphore] = field(default_factory=dict)  # by the id of a tool that takes so many calls at once
 
     def add(self, transform: ToolTransform) -> None:
         """Offer the functions of `transform` too."""
         transform.role = self.role
+        if transform.at_once is not None:
+            self._room[id(transform)] = Semaphore(transform.at_once)
         self.transforms.append(transform)
 
     def check_names(self) -> None:
@@ -63,6 +68,7 @@ class Tools:
     def answer(self, conversations: Iterable[Conversation]) -> None:
         """Run what each conversation's last reply calls and append the answers, several conversations at once.
 
+        Several threads may call it, each with conversations of its own.
         A reply that was cut is not looked at: its end, and so its calls, are not what the model meant.
         """
         asked = [(c, self.calls_of(c.response_text)) for c in conversations if c.finish_reason == "stop"]
@@ -118,7 +124,8 @@ class Tools:
             result = ToolResult(f"all {limit} tool calls are used: answer without tools", ok=False)
         else:
             conversation.tool_calls += 1
-            result = tool.call(conversation, call)
+            with self._room.get(id(tool)) or nullcontext():
+                result = tool.call(conversation, call)
         return result.ok, tool.message(number, call, self._shortened(result))
 
     def _unknown(self, name: str) -> str:

@@ -18,7 +18,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.extras import require
 from rlpost.loop_thread import LoopThread
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.tools.calls import json_object
+from rlpost.tools.calls import AT_ONCE, json_object
 from rlpost.tools.mcp_process import ServerCommand
 from rlpost.tools.mcp_server import Server
 
@@ -68,6 +68,7 @@ class MCPToolTransform(ToolTransform):
         commands = [server_command(name, content) for name, content in servers.items()]
         if not commands:
             raise ConfigError("servers is empty: name at least one MCP server and its command")
+        self.at_once = AT_ONCE  # a server may answer one call after the other, and the last has to be in time too
         self.timeout = timeout
         self.startup_timeout = startup_timeout
         self.max_restarts = max_restarts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 import threading
@@ -13,7 +14,7 @@ from rlpost.data.conversation import Conversation
 from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError
 from rlpost.nearest import member
-from rlpost.tools.calls import Tools
+from rlpost.tools.calls import AT_ONCE, Tools
 from rlpost.tools.sandbox.execution import Execution
 from rlpost.tools.sandbox.limits import Limits
 from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
@@ -77,6 +78,7 @@ class PythonInterpreter(ToolTransform):
             self.sandbox = Sandbox(
                 member(SandboxMode, "sandbox", sandbox), limits=limits, python=python, packages=packages
             )
+        self.at_once = max(AT_ONCE, 4 * (os.cpu_count() or 1))  # more would take each other's time, which is limited
         self._interpreters: dict[tuple[int, int], _Interpreter] = {}  # by the key of their conversation
         self._lock = threading.Lock()  # of that table
 

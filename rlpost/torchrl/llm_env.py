@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDictBase
 
-from rlpost.data.conversation import Conversation, Message
+from rlpost.data.conversation import Conversation, Message, Ticket
 from rlpost.data.input_mode import InputMode
 from rlpost.data.ragged import column
 from rlpost.envs.chat import ChatEnv
@@ -125,14 +125,14 @@ class LLMEnv(ChatEnv):
 
     # Beginning
 
-    def draw(self, count: int | None = None) -> list[Conversation]:
-        """See `EnvBase.draw`; raises NoPromptError without a dataloader."""
+    def tickets(self, count: int | None = None) -> list[Ticket]:
+        """See `EnvBase.tickets`; raises NoPromptError without a dataloader."""
         if self.primer is None:
             raise NoPromptError(
                 f"this LLMEnv has no prompts of its own: reset it with a TensorDict that holds {self.data_key!r}, or "
                 "make it with LLMEnv.from_dataloader"
             )
-        return super().draw(count)
+        return super().tickets(count)
 
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
@@ -190,17 +190,13 @@ class LLMEnv(ChatEnv):
 
     # Going on
 
-    def advance(self, conversations: Sequence[Conversation]) -> None:
-        """See `EnvBase.advance`."""
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`."""
         for transform in self.transforms:
-            transform.on_reply(conversations)
+            self._in_turn(transform.on_reply, conversations)
         for conversation in conversations:
             if not conversation.done:
                 self._end(conversation)
-        ended = [conversation for conversation in conversations if conversation.done]
-        self.score_finished(ended)
-        for transform in self.transforms if ended else ():
-            transform.on_end(ended)
 
     def _end(self, conversation: Conversation) -> None:
         """End the conversation if this was its last turn."""

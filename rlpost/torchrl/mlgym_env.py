@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -195,6 +196,7 @@ class _Shared:
         self.env = env
         self.player: _Player | None = None
         self.begun: tuple[int, Any] | None = None  # the seed that it stands at the beginning of, and what that showed
+        self.taking = threading.Lock()
 
     def played_by_one(self) -> _Player:
         return _Player(self)
@@ -213,11 +215,12 @@ class _Player:
 
     def reset(self, *, seed: int) -> Any:
         shared = self._shared
-        if shared.player is not None:
-            raise RuntimeError(
-                "one environment is played by one conversation at a time: give a callable that makes one"
-            )
-        shared.player = self
+        with shared.taking:
+            if shared.player is not None:
+                raise RuntimeError(
+                    "one environment is played by one conversation at a time: give a callable that makes one"
+                )
+            shared.player = self
         if shared.begun is None or shared.begun[0] != seed:
             shared.begun = (seed, shared.env.reset(seed=seed))
         return shared.begun[1]

@@ -14,6 +14,8 @@ class Transform:
 
     `on_begin`, `on_reply` and `on_end` are called whichever face of the environment is used, `__call__`
     only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
+    Where conversations are played one by one (`collector=async`) the three are called by several threads, each
+    with some conversations, though never by two at once in one environment.
     """
 
     reward_per_token = False  # whether it makes a reward for each token, which no training of rlpost takes
@@ -28,7 +30,10 @@ class Transform:
         """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
 
     def on_end(self, conversations: Sequence[Conversation]) -> None:
-        """Give back what is held for conversations that are over; called once for each, after it was scored."""
+        """Give back what is held for conversations that are over; called once for each, after it was scored.
+
+        Also for those that are given up before they are over, of which nothing may be held yet.
+        """
 
     def on_reset(self) -> None:
         """Give back what is held for conversations under way: the environment is reset, and they are abandoned."""
