@@ -33,6 +33,7 @@ from rlpost.policies.base import Policy
 from rlpost.policies.sampling import evaluation_sampling, training_sampling
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
+    AsyncCollectorSettings,
     EnvSettings,
     EvalSettings,
     ExpertIterationSettings,
@@ -46,10 +47,12 @@ from rlpost.settings import (
     TrackingSettings,
     VLLMSettings,
 )
+from rlpost.settings.commands import SampledSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.settings.run import RunRequest
 
 if TYPE_CHECKING:
+    from rlpost.collectors.driver import GroupDriver
     from rlpost.objectives.sft_objective import SFTObjective
     from rlpost.tracking.process import TrackerProcess
 
@@ -67,7 +70,7 @@ class SamplingParts:
     policy: Policy
     env: DatasetChatEnv
     eval_env: DatasetChatEnv
-    collector: LLMCollector
+    collector: LLMCollector | GroupDriver
     buffer: ReplayBuffer
     optimizer: torch.optim.Optimizer
     notes: list[str]  # what a user should know of the data before training begins
@@ -115,6 +118,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     buffer = ReplayBuffer(
         group_size=settings.group_size,
         accept=has_spread if settings.dynamic.enabled else None,
+        oldest_first=isinstance(settings.collector, AsyncCollectorSettings),
         draw_limit=settings.dynamic.draw_limit,
     )
     with_reference = settings.loss.kl_coef > 0
@@ -129,13 +133,15 @@ def assemble_expert_iteration(
     from rlpost.objectives.sft_objective import SFTObjective
 
     objective = SFTObjective(settings.loss)
-    buffer = ReplayBuffer(group_size=settings.group_size)
+    buffer = ReplayBuffer(
+        group_size=settings.group_size, oldest_first=isinstance(settings.collector, AsyncCollectorSettings)
+    )
     parts = assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
     return ExpertIterationParts(**vars(parts), objective=objective)
 
 
 def assemble_sampling(
-    settings: GRPOSettings | ExpertIterationSettings,
+    settings: SampledSettings,
     checkpoint: Path | None,
     buffer: ReplayBuffer,
     *,
@@ -163,15 +169,7 @@ def assemble_sampling(
         told = [choose_by_pass_rate(env, settings.env)]
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
         trainable = load_trainable(settings, checkpoint, with_reference=with_reference)
-        policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
-        collector = LLMCollector(
-            env,
-            policy=policy,
-            dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
-            yield_only_last_steps=True,
-            replay_buffer=buffer,
-            begin_ahead=isinstance(settings, GRPOSettings) and settings.max_policy_lag > 0,
-        )
+        policy, collector = _build_collector(settings, env, tokenizer, trainable, buffer)
         opened.pop_all()
         return SamplingParts(
             model_folder=trainable.folder,
@@ -188,8 +186,28 @@ def assemble_sampling(
         )
 
 
+def _build_collector(
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+) -> tuple[Policy, LLMCollector | GroupDriver]:
+    """What samples, and what fills `buffer` with it: in turn with training, or beside it in a process of its own."""
+    if isinstance(settings.collector, AsyncCollectorSettings):
+        from rlpost.assemble_async import assemble_driver
+
+        driver = assemble_driver(settings, env, tokenizer, trainable, buffer)
+        return driver.policy, driver
+    policy = build_trained_policy(settings, tokenizer, trainable, training_sampling(settings))
+    return policy, LLMCollector(
+        env,
+        policy=policy,
+        dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
+        yield_only_last_steps=True,
+        replay_buffer=buffer,
+        begin_ahead=settings.lag > 0,
+    )
+
+
 def build_trained_policy(
-    settings: GRPOSettings | ExpertIterationSettings | SFTSettings,
+    settings: SampledSettings | SFTSettings,
     tokenizer: Any,
     trainable: Trainable,
     sampling: SamplingSettings,

@@ -48,11 +48,12 @@ class Command(Generic[S]):
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
+SAMPLED = {**USUAL, "collector": "sync"}
 TRAIN_GRPO = Command(
     "train grpo",
     "grpo",
     GRPOSettings,
-    {**USUAL, "loss": "grpo"},
+    {**SAMPLED, "loss": "grpo"},
     without=("env.completion_column",),
     short="Train with GRPO.",
     doc="Train with GRPO: sample groups of completions, reward them, learn from the differences.",
@@ -83,7 +84,7 @@ TRAIN_EXPERT_ITERATION = Command(
     "train expert-iteration",
     "expert_iteration",
     ExpertIterationSettings,
-    {**USUAL, "loss": "sft"},
+    {**SAMPLED, "loss": "sft"},
     without=("env.completion_column",),
     plan="cli.plan:expert_iteration_lines",
     short="Fine-tune on the model's own best.",
@@ -201,6 +202,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "vLLM, on a CPU or a GPU",
             "policies.vllm:vLLMWrapper.of",
         ),
+    },
+    "collector": {
+        "async": Choice("collector:AsyncCollectorSettings", "Beside training, in a process with an engine of its own"),
+        "sync": Choice("collector:SyncCollectorSettings", "In turn with training: completions are never old"),
     },
     # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
     "loss": {

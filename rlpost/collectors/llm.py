@@ -142,6 +142,18 @@ class LLMCollector(CollectorBase):
         self._check_foreground("take a rollout of")
         return self._collected()
 
+    def show(self, on_phase: Callable[[str, str], None], on_sampled: Callable[[int, int, int], None]) -> None:
+        """Tell `on_phase` and `on_sampled` what is under way, as `Player` says."""
+        self.player.on_phase, self.player.on_sampled = on_phase, on_sampled
+
+    def take_seconds(self) -> dict[str, float]:
+        """See `Player.take_seconds`."""
+        return self.player.take_seconds()
+
+    def counts(self) -> dict[str, float]:
+        """What it has to say in a step's metrics beside the buffer's counts: nothing."""
+        return {}
+
     # State
 
     def reset(self, index: int | Sequence[int] | None = None) -> None:

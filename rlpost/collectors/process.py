@@ -34,7 +34,8 @@ class WorkerProcess:
     not reach it, and it ends, with all it has started, when this process ends or closes it. Calls are carried out
     in their order on its main thread; a method that returns a Future lets the next one begin. `on_event` is told
     what the object says unasked, in a thread of this class. Whoever waits when the process dies is woken with a
-    PolicyError that says how it ended; so is one that waits for a process that gives no sign of life.
+    PolicyError that says how it ended; so is one that waits for a process that gives no sign of life. What it
+    prints goes to the file descriptor `output`, or where this process's output goes when it starts.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class WorkerProcess:
         on_death: Callable[[], None] = lambda: None,
         environment: Mapping[str, str] | None = None,
         silent_seconds: float = SILENT_SECONDS,
+        output: int | None = None,
     ) -> None:
         self.name = name
         self.on_event = on_event
@@ -53,6 +55,7 @@ class WorkerProcess:
         self._build = cloudpickle.dumps(build)
         self._environment = dict(environment or {})
         self._silent_seconds = silent_seconds
+        self._output = output
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()  # of what is waited for, and of writing
@@ -69,6 +72,8 @@ class WorkerProcess:
                 environment=self._environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
             )
         self._connection = Connection(mine.detach())
         self._end = weakref.finalize(self, _end, self._popen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -210,9 +211,10 @@ class ReplayBuffer(HoldsGroups):
         if self.accept is not None and not self.accept(group.measures()):
             self.drawn.turn_down(group)
             return
-        self._groups.append(group)
         if self.oldest_first:
-            self._groups.sort(key=lambda group: int(group.column("policy_version").min()))  # stable
+            insort(self._groups, group, key=lambda group: int(group.column("policy_version").min()))
+        else:
+            self._groups.append(group)
 
     def _number(self, group: Selection) -> int:
         return int(group.column(self.group_key)[0])

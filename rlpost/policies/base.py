@@ -59,6 +59,11 @@ class Policy(ABC):
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
         self.tokens_sampled = 0  # in all, those under way included where the engine tells
 
+    @cached_property
+    def name(self) -> str:
+        """What a run calls it."""
+        return type(self).__name__
+
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load what is needed to sample; a second call does nothing."""
 

@@ -9,6 +9,7 @@ from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
 from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.code import CODE
+from rlpost.settings.collector import AsyncCollectorSettings, CollectorSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import GRPO_RATES, SFT_RATES, OptimSettings, UsualRates
@@ -83,6 +84,7 @@ class TrainingSettings(Settings):
 class SampledSettings(TrainingSettings):
     """What every training has that learns from groups of completions of its own policy."""
 
+    collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
@@ -90,10 +92,20 @@ class SampledSettings(TrainingSettings):
     group_size: int = 8  # completions a prompt, G in the paper
     minibatch_size: int | None = limited(None, at_least=1)  # completions an optimizer step; None: all of a step's
     passes: int = limited(1, at_least=1)  # times each step's completions are trained on
+    max_policy_lag: int | None = limited(
+        None, at_least=0
+    )  # weight pushes a trained completion may be older than the policy; None: 0, and 1 with collector=async
     max_failed_share: float = limited(0.5, 0.0, 1.0)  # of a step's rewards; a step of which more fail stops the run
+
+    @property
+    def lag(self) -> int:
+        """`max_policy_lag`, chosen where the user left that open."""
+        usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
+        return usual if self.max_policy_lag is None else self.max_policy_lag
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_collector()
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with: it must be at least 2"
@@ -104,6 +116,20 @@ class SampledSettings(TrainingSettings):
                 "sampling.temperature=0 gives every prompt group_size equal completions: training needs it above 0"
             )
         self._check_split(self.eval.enabled)
+
+    def _check_collector(self) -> None:
+        if not isinstance(self.collector, AsyncCollectorSettings):
+            return
+        if self.deterministic:
+            raise ConfigError(
+                "deterministic=true promises bitwise equal runs, and with collector=async groups come in the order in "
+                "which they happen to end: leave one out"
+            )
+        if self.collector.depth is not None and self.collector.depth > self.lag:
+            raise ConfigError(
+                f"collector.depth={self.collector.depth} begins groups that would be too old when they are trained on: "
+                f"it must be at most max_policy_lag={self.lag}"
+            )
 
 
 @dataclass
@@ -118,7 +144,6 @@ class GRPOSettings(SampledSettings):
     overlong: OverlongSettings = field(default_factory=OverlongSettings)  # completions near or at the token limit
     loss: PolicyLossSettings = MISSING  # what turns advantages into a gradient
     steps: int = limited(60, at_least=1)  # each: sample, reward, update, push the weights
-    max_policy_lag: int = limited(0, at_least=0)  # weight pushes a trained completion may be older than the policy
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,16 +169,16 @@ class GRPOSettings(SampledSettings):
     @property
     def corrected_loss(self) -> PolicyLossSettings:
         """`loss` with its sampler's correction chosen where the user left that open: on for completions of any age."""
-        usual = SamplerCorrection.tis_token if self.max_policy_lag else SamplerCorrection.none
+        usual = SamplerCorrection.tis_token if self.lag else SamplerCorrection.none
         return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
 
     def told_of_lag(self) -> list[str]:
         """A line of a plan where completions can be older than the policy: how old, and what is done about it."""
-        if not self.max_policy_lag:
+        if not self.lag:
             return []
         chosen = self.corrected_loss.sampler_correction
         done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
-        older = f"completions may be {counted(self.max_policy_lag, 'version')} older than the policy"
+        older = f"completions may be {counted(self.lag, 'version')} older than the policy"
         return [f"lag     {older}; {done} (loss.sampler_correction={chosen and chosen.name})"]
 
     def _check_advantage(self) -> None:

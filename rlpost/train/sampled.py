@@ -62,7 +62,7 @@ class SamplingSession(Session[S, P]):
                 f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
                 f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
             )
-        self.metrics |= self.parts.buffer.take_counts()
+        self.metrics |= self.parts.buffer.take_counts() | self.parts.collector.counts()
         self.clock.lap()
         self.parts.policy.rest()
         self.screen.phase("training")
@@ -74,7 +74,7 @@ class SamplingSession(Session[S, P]):
     def finish(self, batch: Any = None) -> None:
         """See `Session.finish`."""
         self.clock.lap("time/sync")
-        self.metrics |= self.parts.collector.player.take_seconds()
+        self.metrics |= self.parts.collector.take_seconds()
         super().finish(batch)
 
     def announce(self, numbers: Numbers) -> None:
@@ -87,7 +87,7 @@ class SamplingSession(Session[S, P]):
             numbers.line,
             *reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
-            f"policy  {type(parts.policy).__name__}, {parts.policy.sampling}",
+            f"policy  {parts.policy.name}, {parts.policy.sampling}",
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
@@ -107,7 +107,7 @@ class SamplingSession(Session[S, P]):
                     f"{shared} of {part.num_tasks} held-out prompts{source} are trained on too, so figures called "
                     "held-out are not: take them out of one of the two"
                 )
-        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {type(parts.policy).__name__}")
+        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {parts.policy.name}")
         show_sampling(self.parts, self.screen.phase)
 
     def measure(self, when: str) -> dict[str, float]:
@@ -115,17 +115,19 @@ class SamplingSession(Session[S, P]):
         return evaluate_held_out(self.settings, self.parts, self.run, when)
 
     def state(self) -> dict[str, Any]:
-        """Data cursor, conversations under way, buffer and version."""
-        return {
-            "collector": self.parts.collector.state_dict(),
-            "buffer": self.parts.buffer.state_dict(),
-            "policy_version": self.parts.policy.version,
-        }
+        """Data cursor, what is under way, buffer and version, all of one moment."""
+        parts = self.parts
+        with parts.collector.pause():
+            return {
+                "buffer": parts.buffer.state_dict(),
+                "collector": parts.collector.state_dict(),
+                "policy_version": parts.policy.version,
+            }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`."""
-        self.parts.collector.load_state_dict(state["collector"])
         self.parts.buffer.load_state_dict(state["buffer"])
+        self.parts.collector.load_state_dict(state["collector"])
         self.parts.collector.weight_updater.restore_version(state["policy_version"])
 
     def keep_batch(self, folder: Path, batch: Any) -> None:
@@ -179,8 +181,7 @@ def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
     def sampled(ended: int, total: int, tokens: int) -> None:
         phase("sampling", f"{total} completions", ended, total, tokens)
 
-    parts.collector.player.on_phase = phase
-    parts.collector.player.on_sampled = sampled
+    parts.collector.show(phase, sampled)
 
 
 def prompts_played(settings: Settings, parts: SamplingParts) -> int:

@@ -1,0 +1,105 @@
+"""Settings become the parts of asynchronous collection: those of the trainer's process, and those of the player's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from rlpost.assemble import build_policy
+from rlpost.catalog import row_of
+from rlpost.collectors.driver import GroupDriver
+from rlpost.collectors.group_player import GroupPlayer
+from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.config.plugins import load_plugins
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.build import build_env, longest_conversation
+from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.estimate.machine import chosen_policy
+from rlpost.model.load import context_length
+from rlpost.model.trainable import Trainable
+from rlpost.policies.sampling import training_sampling
+from rlpost.settings import AsyncCollectorSettings, Engine, PolicySettings, PushMode, VLLMSettings
+from rlpost.settings.commands import SampledSettings
+
+
+@dataclass
+class PlayerOrder:
+    """What a player is built from, in its process."""
+
+    settings: SampledSettings
+    policy: PolicySettings
+    folder: Path
+    tokenizer: Any
+    adapter_rank: int | None
+    adapter: Path | None
+
+
+def assemble_driver(
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+) -> GroupDriver:
+    """What draws for a training and fills `buffer`; the process that plays is not started yet."""
+    chosen = settings.collector
+    assert isinstance(chosen, AsyncCollectorSettings)
+    env.check_halves()
+    policy = _own_engine(chosen_policy(settings.policy))
+    order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
+    build = partial(build_player, list(settings.plugin), cloudpickle.dumps(order))
+    longest = longest_conversation(settings.env)
+    remote = RemotePolicy(
+        build,
+        tokenizer,
+        sampling=training_sampling(settings),
+        seed=settings.seed,
+        max_model_len=min(longest, context_length(trainable.folder) or longest),
+        name=f"{row_of('policy', type(policy)).build.__self__.__name__} in a process of its own",
+        pushes_adapter=trainable.adapter_rank is not None,
+    )
+    return GroupDriver(
+        env,
+        remote,
+        buffer,
+        model=trainable.model,
+        prompts_per_step=settings.prompts_per_step,
+        depth=settings.lag if chosen.depth is None else chosen.depth,
+        max_policy_lag=settings.lag,
+        wait_for_groups=chosen.push is PushMode.wait,
+        max_restarts=chosen.max_restarts,
+        wait_seconds=chosen.wait_seconds,
+    )
+
+
+def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
+    """The player that `order` describes, its policy started; in its own process, which knows no plugin yet."""
+    load_plugins(plugins)
+    asked: PlayerOrder = cloudpickle.loads(order)
+    settings = asked.settings
+    env = build_env(
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
+    )
+    policy = build_policy(
+        asked.policy,
+        asked.folder,
+        asked.tokenizer,
+        model=None,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=training_sampling(settings),
+        seed=settings.seed,
+        adapter_rank=asked.adapter_rank,
+        adapter=asked.adapter,
+    )
+    policy.start()
+    return GroupPlayer(env, policy)
+
+
+def _own_engine(policy: PolicySettings) -> PolicySettings:
+    """The settings of a policy, vLLM's with the engine that takes each request as it comes."""
+    return replace(policy, engine=Engine.own_process) if isinstance(policy, VLLMSettings) else policy

@@ -1,0 +1,333 @@
+"""GroupDriver: what it draws, lets begin, cancels and counts, with a player that does nothing by itself."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.collectors import remote_policy
+from rlpost.collectors.driver import GroupDriver
+from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.data import ReplayBuffer
+from rlpost.data.conversation import Completion, Conversation, Ticket
+from rlpost.envs import DatasetChatEnv
+from rlpost.errors import DataError, PolicyError
+from rlpost.objectives.advantage import has_spread
+from rlpost.rewards.score import Score
+from rlpost.settings import SamplingSettings
+from tests.collectors.talk import tokenizer
+
+MODEL = torch.nn.Linear(2, 1)
+
+
+class Worker:
+    """What a `WorkerProcess` is asked; it holds the tickets it was given until a test ends them."""
+
+    def __init__(self, owner: "Remote") -> None:
+        self.owner = owner
+        self.failure: PolicyError | None = None
+        self.tickets: dict[int, Ticket] = {}
+        self.pushed: list[tuple[int, bool, list[int]]] = []  # version, whether it waited, groups under way
+
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+        if method == "play":
+            for ticket in arguments[0]:
+                assert ticket.group not in self.tickets
+                self.tickets[ticket.group] = ticket
+        elif method == "cancel":
+            for group in arguments[0]:
+                del self.tickets[group]
+        return Future()
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        if method == "push":
+            if self.owner.dies_at_push:
+                self.owner.dies_at_push = False
+                self.kill("died")
+                raise self.failure or AssertionError
+            self.pushed.append((arguments[1], named["wait"], sorted(self.tickets)))
+            if named["wait"]:
+                for group in list(self.tickets):
+                    self.owner.end(group)
+
+    def kill(self, why: str) -> None:
+        self.failure = PolicyError(f"the process {why}")
+
+    def close(self) -> None: ...
+
+
+class Remote(RemotePolicy):
+    """A `RemotePolicy` whose process is a `Worker`; `end` lets one of its groups come back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, tokenizer(), sampling=SamplingSettings())
+        self.workers = [Worker(self)]
+        self.rewards: Callable[[int], list[float]] = lambda group: [1.0, 0.0]
+        self.dies_at_push = False
+        self.begun: dict[int, Any] = {}
+
+    @property
+    def worker(self) -> Any:
+        return self.workers[-1]
+
+    def restart(self) -> None:
+        self.workers.append(Worker(self))
+
+    def end(self, group: int, version: int | None = None) -> None:
+        ticket = self.worker.tickets.pop(group)
+        conversations = []
+        for sample, reward in zip(ticket.samples, self.rewards(group), strict=True):
+            c = Conversation(ticket.task, [{"role": "user", "content": "q"}], group, sample, prompt_ids=[1])
+            begun = self.version if version is None else version
+            c.add_completion(Completion([2, 3], [0.0, 0.0], "a", "stop", begun))
+            c.reward, c.terminated = reward, True
+            conversations.append(c)
+        self.on_event("group", (group, conversations, {"rollout": 1.0, "reward": 0.5, "playing": 1.0, "tokens": 4.0}))
+
+
+class Numbers(DatasetChatEnv):
+    """Twelve prompts."""
+
+    def score(self, conversation: Conversation) -> Score:
+        raise AssertionError("the player scores")
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_policy, "save_one_by_one", lambda weights, folder: list(weights))
+
+
+def driven(depth: int = 1, lag: int = 1, *, per_step: int = 2, accept: Any = None, **options: Any) -> GroupDriver:
+    rows = [{"question": f"q{i}"} for i in range(12)]
+    env = Numbers(rows, shuffle=False, num_envs=per_step, repeats=2, group_repeats=True)
+    buffer = ReplayBuffer(group_size=2, accept=accept, oldest_first=True, draw_limit=10_000)
+    options = {"wait_seconds": 5.0, **options}
+    return GroupDriver(
+        env, Remote(), buffer, model=MODEL, prompts_per_step=per_step, depth=depth, max_policy_lag=lag, **options
+    )
+
+
+def remote(driver: GroupDriver) -> Remote:
+    assert isinstance(driver.policy, Remote)
+    return driver.policy
+
+
+def under_way(driver: GroupDriver) -> list[int]:
+    return sorted(remote(driver).worker.tickets)
+
+
+def ending(driver: GroupDriver, *groups: int) -> Callable[[], None]:
+    """Let these groups come back as soon as the driver waits."""
+    wait = driver._changed.wait
+
+    def instead(timeout: float | None = None) -> bool:
+        if left:
+            remote(driver).end(left.pop(0))
+            return True
+        return wait(timeout)
+
+    left = list(groups)
+    driver._changed.wait = instead  # type: ignore[method-assign]
+    return lambda: None
+
+
+def taken(driver: GroupDriver, *groups: int, count: int = 2) -> list[int]:
+    ending(driver, *groups)
+    return driver.buffer.take(count, driver.max_policy_lag)["group_id"].tolist()[::2]
+
+
+def balance(driver: GroupDriver) -> int:
+    counts = driver.counts()
+    ended = ("trained", "turned_down", "cancelled", "failed", "waiting")
+    return int(counts["groups/issued"] - sum(counts[f"groups/{name}"] for name in ended))
+
+
+def rewards_alone(conversations: Sequence[Conversation]) -> TensorDict:
+    """The part of a batch that a buffer reads."""
+    rewards = torch.tensor([[c.reward or 0.0] for c in conversations])
+    numbers = {
+        "group_id": [c.group_id for c in conversations],
+        "policy_version": [c.policy_versions[0] for c in conversations],
+    }
+    columns = {name: torch.tensor(values) for name, values in numbers.items()}
+    valid = torch.ones(len(conversations), dtype=torch.bool)
+    return TensorDict({**columns, "valid": valid, "next": {"reward": rewards}}, batch_size=[len(conversations)])
+
+
+def test_a_step_more_begins_while_the_trainer_waits_than_while_it_trains() -> None:
+    driver = driven(depth=1)
+    assert taken(driver, 0, 1) == [0, 1]
+    assert under_way(driver) == [2, 3]  # one step ahead
+    driver.update_policy_weights_(MODEL)
+    assert under_way(driver) == [4, 5]  # those of before were waited for
+    assert driver.buffer.group_numbers == [2, 3]
+    assert taken(driver) == [2, 3]
+    assert under_way(driver) == [4, 5]  # 4 and 5 are this step's one ahead: nothing more may begin
+    assert driver.counts() == {
+        "groups/issued": 6.0, "groups/trained": 4.0, "groups/turned_down": 0.0, "groups/cancelled": 0.0,
+        "groups/failed": 0.0, "groups/waiting": 2.0, "collector/restarts": 0.0,
+    }  # fmt: skip
+
+
+def test_without_depth_nothing_begins_before_the_weights_are_pushed() -> None:
+    driver = driven(depth=0, lag=0)
+    assert taken(driver, 1, 0) == [1, 0]
+    assert under_way(driver) == []
+    driver.update_policy_weights_(MODEL)
+    assert under_way(driver) == [2, 3]
+
+
+def test_a_step_without_a_push_lets_the_next_begin_all_the_same() -> None:
+    driver = driven(depth=0, lag=0)
+    assert taken(driver, 0, 1) == [0, 1]
+    assert taken(driver, 2, 3) == [2, 3]
+
+
+def test_a_group_that_is_turned_down_gives_its_place_back_at_once() -> None:
+    driver = driven(depth=1, accept=has_spread)
+    remote(driver).rewards = lambda group: [1.0, 1.0] if group < 2 else [1.0, 0.0]
+    assert taken(driver, 0, 2, 1, 3) == [2, 3]
+    assert under_way(driver) == [4, 5]
+    assert (driver.counts()["groups/turned_down"], balance(driver)) == (2.0, 0)
+
+
+def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() -> None:
+    driver = driven(depth=1, lag=1, wait_for_groups=False)
+    assert taken(driver, 1, 2) == [1, 2]
+    assert under_way(driver) == [0, 3]
+    driver.update_policy_weights_(MODEL)  # version 1: both may still be trained on
+    assert under_way(driver) == [0, 3, 4, 5]
+    assert taken(driver, 4, 5) == [4, 5]
+    driver.update_policy_weights_(MODEL)  # version 2
+    assert driver.counts()["groups/cancelled"] == 2.0
+    assert under_way(driver) == [0, 3, 6, 7]  # the same draws, under the new weights
+    assert {each.version for each in driver._running.values()} == {2}
+    assert balance(driver) == 0
+    assert not driver.owes
+    driver.update_policy_weights_(MODEL)  # version 3: the last chance of 0 and 3
+    assert driver.owes
+    assert taken(driver, 6, 7, 3, 0) == [6, 7]  # which are there by then
+    assert driver.buffer.group_numbers == [3, 0]
+
+
+def test_a_whole_group_that_was_not_taken_in_time_is_begun_again_too() -> None:
+    driver = driven(depth=2, lag=1, wait_for_groups=False)
+    assert taken(driver, 0, 1, 2, 3, 4, 5) == [0, 1]
+    ending(driver)
+    for group in (2, 3, 4):
+        remote(driver).end(group)
+    driver.update_policy_weights_(MODEL)
+    assert taken(driver) == [2, 3]
+    driver.update_policy_weights_(MODEL)  # 4, of version 0, lies in the buffer
+    assert 4 not in driver.buffer.group_numbers
+    assert 4 in under_way(driver)
+    assert balance(driver) == 0
+
+
+def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
+    for lag, wait in ((0, True), (1, True), (4, False)):
+        rng = random.Random(lag)
+        driver = driven(depth=lag, lag=lag, per_step=3, accept=has_spread, wait_for_groups=wait)
+        driver.env.build_batch = rewards_alone  # type: ignore[method-assign]
+        remote(driver).rewards = lambda group, rng=rng: rng.choice([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+        trained: list[int] = []
+
+        def step_on(timeout: float | None = None, driver: GroupDriver = driver, rng: random.Random = rng) -> bool:
+            tickets = remote(driver).worker.tickets
+            # the first begun is often the last to end
+            group = rng.choice(sorted(tickets)[1:] or sorted(tickets)) if rng.random() < 0.8 else min(tickets)
+            remote(driver).end(group, driver._running[group].version)
+            return True
+
+        driver._changed.wait = step_on  # type: ignore[method-assign]
+        for _ in range(200):
+            batch = driver.buffer.take(3, lag)
+            trained += batch["group_id"].tolist()[::2]
+            counts = driver.counts()
+            assert counts["groups/waiting"] <= 3 * lag  # no more is admitted while the trainer trains
+            driver.update_policy_weights_(MODEL)
+            assert driver.counts()["groups/waiting"] <= 3 * (lag + 1)
+            assert balance(driver) == 0
+        assert driver.buffer.num_dropped_by_age == 0  # the rule of `take` never has to act
+        assert len(trained) == len(set(trained)) == 600
+        assert driver.counts()["groups/turned_down"] > 100
+
+
+def test_a_state_holds_every_draw_once_and_goes_on() -> None:
+    driver = driven(depth=1, wait_for_groups=False)
+    assert taken(driver, 1, 2) == [1, 2]
+    driver.update_policy_weights_(MODEL)
+    remote(driver).end(3)
+    state = json.loads(json.dumps({"buffer": driver.buffer.state_dict(), "collector": driver.state_dict()}))
+    resumed = driven(depth=1)
+    resumed.buffer.load_state_dict(state["buffer"])
+    resumed.load_state_dict(state["collector"])
+    resumed.weight_updater.restore_version(1)
+    assert balance(resumed) == 0
+    assert taken(resumed, 0) == [3, 0]  # 3 was whole, 0, 4 and 5 were under way
+    assert sorted({*under_way(resumed)}) == [4, 5]
+    assert (balance(resumed), resumed.counts()["groups/trained"]) == (0, 4.0)
+
+
+def test_a_process_that_dies_is_replaced_and_plays_what_the_other_had() -> None:
+    driver = driven(depth=1)
+    assert taken(driver, 0, 1) == [0, 1]
+    driver.update_policy_weights_(MODEL)
+    assert under_way(driver) == [4, 5]
+    remote(driver).worker.kill("was ended by SIGKILL")
+    assert taken(driver) == [2, 3]  # nothing to wait for: it is not even noticed
+    assert taken(driver, 4, 5) == [4, 5]
+    assert len(remote(driver).workers) == 2
+    assert remote(driver).worker.pushed[0][0] == 1  # the version that the other had, before anything is played
+    assert (driver.counts()["collector/restarts"], balance(driver)) == (1.0, 0)
+
+
+def test_a_process_that_dies_at_a_push_gets_the_new_weights_alone() -> None:
+    driver = driven(depth=1)
+    assert taken(driver, 0, 1) == [0, 1]
+    remote(driver).dies_at_push = True
+    driver.update_policy_weights_(MODEL)
+    assert [version for version, _, _ in remote(driver).worker.pushed] == [1]
+    assert (driver.policy_version, under_way(driver), balance(driver)) == (1, [2, 3, 4, 5], 0)
+
+
+def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
+    driver = driven(max_restarts=1)
+    remote(driver).worker.kill("was ended by SIGKILL")
+    assert taken(driver, 0, 1) == [0, 1]
+    remote(driver).worker.kill("was ended by SIGSEGV")
+    with pytest.raises(PolicyError, match="was ended by SIGSEGV"):
+        driver.collect()
+
+
+def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
+    driver = driven()
+    first = remote(driver).worker
+    ending(driver)
+    driver._admit()
+    driver.policy.on_event("failed", (0, PolicyError("vLLM failed while sampling: it is dead")))
+    assert "was stopped, since vLLM failed" in str(first.failure)
+    driver._trainer_waits = True
+    assert taken(driver, 0, 1) == [0, 1]
+    assert driver.counts()["groups/failed"] == 0.0
+
+
+def test_any_other_error_of_a_group_is_raised_where_it_is_waited_for() -> None:
+    driver = driven()
+    driver._trainer_waits = True
+    driver._admit()
+    driver.policy.on_event("failed", (1, DataError("the prompt of train.jsonl, row 2 is too long: leave it out")))
+    with pytest.raises(DataError, match="row 2 is too long"):
+        driver.collect()
+    assert (driver.counts()["groups/failed"], balance(driver)) == (1.0, 0)
+
+
+def test_a_group_that_does_not_come_is_named() -> None:
+    driver = driven(wait_seconds=0.0)
+    with pytest.raises(PolicyError, match=r"waited 0 s for one of 4 groups to be sampled \(draws 0, 1, 2, 3\)"):
+        driver.collect()
