@@ -12,6 +12,8 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     policy_version                               int64 (B,): the oldest the row was sampled under
                                                  (str per row where versions are uuids)
     policy_version_max                           the newest, likewise
+    token_versions                               int64, ragged over response: the version that each id was sampled
+                                                 under, -1 where not sampled (none where versions are uuids)
     group_id, sample                             int64 (B,)
     source                                       str: its source's name in a mix of environments, else ""
     turns                                        int64 (B,): the model's in this conversation
@@ -45,6 +47,10 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
     unsampled = [[0.0] * len(ids) for ids in prompts]
     log_probs = token_fields(unsampled, [c.log_probs for c in conversations], torch.float32)
 
+    token_versions = [c.token_versions() for c in conversations]
+    told: dict[str, Any] = {}
+    if all(isinstance(version, int) for row in token_versions for version in row):
+        told["token_versions"] = ragged([torch.tensor(row, dtype=torch.int64) for row in token_versions])
     part_names = sorted({name for c in conversations for name in c.reward_parts})
     return TensorDict(
         {
@@ -62,7 +68,8 @@ def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDic
             "log_probs": {"response": log_probs["response"], "full": log_probs["full"]},
             # -1 where the model has not spoken yet
             "policy_version": versions([(c.policy_versions or [-1])[0] for c in conversations]),
-            "policy_version_max": versions([(c.policy_versions or [-1])[-1] for c in conversations]),
+            "policy_version_max": versions([c.newest_version for c in conversations]),
+            **told,
             "group_id": torch.tensor([c.group_id for c in conversations]),
             "sample": torch.tensor([c.sample for c in conversations]),
             "source": strings([c.source for c in conversations]),
@@ -109,7 +116,10 @@ def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
 
 
 def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
-    """All rows of `batches`, one after the other; a reward part that a batch lacks is NaN there."""
+    """All rows of `batches`, one after the other; a reward part that a batch lacks is NaN there.
+
+    A ragged entry that a batch lacks is left out.
+    """
     size = sum(b.batch_size[0] for b in batches)
 
     def join(parts: list[Any], sizes: list[int]) -> Any:
@@ -127,11 +137,17 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
             return History.from_chats([chat for p in parts for chat in p.to_chats()])
         if isinstance(first, TensorDictBase) and not isinstance(first, NonTensorStack):
             names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())  # noqa: SIM118
-            joined = {k: join([None if p is None else p.get(k, None) for p in parts], sizes) for k in names}
+            columns = {k: [None if p is None else p.get(k, None) for p in parts] for k in names}
+            joined = {k: join(column, sizes) for k, column in columns.items() if not _ragged_in_some(column)}
             return TensorDict(joined, batch_size=[size])
         return strings([_row(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])
 
     return join(list(batches), [b.batch_size[0] for b in batches])
+
+
+def _ragged_in_some(parts: Sequence[Any]) -> bool:
+    ragged_parts = [isinstance(part, torch.Tensor) and part.is_nested for part in parts]
+    return any(ragged_parts) and not all(ragged_parts)
 
 
 def _row(value: Any, index: int) -> Any:

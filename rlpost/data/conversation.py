@@ -30,7 +30,8 @@ class Completion:
     `token_ids` are exactly the sampled ids, the end-of-turn token included where one was sampled;
     `log_probs` are log π of the sampler for each of them, of the distribution they were drawn from, at
     the sampling temperature; `text` is decoded from the ids without special tokens; `finish_reason` is
-    "stop", at an end of turn or a stop text, or "length".
+    "stop", at an end of turn or a stop text, or "length". It began under `policy_version`; of each version
+    after that, `version_changes` has the index of the first id that was sampled under it.
     """
 
     token_ids: list[int]
@@ -38,6 +39,7 @@ class Completion:
     text: str
     finish_reason: str
     policy_version: PolicyVersionLabel
+    version_changes: list[tuple[int, PolicyVersionLabel]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,9 @@ class Conversation:
     response_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    policy_versions: list[PolicyVersionLabel] = field(default_factory=list)  # one a model turn
+    policy_versions: list[PolicyVersionLabel] = field(default_factory=list)  # one a model turn: that it began under
+    # after the first turn began, of each other version: the index in `response_ids` of the first id sampled under it
+    version_changes: list[tuple[int, PolicyVersionLabel]] = field(default_factory=list)
     prompt_text: str = ""  # the rendered first prompt
     response_text: str = ""  # text of the model's last turn
     finish_reason: str = ""  # of the model's last turn; "context": no room was left for another
@@ -116,8 +120,28 @@ class Conversation:
         """The task as the user's message states it."""
         return next((m["content"] for m in self.messages if m["role"] == "user"), "")
 
+    @property
+    def newest_version(self) -> PolicyVersionLabel:
+        """The version that the last id was sampled under; -1 where the model has not spoken yet."""
+        return self.version_changes[-1][1] if self.version_changes else (self.policy_versions or [-1])[-1]
+
+    def token_versions(self) -> list[PolicyVersionLabel]:
+        """The version that each of `response_ids` was sampled under; -1 where it was not sampled, or nothing tells."""
+        versions: list[PolicyVersionLabel] = []
+        starts = [(0, (self.policy_versions or [-1])[0]), *self.version_changes]
+        if not {version for _, version in starts}.issuperset(self.policy_versions):  # saved without `version_changes`
+            return [-1] * len(self.response_ids)
+        ends = [start for start, _ in self.version_changes] + [len(self.response_ids)]
+        for (start, version), end in zip(starts, ends, strict=True):
+            versions += [version if sampled else -1 for sampled in self.mask[start:end]]
+        return versions
+
     def add_completion(self, completion: Completion) -> None:
         """Append the model's turn, ids first, and its text as an assistant message."""
+        start = len(self.response_ids)
+        if self.policy_versions and completion.policy_version != self.newest_version:
+            self.version_changes.append((start, completion.policy_version))
+        self.version_changes += [(start + index, version) for index, version in completion.version_changes]
         self.response_ids.extend(completion.token_ids)
         self.mask.extend([1] * len(completion.token_ids))
         self.log_probs.extend(completion.log_probs)
@@ -142,6 +166,7 @@ class Conversation:
             mask=list(self.mask),
             log_probs=list(self.log_probs),
             policy_versions=list(self.policy_versions),
+            version_changes=list(self.version_changes),
             reward_parts=dict(self.reward_parts),
         )
 

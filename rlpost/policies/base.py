@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +18,9 @@ from tensordict import TensorDictBase
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError, PolicyError
+from rlpost.policies.batching import Batching, Request
 from rlpost.policies.face import Face
 from rlpost.settings import SamplingSettings
-
-
-@dataclass(slots=True)
-class Request:
-    """One completion to sample: the prompt's ids, how many ids at most, and the seed of its randomness."""
-
-    prompt_ids: list[int]
-    max_tokens: int
-    seed: int
 
 
 def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> int:
@@ -38,9 +32,9 @@ def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> in
 class Policy(ABC):
     """Samples completions with one engine, and knows the version of the weights it samples with.
 
-    `version` has one writer: the weight updater, after a push has wholly succeeded. Building a
-    policy does no I/O; `start` does. Called on a TensorDict, a policy answers its prompts or scores
-    its sequences, as `face` says.
+    `version` is the weight updater's to change, after a push has wholly succeeded: by `become`, which
+    `load_folder` calls for it. Building a policy does no I/O; `start` does. Called on a TensorDict, a policy answers
+    its prompts or scores its sequences, as `face` says.
     """
 
     shares_weights = True  # whether a push has nothing to send: it samples from the trainer's tensors, or from none
@@ -58,6 +52,7 @@ class Policy(ABC):
         self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
         self.tokens_sampled = 0  # in all, those under way included where the engine tells
+        self.batching = Batching()  # of what is submitted; its lock is held while `generate` samples or weights change
 
     @cached_property
     def name(self) -> str:
@@ -67,8 +62,9 @@ class Policy(ABC):
     def start(self) -> None:  # noqa: B027  not every policy has something to load
         """Load what is needed to sample; a second call does nothing."""
 
-    def close(self) -> None:  # noqa: B027
-        """Give back what `start` took."""
+    def close(self) -> None:
+        """Give back what `start` took; what was submitted and has not ended ends with PolicyError."""
+        self.batching.close()
 
     def rest(self) -> None:  # noqa: B027
         """Give back the memory that only sampling needs, while nothing is sampled; the next call takes it again."""
@@ -79,6 +75,34 @@ class Policy(ABC):
 
         Raises PolicyError when the engine fails.
         """
+
+    def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
+        """One completion, sampled beside others that are submitted meanwhile, from any thread.
+
+        The future ends with what `generate` raises where that fails. It may be cancelled: a request whose
+        batch has not begun is left out then, and one that vLLM works on is aborted. Raises PolicyError once the
+        policy is closed.
+        """
+        return self.batching.submit(self.generate, request, sampling or self.sampling)
+
+    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """Take up the weights in the *.safetensors of `folder`, named as in a checkpoint: `version` from then on.
+
+        For a weight updater alone. Raises PolicyError, and changes nothing, where they are not those of
+        the model that samples, or this policy has none.
+        """
+        raise PolicyError(f"{type(self).__name__} takes no weights from a folder")
+
+    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """Sample with the peft adapter in `folder`, and be `version` from then on: as `load_folder` otherwise."""
+        raise PolicyError(
+            f"{type(self).__name__} applies no adapter to weights of its own: bring it merged weights (load_folder)"
+        )
+
+    def become(self, version: PolicyVersionLabel) -> None:
+        """Be `version` from now on, whose weights have all arrived: for what brought them."""
+        old, self.version = self.version, version
+        self.version_history.append((time.time(), old, version))
 
     def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
         """Let the model take its turn in each conversation, in place.

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from rlpost.data.conversation import Completion
+from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.face import Face
 from rlpost.policies.sampling import ends_with_stop
@@ -57,12 +57,18 @@ class ScriptedPolicy(Policy):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
-        made = [
-            self._complete(self.replies[i % len(self.replies)], request.max_tokens, sampling.stop)
-            for i, request in enumerate(requests)
-        ]
-        self.tokens_sampled += sum(len(completion.token_ids) for completion in made)
+        with self.batching.lock:
+            made = [
+                self._complete(self.replies[i % len(self.replies)], request.max_tokens, sampling.stop)
+                for i, request in enumerate(requests)
+            ]
+            self.tokens_sampled += sum(len(completion.token_ids) for completion in made)
         return made
+
+    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """See `Policy.load_folder`; it has no weights, so any folder will do."""
+        with self.batching.lock:
+            self.become(version)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`."""

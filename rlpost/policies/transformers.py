@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from rlpost.data.conversation import Completion
+from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError
 from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import attending
@@ -23,6 +23,7 @@ from rlpost.model.load import load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
+from rlpost.model.weights import SavedWeights, copy_weights
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
 from rlpost.policies.face import Face
@@ -102,11 +103,17 @@ class TransformersWrapper(Policy, CategoricalSequential):
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
         completions: list[Completion] = []
-        with self.inference():  # one for all of it, so that each weight is cast once
+        with self.batching.lock, self.inference():  # one for all of it, so that each weight is cast once
             for start in range(0, len(requests), self.max_num_seqs):
                 together = requests[start : start + self.max_num_seqs]
                 completions += self._generate_together(together, sampling, before=start)
         return completions
+
+    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """See `Policy.load_folder`: into `model`'s own tensors, one at a time."""
+        with self.batching.lock:
+            copy_weights(SavedWeights(folder), self.model)
+            self.become(version)
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; with a gradient unless torch's are off. Nothing is padded.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from rlpost.catalog import opened
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import MergedWeights, is_adapted
+from rlpost.model.weights import copy_weights
 from rlpost.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class WeightUpdater(ABC):
         if self.model_metadata is not None:
             check_weights(named_weights(source), self.model_metadata)
         self._send(self.policy, source)
-        old, self.policy.version = self.policy.version, next_version(self.policy.version)
-        self.policy.version_history.append((time.time(), old, self.policy.version))
+        self.policy.become(next_version(self.policy.version))
         return self.policy.version
 
     def restore_version(self, version: PolicyVersionLabel) -> None:
@@ -85,41 +84,13 @@ class SharedWeights(WeightUpdater):
         shared = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         if all(weight.data_ptr() in shared for weight in weights.values()):  # the policy's own, under any names
             return
-        if is_adapted(model):
-            raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
-        for own, given in _pairs(weights, model):
-            own.copy_(given)
+        with policy.batching.lock:
+            copy_weights(weights, model)
 
 
 def default_updater(policy: Policy) -> WeightUpdater:
     """What brings the trainer's weights to `policy`: what its class names as `pushes`."""
     return opened(policy.pushes)(policy)
-
-
-def _pairs(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each of the model's tensors and what is to be copied into it. Raises PolicyError where `weights` do not fit."""
-    names: dict[int, list[str]] = {}  # of each tensor; a tied one has several
-    own = model.state_dict()
-    for name, tensor in own.items():
-        names.setdefault(tensor.data_ptr(), []).append(name)
-    buffers = {name for name, _ in model.named_buffers()}
-    if strange := sorted(weights.keys() - own.keys() - buffers):
-        raise PolicyError(f"the policy's model has no weight {strange[0]}: push a model like it")
-    pairs = []
-    for tied in names.values():
-        given = [weights[name] for name in tied if name in weights]
-        if not given:
-            raise PolicyError(f"a weight push lacks {tied[0]}, which the policy's model has; nothing was pushed")
-        first, mine = given[0], own[tied[0]]
-        if first.shape != mine.shape:
-            raise PolicyError(
-                f"{tied[0]} is {tuple(first.shape)} in this push and {tuple(mine.shape)} in the policy's model: push a "
-                "model like it; nothing was pushed"
-            )
-        if any(not torch.equal(first, other) for other in given[1:]):
-            raise PolicyError(f"{' and '.join(tied)} are one tensor in the policy's model, and two here: tie them")
-        pairs.append((mine, first))
-    return pairs
 
 
 def begin_versions(policy: Policy, tracker: PolicyVersion) -> None:

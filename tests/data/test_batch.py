@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tensordict import TensorDict
 
 from rlpost.data import History
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
-from rlpost.data.conversation import Conversation
+from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.data.ragged import ragged, strings
 
 Make = Callable[..., Conversation]
@@ -191,3 +193,52 @@ def test_ragged_rows_and_strings_come_back() -> None:
     nested = ragged([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])])
     assert lists(nested) == [[1, 2], [], [3]]
     assert strings(["same", "same"]).tolist() == ["same", "same"]
+
+
+def spoken(*turns: tuple[int, PolicyVersionLabel, list[tuple[int, PolicyVersionLabel]]]) -> Conversation:
+    """Turns of so many ids, each with the version it began under and later ones; two ids of a tool in between."""
+    conversation = Conversation({}, [{"role": "user", "content": "q"}], prompt_ids=[1])
+    for number, (length, version, changes) in enumerate(turns):
+        if number:
+            conversation.add_observation([8, 9])
+        conversation.add_completion(Completion([3] * length, [-1.0] * length, "a", "stop", version, changes))
+    return conversation
+
+
+def test_every_sampled_id_has_the_version_it_was_sampled_under() -> None:
+    changing = spoken((4, 5, [(1, 6), (3, 8)]), (2, 8, []), (2, 9, [(1, 10)]))
+    assert changing.policy_versions == [5, 8, 9]
+    plain = spoken((2, 7, []))
+    batch = batch_from_conversations([changing, plain, Conversation({}, [])])
+    assert [row.tolist() for row in batch["token_versions"].unbind()] == [
+        [5, 6, 6, 8, -1, -1, 8, 8, -1, -1, 9, 10],
+        [7, 7],
+        [],
+    ]
+    assert batch["policy_version"].tolist() == [5, 7, -1]
+    assert batch["policy_version_max"].tolist() == [10, 7, -1]
+    assert "token_versions" not in batch_from_conversations([spoken((2, "a", [(1, "b")]))])
+
+
+def test_a_saved_conversation_keeps_its_versions_and_one_without_them_tells_no_more_than_it_knows() -> None:
+    conversation = spoken((3, 5, [(1, 6)]), (1, 7, []))
+    saved = json.loads(json.dumps(asdict(conversation)))
+    assert Conversation(**saved).token_versions() == conversation.token_versions() == [5, 6, 6, -1, -1, 7]
+    copied = conversation.copy()
+    copied.add_completion(Completion([3], [-1.0], "a", "stop", 9))
+    assert (conversation.newest_version, copied.newest_version) == (7, 9)
+    del saved["version_changes"]
+    old = Conversation(**saved)
+    assert (old.token_versions(), old.newest_version) == ([-1] * 6, 7)
+    one = spoken((2, 4, []))
+    without = {name: value for name, value in asdict(one).items() if name != "version_changes"}
+    assert Conversation(**without).token_versions() == [4, 4]
+
+
+def test_a_ragged_entry_that_one_batch_lacks_is_left_out_of_both_together() -> None:
+    told = batch_from_conversations([spoken((2, 1, []))])
+    silent = batch_from_conversations([spoken((1, 1, []))]).exclude("token_versions")
+    both = concat_rows([silent, told])
+    assert "token_versions" not in both
+    assert [row.tolist() for row in both["tokens", "response"].unbind()] == [[3], [3, 3]]
+    assert [row.tolist() for row in concat_rows([told, told])["token_versions"].unbind()] == [[1, 1], [1, 1]]

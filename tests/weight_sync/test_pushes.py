@@ -189,14 +189,20 @@ def test_an_adapter_takes_no_other_models_weights(adapted: torch.nn.Module) -> N
     assert SharedWeights(policy).push(adapted.state_dict()) == policy.version == 2
 
 
-def test_the_updater_alone_writes_a_policys_version() -> None:
+def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_version() -> None:
     assigned = re.compile(r"\.version\s*(?::[^=]+)?=[^=]|setattr\([^)]*[\"']version[\"']")
-    writing = [
-        str(file.relative_to(PACKAGE))
-        for file in PACKAGE.rglob("*.py")
-        if any(assigned.search(line) and "self.version: PolicyVersionLabel" not in line for line in file.open())
-    ]
-    assert writing == ["weight_sync/base.py"]
+    becoming = re.compile(r"\.become\(")
+
+    def files_with(sought: re.Pattern[str]) -> list[str]:
+        return sorted(
+            str(file.relative_to(PACKAGE))
+            for file in PACKAGE.rglob("*.py")
+            if any(sought.search(line) and "self.version: PolicyVersionLabel" not in line for line in file.open())
+        )
+
+    assert files_with(assigned) == ["policies/base.py", "weight_sync/base.py"]  # `become`, and how a run begins
+    loading = ["policies/scripted.py", "policies/transformers.py"]  # in `load_folder`
+    assert files_with(becoming) == [*loading, "weight_sync/base.py"]
 
 
 def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
