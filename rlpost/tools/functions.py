@@ -19,8 +19,9 @@ class FunctionTool(ToolTransform):
 
     What the model is shown is its signature with type hints, and its docstring: what it does, and under
     `Args:` a line `name: what it is` for each parameter. What it returns is shown as text; an exception
-    is told to the model and counted. Raises ConfigError for a function that does not say enough, and
-    `call` RewardError for one that does not return within `timeout` seconds: a thread cannot be killed.
+    is told to the model and counted. Several conversations may call it at the same time, each from a thread.
+    Raises ConfigError for a function that does not say enough, and `call` RewardError for one that does not
+    return within `timeout` seconds: a thread cannot be killed.
     """
 
     def __init__(

@@ -1,0 +1,309 @@
+"""The halves of a draw and of a turn: tickets that are opened anywhere, and answers that many threads get at once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.data.conversation import Completion, Conversation, Ticket
+from rlpost.envs import ArithmeticEnv, ChatEnv, DatasetChatEnv, TextGameEnv
+from rlpost.envs.build import build_env
+from rlpost.envs.mix import MixEnv
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.transforms import DataLoadingPrimer, Transform
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards.score import Score
+from rlpost.settings import MixSettings
+from rlpost.torchrl.llm_env import LLMEnv
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(7)]
+THREADS = 64
+
+
+class Echo(ToolTransform):
+    """Says what it is told, after `run`; remembers which conversations began and ended."""
+
+    def __init__(self, run: Callable[[], object] = lambda: None) -> None:
+        self.run = run
+        self.began: list[tuple[int, int]] = []
+        self.ended: list[tuple[int, int]] = []
+
+    def schemas(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "echo", "description": "Echo.", "parameters": {}}}]
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        self.run()
+        return ToolResult(f"{conversation.key} {call.arguments['text']}")
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        super().on_begin(conversations)
+        self.began += [conversation.key for conversation in conversations]
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        self.ended += [conversation.key for conversation in conversations]
+
+
+class Up:
+    """Begins at the seed's last digit; the move "up" adds one, and at 9 the game is won."""
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        self.number = seed % 5
+        return str(self.number), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.001)
+        self.number += 1
+        return str(self.number), 1.0, self.number == 6, False, {}
+
+
+class Patient(DatasetChatEnv):
+    """Answers twice; fails where two conversations are answered at once."""
+
+    inside = 0
+
+    def next_message(self, conversation: Conversation) -> str | None:
+        self.inside += 1
+        time.sleep(0.0005)
+        assert self.inside == 1
+        self.inside -= 1
+        return f"and? {conversation.response_text}" if conversation.turns < 3 else None
+
+    def score(self, conversation: Conversation) -> Score:
+        return Score(float(conversation.turns))
+
+
+def of_rows() -> DatasetChatEnv:
+    return DatasetChatEnv(ROWS, num_envs=2, repeats=3, seed=1, system_prompt="Be brief.")
+
+
+def of_a_mix() -> MixEnv:
+    sources = ["countdown weight=2", "arithmetic digits=1"]
+    settings = MixSettings(sources=sources, max_prompt_tokens=400, max_completion_tokens=100)
+    env = build_env(settings, num_prompts=2, group_size=3, seed=3)
+    assert isinstance(env, MixEnv)
+    return env
+
+
+def of_a_game() -> TextGameEnv:
+    return TextGameEnv(Up, num_envs=2, repeats=3)
+
+
+def with_a_tool() -> ChatEnv:
+    return ArithmeticEnv(num_envs=2, repeats=3, max_steps=2).append_transform(Echo())
+
+
+def of_plain_text() -> LLMEnv:
+    rows = [{"text": f"Once {number}"} for number in range(4)]
+    return LLMEnv(2).append_transform(DataLoadingPrimer(rows, repeats=3))
+
+
+def reply(conversations: Sequence[Conversation], text: str) -> None:
+    for conversation in conversations:
+        conversation.add_completion(Completion([1], [0.0], text, "stop", 0))
+
+
+def opened(env: ChatEnv, tickets: Sequence[Ticket]) -> list[Conversation]:
+    return [conversation for ticket in tickets for conversation in env.open(ticket)]
+
+
+MAKERS = [of_rows, of_a_mix, of_a_game, with_a_tool, of_plain_text]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_tickets_opened_in_another_environment_are_what_draw_gives(make: Callable[[], ChatEnv]) -> None:
+    whole, driver, player = make(), make(), make()
+    for count in (2, 5, 2, 1):  # begin and end in the middle of groups of 3
+        drawn = whole.draw(count)
+        tickets: list[Ticket] = pickle.loads(pickle.dumps(driver.tickets(count)))
+        assert opened(player, tickets) == drawn
+        assert [(t.group, s) for t in tickets for s in t.samples] == [c.key for c in drawn]
+        assert len({t.group for t in tickets}) == len(tickets)
+        assert driver.state_dict() == whole.state_dict()
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(driver.state_dict())))  # one sample of a group has been drawn
+    assert [t.samples for t in resumed.tickets(4)] == [[1, 2], [0, 1]]
+    resumed.load_state_dict(whole.state_dict())
+    assert opened(resumed, resumed.tickets()) == whole.draw()
+
+
+@pytest.mark.parametrize("make", [of_rows, of_a_mix, of_a_game, with_a_tool])
+def test_a_ticket_can_be_written_as_json(make: Callable[[], ChatEnv]) -> None:
+    (ticket,) = make().tickets(2)
+    assert Ticket(**json.loads(json.dumps(asdict(ticket)))) == ticket
+
+
+def test_a_ticket_knows_the_place_of_its_row_and_begins_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    echo = Echo()
+    env = DatasetChatEnv(str(tmp_path), shuffle=False, held_out=0, repeats=2, tool_role="tool").append_transform(echo)
+    tickets = env.tickets(3)
+    assert [(t.group, t.samples) for t in tickets] == [(0, [0, 1]), (1, [0])]
+    assert [t.where.partition(", ")[2] for t in tickets] == ["row 1", "row 2"]
+    assert echo.began == []
+    assert [c.where for c in env.open(tickets[0])] == [tickets[0].where] * 2
+    assert echo.began == [(0, 0), (0, 1)]
+
+
+def test_an_environment_without_prompts_has_no_tickets() -> None:
+    with pytest.raises(DataError, match="has no prompts of its own"):
+        ChatEnv().tickets(1)
+
+
+def test_respond_ends_conversations_and_conclude_scores_them() -> None:
+    echo = Echo()
+    env = Patient(ROWS, shuffle=False, num_envs=2, max_steps=3).append_transform(echo)
+    for_one, for_all = env.draw()
+    for turn in range(3):
+        assert (for_one.done, len(for_one.messages)) == (False, 2 * turn + 1)
+        reply([for_one], "x")
+        env.respond([for_one])
+    assert (for_one.terminated, for_one.reward, echo.ended) == (True, None, [])
+    env.conclude([for_one])
+    assert (for_one.reward, echo.ended) == (3.0, [(0, 0)])
+    for _ in range(3):
+        reply([for_all], "x")
+        env.advance([for_all])
+    assert (for_all.reward, echo.ended) == (3.0, [(0, 0), (1, 0)])
+
+
+def played(env: ChatEnv, text: str, *, together: bool) -> list[Conversation]:
+    """64 conversations, opened and answered by a thread each, or one after the other."""
+    tickets = env.tickets(THREADS)
+    go = threading.Barrier(THREADS if together else 1, timeout=30)
+
+    def play(ticket: Ticket) -> list[Conversation]:
+        go.wait()
+        conversations = env.open(ticket)
+        while not all(conversation.done for conversation in conversations):
+            going = [conversation for conversation in conversations if not conversation.done]
+            reply(going, text.format(going[0].group_id, going[0].turns))
+            env.respond(going)
+        return conversations
+
+    if together:
+        with ThreadPoolExecutor(THREADS) as pool:
+            conversations = [c for each in pool.map(play, tickets) for c in each]
+    else:
+        conversations = [c for ticket in tickets for c in play(ticket)]
+    env.conclude(conversations)
+    env.close()
+    return conversations
+
+
+CALL = '<tool_call>{{"name": "echo", "arguments": {{"text": "{} {}"}}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ArithmeticEnv(num_envs=THREADS, max_steps=3).append_transform(Echo(lambda: time.sleep(0.002))), CALL),
+        (lambda: TextGameEnv(Up, num_envs=THREADS), "<action>up</action>"),
+        (lambda: Patient(ROWS, num_envs=THREADS, max_steps=3), "{} {}"),
+    ],
+)
+def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], text: str) -> None:
+    threads = threading.active_count()
+    together = played(make(), text, together=True)
+    assert together == played(make(), text, together=False)
+    assert len(together) == THREADS
+    assert all(c.valid and c.turns > 1 and c.reward is not None for c in together)
+    assert threading.active_count() == threads  # no game is left
+
+
+def test_a_conversation_waits_for_no_tool_of_another() -> None:
+    meeting = threading.Barrier(THREADS, timeout=30)
+    env = ArithmeticEnv(num_envs=THREADS, max_steps=2).append_transform(Echo(meeting.wait))
+    conversations = env.draw()
+    reply(conversations, CALL.format(0, 0))
+    with ThreadPoolExecutor(THREADS) as pool:  # each waits until all are there
+        assert list(pool.map(lambda c: env.respond([c]), conversations)) == [None] * THREADS
+    assert {c.messages[-1]["content"] for c in conversations} == {
+        f"Tool echo executed successfully:\n({number}, 0) 0 0" for number in range(THREADS)
+    }
+
+
+def test_a_tool_runs_no_more_calls_at_once_than_it_says() -> None:
+    counting, inside, most = threading.Lock(), 0, 0
+
+    def count() -> None:
+        nonlocal inside, most
+        with counting:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.005)
+        with counting:
+            inside -= 1
+
+    echo = Echo(count)
+    echo.at_once = 3
+    env = ArithmeticEnv(num_envs=12, max_steps=2).append_transform(echo)
+    conversations = env.draw()
+    reply(conversations, CALL.format(0, 0))
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda c: env.respond([c]), conversations))
+    assert [c.tool_calls for c in conversations] == [1] * 12
+    assert most == 3
+
+
+def test_transforms_are_not_called_by_two_threads_at_once() -> None:
+    class Alone(Transform):
+        inside = 0
+
+        def on_begin(self, conversations: Sequence[Conversation]) -> None:
+            self.inside += 1
+            time.sleep(0.001)
+            assert self.inside == 1
+            self.inside -= 1
+
+        on_reply = on_end = on_begin
+
+    env = Patient(ROWS, num_envs=8, max_steps=3).append_transform(Alone())
+    tickets = env.tickets(8)
+
+    def play(ticket: Ticket) -> None:
+        conversations = env.open(ticket)
+        reply(conversations, "x")
+        env.respond(conversations)
+        env.abandon(conversations)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(play, tickets)) == [None] * 8
+
+
+def test_what_is_held_for_conversations_that_are_given_up_is_given_back() -> None:
+    echo, threads = Echo(), threading.active_count()
+    env = TextGameEnv(Up, num_envs=2)
+    env.transforms.append(echo)
+    gone, stays = conversations = env.draw()
+    reply(conversations, "<action>up</action>")
+    env.respond(conversations)
+    assert threading.active_count() == threads + 2
+    env.abandon([gone])
+    assert (threading.active_count(), echo.ended) == (threads + 1, [gone.key])
+    env.abandon([stays])
+    assert threading.active_count() == threads
+
+
+def test_an_environment_of_which_a_half_would_be_passed_over_is_refused() -> None:
+    class Whole(DatasetChatEnv):
+        def advance(self, conversations: Sequence[Conversation]) -> None:
+            super().advance(conversations)
+
+    for make in MAKERS:
+        make().check_halves()
+    assert Whole(ROWS).answers
+    with pytest.raises(ConfigError, match=r"Whole overrides advance.* override respond and conclude instead"):
+        Whole(ROWS).check_halves()
+    mix = of_a_mix()
+    mix.sources["countdown"] = Whole(ROWS)
+    with pytest.raises(ConfigError, match="Whole overrides advance"):
+        mix.check_halves()
