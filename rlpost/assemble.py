@@ -25,7 +25,7 @@ from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
-from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.output import output_aside
@@ -162,9 +162,9 @@ def assemble_sampling(
         for each in (env, eval_env) if settings.eval.enabled else (env,):
             opened.callback(each.close)
             each.start()  # a bad path or row is found here, before a model is loaded
-        tokenizer = starting_tokenizer(settings, checkpoint)
+        tokenizer, folder = starting_tokenizer(settings, checkpoint)
         check_template(env, tokenizer)
-        context = context_length(starting_folder(settings, checkpoint))
+        context = context_length(folder)
         looked_at = (env, eval_env) if settings.eval.enabled else (env,)
         told = [choose_by_pass_rate(env, settings.env)]
         told += [look_at_lengths(each, settings.env, tokenizer, context) for each in looked_at]
@@ -343,8 +343,8 @@ def evaluate_command(
         for line in filter(None, told):
             note(line)
         longest = settings.env.max_completion_tokens
-        if told := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
-            note(told)
+        if cut_short := thinking_cut_short(tokenizer, longest, "env.max_completion_tokens"):
+            note(cut_short)
 
         def tell_progress(done: int, total: int) -> None:
             progress(done, total, policy.tokens_sampled)

@@ -23,7 +23,7 @@ from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.errors import DataError
 from rlpost.evaluation.pass_rates import choose_demonstrations
 from rlpost.model.load import context_length
-from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_folder, starting_tokenizer
+from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
 from rlpost.settings import SamplingSettings, SFTSettings
@@ -91,12 +91,10 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     if settings.eval.accuracy:
         eval_env.start()  # a bad path or row is found here, before a model is loaded
     objective = SFTObjective(settings.loss)
-    tokenizer = starting_tokenizer(settings, checkpoint)
+    tokenizer, folder = starting_tokenizer(settings, checkpoint)
     notes: list[str | None] = []
     if settings.eval.accuracy:
-        notes.append(
-            look_at_lengths(eval_env, settings.env, tokenizer, context_length(starting_folder(settings, checkpoint)))
-        )
+        notes.append(look_at_lengths(eval_env, settings.env, tokenizer, context_length(folder)))
     encoder = Encoder(tokenizer, settings.max_tokens)
     demonstrations, told = choose_demonstrations(env, settings.env)
     notes.append(told)

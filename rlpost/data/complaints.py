@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
 
 Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wrong with it)
+Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
 
 SHOWN = 20  # bad rows that an error lists
 
@@ -24,10 +25,14 @@ def told(complaint: Complaint) -> str:
 
 
 class Complaints:
-    """The bad rows of one file: all of them counted by kind, the first `SHOWN` with their places."""
+    """The bad rows of one file: all of them counted by kind, the first `SHOWN` with their places.
 
-    def __init__(self, source: str) -> None:
+    `malformed` is told each as it is added; without it they are for an error.
+    """
+
+    def __init__(self, source: str, malformed: Malformed | None = None) -> None:
         self.source = source  # what messages call all of it
+        self.malformed = malformed
         self.rows = 0  # looked at, good ones included
         self.first: list[tuple[str, Complaint]] = []
         self._kinds: Counter[str] = Counter()
@@ -36,6 +41,8 @@ class Complaints:
         """Count the row `number` of a file as bad."""
         if len(self.first) < SHOWN:
             self.first.append((f"{file}, row {number}", complaint))
+        if self.malformed is not None:
+            self.malformed(f"{file}, row {number}", told(complaint).lstrip(", "))
         field, wrong = complaint
         self._kinds[told((field, _OWN_TO_A_ROW.sub("..", wrong))).lstrip(", ")] += 1
 

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.data.complaints import Complaint, Complaints, text_complaint, told
+from rlpost.data.complaints import Complaint, Complaints, Malformed, text_complaint
 from rlpost.data.row_files import READERS, Unreadable
 from rlpost.data.row_store import PackedRows, Row, Rows, digests_of
 from rlpost.errors import DataError
@@ -31,7 +31,6 @@ TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # of the split test,
 HELD_OUT = 0.1  # share of the prompts kept for test where that split has no rows of its own
 
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
-Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
@@ -115,10 +114,11 @@ def located_rows(
     read = _latest.get(key)
     if read is None:
         told_of = (lambda where, wrong: None) if malformed and divided and split == "test" else malformed
-        reading = _Reading(required, check, prepare, prompt, told_of)
-        read = reading.of(sources, Complaints(name), None if divided else limit, from_path=is_path(dataset))
+        complaints = Complaints(name, told_of)
+        reading = _Reading(required, check, prepare, prompt, limit, divided=divided)
+        read = reading.of(sources, complaints, from_path=is_path(dataset))
         _latest.clear()
-        if key is not None:
+        if key is not None and not complaints.count:  # bad rows are told each time
             _latest[key] = read
     elif check is not None and len(read[0]):
         check(read[0][0])  # which tells from the first row how all are
@@ -145,33 +145,24 @@ class _Reading:
     check: Callable[[Row], Complaint | None] | None
     prepare: Callable[[Row], Row]
     prompt: Callable[[Row], str] | None
-    malformed: Malformed | None
+    limit: int | None
+    divided: bool
 
     def of(
-        self, sources: Sequence[Source], complaints: Complaints, limit: int | None, *, from_path: bool
+        self, sources: Sequence[Source], complaints: Complaints, *, from_path: bool
     ) -> tuple[LocatedRows, array[float]]:
-        """The rows without a complaint, `limit` looked at, and the rank of each one's prompt; raises as above."""
-        kept: Any = PackedRows() if from_path else []
+        """The rows without a complaint, and where they are divided the rank of each one's prompt; raises as above."""
+        kept: PackedRows | list[Row] = PackedRows() if from_path else []
         numbers, ranks = array("q"), array("d")
         files: list[tuple[int, str]] = []
         for source in sources:
             files.append((len(numbers), source.name))
-            left = None if limit is None else limit - complaints.rows
-            for number, row, complaint in examined(
-                islice(source.numbered, left), complaints, self.required, self.check
-            ):
-                wrong = complaint
-                if wrong is None:
-                    row = self.prepare(row)
-                    wrong = _keep(kept, row)
-                if wrong is None:
-                    numbers.append(number)
+            left = None if self.limit is None or self.divided else self.limit - complaints.rows
+            for number, row in examined(source, complaints, kept, left, self.required, self.check, self.prepare):
+                numbers.append(number)
+                if self.divided:
                     ranks.append(self._rank(row))
-                    continue
-                complaints.add(source.name, number, wrong)
-                if self.malformed is not None:
-                    self.malformed(f"{source.name}, row {number}", told(wrong).lstrip(", "))
-        if complaints.count and self.malformed is None:
+        if complaints.count and complaints.malformed is None:
             raise complaints.error()
         if not complaints.rows and from_path:
             raise DataError(f"{complaints.source} holds no rows: {_INSTEAD}, one JSON object a line")
@@ -191,18 +182,29 @@ def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | 
 
 
 def examined(
-    numbered: Iterable[tuple[int, Any]],
+    source: Source,
     complaints: Complaints,
+    kept: PackedRows | list[Row],
+    most: int | None = None,
     required: Sequence[str] = (),
     check: Callable[[Row], Complaint | None] | None = None,
-) -> Iterator[tuple[int, Any, Complaint | None]]:
-    """Each row with its number and what is wrong with it; `complaints` counts the rows."""
-    for number, row in numbered:
+    prepare: Callable[[Row], Row] = dict,
+) -> Iterator[tuple[int, Row]]:
+    """The rows without a complaint, of the first `most` of `source`, each with its number and added to `kept`.
+
+    `complaints` counts all rows and is given those of the others.
+    """
+    for number, row in islice(source.numbered, most):
         complaints.rows += 1
         if isinstance(row, Unreadable):
-            yield number, row, ("", row.wrong)
+            complaints.add(source.name, number, ("", row.wrong))
+            continue
+        wrong = text_complaint(row, required) or (check(row) if check else None)
+        prepared: Row = row if wrong else prepare(row)
+        if wrong := wrong or _keep(kept, prepared):
+            complaints.add(source.name, number, wrong)
         else:
-            yield number, row, text_complaint(row, required) or (check(row) if check else None)
+            yield number, prepared
 
 
 def _keep(kept: PackedRows | list[Row], row: Row) -> Complaint | None:

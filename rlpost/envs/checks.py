@@ -56,10 +56,11 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     if context is not None and context - settings.max_completion_tokens < most:
         most = context - settings.max_completion_tokens
         reason = f"the {most} that the model's {context} leave beside env.max_completion_tokens"
-    suspects = _may_be_longer(env, rows, tokenizer, most)
+    continuation = Continuation(tokenizer)
+    suspects = _may_be_longer(env, rows, continuation, most)
     if policy is LongPrompts.error and len(rows) > ALL_UP_TO and len(suspects) > SAMPLE:
         suspects = suspects[:: -(-len(suspects) // SAMPLE)]
-    long = {number: length for number in suspects if (length := _length(env, rows[number], tokenizer)) > most}
+    long = {number: length for number in suspects if (length := _length(env, rows[number], continuation)) > most}
     if not long:
         return None
     of = f" of {env.source_name}" if env.source_name else ""
@@ -76,14 +77,14 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
 
 
-def _may_be_longer(env: DatasetChatEnv, rows: Sequence[Any], tokenizer: Any, most: int) -> list[int]:
+def _may_be_longer(env: DatasetChatEnv, rows: Sequence[Any], continuation: Continuation, most: int) -> list[int]:
     """The numbers of rows whose prompt may have more than `most` tokens: a token stands for a byte or more.
 
     What a template adds to the messages is measured on the first row.
     """
     first = env.opening_messages(rows[0])
     conversation = env.begun(rows[0])
-    Continuation(tokenizer).begin(conversation)
+    continuation.begin(conversation)
     added = len(conversation.prompt_text.encode()) - _bytes(first)
     each = max(added, 0) / len(first)
     suspects = []
@@ -98,7 +99,7 @@ def _bytes(messages: Sequence[Message]) -> int:
     return sum(len(message["content"].encode()) for message in messages)
 
 
-def _length(env: DatasetChatEnv, row: Any, tokenizer: Any) -> int:
+def _length(env: DatasetChatEnv, row: Any, continuation: Continuation) -> int:
     conversation = env.begun(row)
-    Continuation(tokenizer).begin(conversation)
+    continuation.begin(conversation)
     return len(conversation.prompt_ids)

@@ -7,8 +7,8 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
-from rlpost.data.complaints import Complaint
-from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, Malformed, is_path, located_rows
+from rlpost.data.complaints import Complaint, Malformed
+from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, is_path, located_rows
 from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.ordered_rows import OrderedRows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from rlpost.data.complaints import Complaint, Complaints
 from rlpost.data.datasets import examined, local_sources
@@ -52,15 +51,8 @@ def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_sh
         divided = source.shared and getattr(settings, "test_path", None) is None
         limit = settings.limit if split == settings.split and not divided else None
         complaints, kept = Complaints(source.name), PackedRows()
-        for number, row, complaint in examined(
-            islice(source.numbered, min(limit or MOST_ROWS, MOST_ROWS)), complaints, check=check
-        ):
-            if complaint is None and (wrong := kept.add(row)):
-                complaint = "", wrong
-            if complaint is not None:
-                complaints.add(source.name, number, complaint)
-            else:
-                columns |= dict.fromkeys(map(str, row))
+        for _, row in examined(source, complaints, kept, min(limit or MOST_ROWS, MOST_ROWS), check=check):
+            columns |= dict.fromkeys(map(str, row))
         if complaints.count > max_bad_share * complaints.rows:
             raise complaints.error()
         partial = partial or complaints.rows == MOST_ROWS

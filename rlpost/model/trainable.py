@@ -50,20 +50,15 @@ class Trainable:
     reference: Reference | None
 
 
-def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> Any:
-    """The tokenizer of the model that `load_trainable` gives, before any weights are loaded.
+def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> tuple[Any, Path]:
+    """The tokenizer of the model that `load_trainable` gives, and the folder of its configuration, before any weights.
 
     That of a checkpoint was saved with the chat template, and what it is told, that the run has.
     """
-    folder = starting_folder(settings, checkpoint)
-    return load_tokenizer(folder) if checkpoint is not None else load_tokenizer(folder, settings.model)
-
-
-def starting_folder(settings: TrainingSettings, checkpoint: Path | None) -> Path:
-    """Where the tokenizer and the configuration of that model are."""
     if checkpoint is not None:
-        return checkpoint / "model"
-    return locate_tokenizer(settings.model.path, settings.model.revision)
+        return load_tokenizer(checkpoint / "model"), checkpoint / "model"
+    folder = locate_tokenizer(settings.model.path, settings.model.revision)
+    return load_tokenizer(folder, settings.model), folder
 
 
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:

@@ -218,3 +218,13 @@ def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:
     assert list(located_rows(ROWS, "test", limit=1).located()) == [("the dataset, row 1", ROWS[0])]
     with pytest.raises(DataError, match="the dataset, row 2, field 'answer': missing; the row has question"):
         load_rows([ROWS[0], {"question": "And?"}], "train")
+
+
+def test_a_bad_row_is_told_each_time_that_the_file_of_both_splits_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "rows.jsonl", LINES + '{"question": 3}\n' + '{"question": "3+3?", "answer": "6"}\n')
+    told: list[str] = []
+    for split in ("test", "train", "train"):
+        load_rows(str(path), split, shared_as="questions", malformed=lambda where, wrong: told.append(where))
+    assert told == [f"{path}, row 3"] * 2
+    with pytest.raises(DataError, match="row 3, field 'question'"):
+        load_rows(str(path), "train", shared_as="questions")
