@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from rlpost.assemble import build_policy
-from rlpost.catalog import row_of
+from rlpost.catalog import CHOICES
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.group_player import GroupPlayer
 from rlpost.collectors.remote_policy import RemotePolicy
@@ -55,7 +55,7 @@ def assemble_driver(
         sampling=training_sampling(settings),
         seed=settings.seed,
         max_model_len=min(longest, context_length(trainable.folder) or longest),
-        name=f"{row_of('policy', type(policy)).build.__self__.__name__} in a process of its own",
+        name=f"{next(name for name, row in CHOICES['policy'].items() if row.cls is type(policy))} in its own process",
         pushes_adapter=trainable.adapter_rank is not None,
     )
     return GroupDriver(

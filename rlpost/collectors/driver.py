@@ -133,6 +133,7 @@ class GroupDriver:
                 del self._whole[group]
             self._counts["trained"] += len(groups)
             self._trainer_waits = False
+            self._admit()
 
     # What a training asks
 

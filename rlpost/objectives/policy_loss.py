@@ -33,7 +33,7 @@ class PolicyTerms:
     clipped_high: torch.Tensor
     kl_to_ref: torch.Tensor | None = None
     kl_to_sampler: torch.Tensor | None = None
-    sampler_gap: torch.Tensor | None = None  # |log π_old − log µ|, so none of it is learned
+    sampler_log_ratio: torch.Tensor | None = None  # log π_old − log µ, so none of it is learned
     sampler_weight: torch.Tensor | None = None
     sampler_cut: torch.Tensor | None = None  # the weight was capped, or the token dropped
 
@@ -85,7 +85,7 @@ def policy_terms(
     if sampler_log_probs is not None:
         sampler = keep(sampler_log_probs.detach(), mask)
         terms.kl_to_sampler = kl_divergence(log_probs, sampler, kl_estimator)
-        terms.sampler_gap = (old - sampler).abs()
+        terms.sampler_log_ratio = old - sampler
         weight, terms.sampler_cut = sampler_weights(
             old, sampler, mask, sampler_correction, low=sampler_ratio_low, high=sampler_ratio_high
         )
@@ -149,8 +149,8 @@ def policy_metrics(parts: Sequence[PolicyTerms]) -> dict[str, torch.Tensor]:
 
     clip_fraction(_low, _high): share of tokens whose ratio a bound cut. ratio_mean and ess: of
     ρ = π_θ/π_old per token. kl_to_old: log π_old − log π_θ. kl_to_ref, kl_to_sampler: by the estimator
-    of the loss. sampler_gap: |log π_old − log µ|. sampler_weight_mean, and sampler_cut_fraction, the
-    share of tokens whose weight was capped or dropped.
+    of the loss. sampler_gap: |log π_old − log µ|; sampler_ess: the effective sample size of π_old/µ.
+    sampler_weight_mean, and sampler_cut_fraction, the share of tokens whose weight was capped or dropped.
     """
     log_ratio = _masked(parts, "log_ratio")
     metrics = {
@@ -164,11 +164,13 @@ def policy_metrics(parts: Sequence[PolicyTerms]) -> dict[str, torch.Tensor]:
     optional = {
         "kl_to_ref": "kl_to_ref",
         "kl_to_sampler": "kl_to_sampler",
-        "sampler_gap": "sampler_gap",
         "sampler_weight": "sampler_weight_mean",
         "sampler_cut": "sampler_cut_fraction",
     }
     present = [field for field in optional if parts and all(getattr(part, field) is not None for part in parts)]
+    if parts and all(part.sampler_log_ratio is not None for part in parts):
+        of_sampler = _masked(parts, "sampler_log_ratio")
+        metrics |= {"sampler_gap": of_sampler.abs().mean(), "sampler_ess": effective_sample_size(of_sampler)}
     return metrics | {optional[field]: _masked(parts, field).mean() for field in present}
 
 

@@ -18,7 +18,9 @@ STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
     """A step's figures on one line; where `width` columns do not hold them all, those that say most."""
-    seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in ("rollout", "train")]
+    beside = "time/wait" in metrics  # collector=async: sampling goes on while the model is trained
+    names = ("wait", "train", "idle") if beside else ("rollout", "train")
+    seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in names]
     if "time/rollout" not in metrics:  # nothing was sampled: the step is all training
         seconds = [_figure("{:.1f}s", metrics.get("time/step"))]
     parts = {
@@ -29,13 +31,15 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
         "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
         "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
         "epoch": _figure("epoch {:.2f}", metrics.get("epoch")),
+        "lag": _figure("lag {:.1f}", metrics.get("policy/lag_mean")) if beside else "",
+        "ess": _figure("ess {:.2f}", metrics.get("sampler/ess")) if beside else "",
         "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
         "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
         "speed": _figure("{:.0f} tok/s", tokens_per_second(metrics)),
         "seconds": " ".join(filter(None, seconds)),
         "left": f"left {left}",
     }
-    dispensable = ["seconds", "grad", "speed", "gap", "epoch", "tokens", "left", "selected"]
+    dispensable = ["seconds", "grad", "speed", "gap", "ess", "epoch", "tokens", "lag", "left", "selected"]
     while width is not None and len(_joined(parts)) > width and dispensable:
         del parts[dispensable.pop(0)]
     return _joined(parts)
@@ -73,8 +77,9 @@ def _figure(form: str, value: float | None) -> str:
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
-    """How fast the step sampled, or read where it only trained."""
-    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/rollout")
+    """How fast the step sampled, or read where it only trained; of the whole step where both go on at once."""
+    beside = "time/wait" in metrics
+    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/step" if beside else "time/rollout")
     if tokens is None:
         tokens, seconds = metrics.get("tokens/read"), metrics.get("time/step")
     return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)

@@ -21,6 +21,7 @@ TOKEN_METRICS = {
     "kl_to_ref": "kl/ref",
     "kl_to_sampler": "kl/sampler",
     "sampler_gap": "sampler/logprob_gap",
+    "sampler_ess": "sampler/ess",
 }
 CORRECTION_METRICS = {"sampler_weight_mean": "sampler/weight_mean", "sampler_cut_fraction": "sampler/cut"}
 

@@ -188,6 +188,7 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
     ceiling = c.get("max_ratio", 1e9)
     sums = dict.fromkeys(MEANS, 0.0)
     count, squares = 0, 0.0
+    of_sampler: list[float] = []  # pi_old / mu
     for row in range(len(x)):
         for t in trained(batch, row):
             count += 1
@@ -205,11 +206,13 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
             sums["kl_to_ref"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.ref[row][t])
             sums["kl_to_sampler"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.sampler[row][t])
             sums["sampler_gap"] += abs(batch.old[row][t] - batch.sampler[row][t])
+            of_sampler.append(math.exp(batch.old[row][t] - batch.sampler[row][t]))
             weight, cut = sampler_weight(choice, batch, row, t)
             sums["sampler_weight_mean"] += weight
             sums["sampler_cut_fraction"] += cut
     means = {name: total / count for name, total in sums.items()}
     means["ess"] = sums["ratio_mean"] ** 2 / (count * squares)
+    means["sampler_ess"] = sum(of_sampler) ** 2 / (count * sum(w * w for w in of_sampler))
     means["clip_fraction"] = means["clip_fraction_low"] + means["clip_fraction_high"]
     return means
 

@@ -43,6 +43,17 @@ def test_figures_that_are_missing_or_no_number_are_left_out() -> None:
     assert step_line(1, 5, {}, "-") == "step 1/5  left -"
 
 
+def test_a_step_beside_which_sampling_goes_on_tells_lag_ess_and_where_the_time_waits() -> None:
+    beside = {"time/wait": 1.25, "time/idle": 0.5, "time/step": 8.0, "policy/lag_mean": 0.75, "sampler/ess": 0.984}
+    assert step_line(7, 60, FIGURES | beside, "3:05") == (
+        "step  7/60  reward 0.54  accuracy  88%  tokens 12  lag 0.8  ess 0.98  gap 0.012  grad 1.24  93 tok/s  "
+        "wait 1.2s train 6.2s idle 0.5s  left 3:05"
+    )
+    assert step_line(7, 60, FIGURES | beside, "3:05", width=60) == (
+        "step  7/60  reward 0.54  accuracy  88%  lag 0.8  left 3:05"
+    )
+
+
 def test_a_step_keeps_what_says_most_where_there_is_little_room() -> None:
     assert step_line(7, 60, FIGURES, "3:05", width=80) == (
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  gap 0.012  left 3:05"
