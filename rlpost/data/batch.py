@@ -110,7 +110,7 @@ def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
             return History.from_chats([chats[i] for i in indices])
         if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
             return TensorDict({key: pick(field) for key, field in value.items()}, batch_size=[len(indices)])
-        return strings([_row(value, i) for i in indices])
+        return strings([row_of(value, i) for i in indices])
 
     return pick(batch)
 
@@ -140,7 +140,7 @@ def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
             columns = {k: [None if p is None else p.get(k, None) for p in parts] for k in names}
             joined = {k: join(column, sizes) for k, column in columns.items() if not _ragged_in_some(column)}
             return TensorDict(joined, batch_size=[size])
-        return strings([_row(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])
+        return strings([row_of(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])
 
     return join(list(batches), [b.batch_size[0] for b in batches])
 
@@ -150,6 +150,16 @@ def _ragged_in_some(parts: Sequence[Any]) -> bool:
     return any(ragged_parts) and not all(ragged_parts)
 
 
-def _row(value: Any, index: int) -> Any:
+def rows_in_line(batch: TensorDictBase) -> TensorDictBase:
+    """`batch` (B,) as it is, and one (B, T) as (B * T,): the T of the first row, then those of the next."""
+    if batch.ndim < 2:
+        return batch
+    steps = batch.unbind(1)
+    size = batch.batch_size[0]
+    return select_rows(concat_rows(steps), [t * size + row for row in range(size) for t in range(len(steps))])
+
+
+def row_of(value: Any, index: int) -> Any:
+    """One row of an entry, a Python value where it holds those."""
     item = value[index]
     return getattr(item, "data", item)

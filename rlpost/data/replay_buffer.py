@@ -11,11 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.data.batch import rows_in_line
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import ragged_rows
-from rlpost.data.selection import HoldsGroups, Selection, Waiting, places_of_each
-from rlpost.errors import ConfigError, PolicyError
+from rlpost.data.selection import HoldsGroups, Selection, Waiting, check_one_group, places_of_each
+from rlpost.errors import ConfigError, DataError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]
 Rule = Callable[[TensorDictBase], bool]  # the dense tensors of a group (G,) -> whether it may be trained on
@@ -117,7 +118,8 @@ class ReplayBuffer(HoldsGroups):
       down leaves at once, and is counted.
     - `oldest_first` gives groups in the order of the oldest policy version in them, rather than in that of
       their arrival: a group that took long to sample is trained on before later ones.
-    - `draw_limit` bounds how often in a row `take` asks the source for more before it gives up.
+    - `draw_limit` bounds what `take` asks of the source: so many times the groups that are wanted, in so many
+      rounds at least, and so many rounds in a row that bring no whole group. Then it gives up.
     - `max_waiting` bounds how many groups wait for rows: beyond it the one that has waited longest
       since its last row is given up, logged and counted in `num_evicted`.
 
@@ -154,6 +156,7 @@ class ReplayBuffer(HoldsGroups):
         self.num_dropped_by_age = 0  # groups
         self.drawn = Drawn()  # since `take_counts` was last called
         self.write_count = 0  # rows written since the buffer was built
+        self._num_judged = 0  # groups that were whole, since the buffer was built
         self._groups: list[Selection] = []
         self._waiting: Waiting[int, Selection] = Waiting(max_waiting, group_size, "completions")  # by number
         self._lock = threading.RLock()  # of everything but `source`, which may write from its own thread
@@ -167,6 +170,12 @@ class ReplayBuffer(HoldsGroups):
         with self._lock:
             return [self._number(group) for group in self._groups]
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the whole groups."""
+        with self._lock:
+            return sum(map(len, self._groups))
+
     def remove(self, number: int) -> None:
         """Let a whole group go, for whoever takes it back to sample it again. Raises KeyError where there is none."""
         with self._lock:
@@ -176,13 +185,18 @@ class ReplayBuffer(HoldsGroups):
             self._groups = kept
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Write a batch (B,) whose rows carry `group_key`.
+        """Write a batch (B,), or (B, T) row after row, whose rows carry `group_key`.
 
-        Raises ValueError for a group with more than `group_size` rows.
+        Raises TypeError for what is no TensorDict, ValueError for a group with more than `group_size` rows, and
+        DataError without `group_key` or where rows of two prompts would be one group.
         """
+        if not isinstance(batch, TensorDictBase):
+            raise TypeError(
+                f"extend was given {type(batch).__name__}: a buffer is written a TensorDict, one row a turn"
+            )
         with self._lock:
-            self._write(batch)
-            self.write_count += batch.batch_size[0]
+            self._write(rows_in_line(batch))
+            self.write_count += batch.numel()
 
     def _write(self, batch: TensorDictBase) -> None:
         current: TensorDictBase | None = batch
@@ -190,7 +204,15 @@ class ReplayBuffer(HoldsGroups):
             current = transform(current)
             if current is None:
                 return
+        if self.group_key not in current:
+            raise DataError(
+                f"the rows have no entry {self.group_key!r}, which says what group each is of (they have "
+                f"{', '.join(map(str, current.keys()))}): write what an LLMCollector delivers, or give group_key"
+            )
         places = places_of_each(current[self.group_key].tolist())
+        for number, own in places.items():
+            if number in self._waiting:
+                check_one_group(number, self._waiting[number], Selection.of(current, own))
         groups = {number: self._waiting.with_more(number, Selection.of(current, own)) for number, own in places.items()}
         for number, group in groups.items():
             if self.group_size is not None and len(group) > self.group_size:
@@ -207,6 +229,7 @@ class ReplayBuffer(HoldsGroups):
 
     def _judge(self, group: Selection) -> None:
         """A group is whole: keep it, or turn it down."""
+        self._num_judged += 1
         self.drawn.add(group)
         if self.accept is not None and not self.accept(group.measures()):
             self.drawn.turn_down(group)
@@ -224,9 +247,9 @@ class ReplayBuffer(HoldsGroups):
 
         Asks the source for more where too few are there. A group sampled more than `max_policy_lag`
         weight pushes before the present policy is dropped and counted, never taken. Groups beyond
-        `num_groups` stay for the next time. Raises PolicyError when `draw_limit` rounds did not bring enough.
+        `num_groups` stay for the next time. Raises PolicyError when what `draw_limit` allows did not bring enough.
         """
-        rounds = 0
+        rounds, fruitless, before = 0, 0, self._num_judged
         self._drop(max_policy_lag)
         while len(self._groups) < num_groups or (self.source is not None and self.source.owes):
             if self.source is None:
@@ -234,13 +257,16 @@ class ReplayBuffer(HoldsGroups):
                     f"the replay buffer holds {len(self._groups)} of the {num_groups} groups asked for and has no "
                     "collector to ask for more: pass it to LLMCollector(replay_buffer=...)"
                 )
-            if rounds == self.draw_limit:
+            enough = self._num_judged - before >= self.draw_limit * num_groups
+            if rounds >= self.draw_limit and (enough or fruitless >= self.draw_limit):
                 raise PolicyError(
                     f"{rounds} rounds of sampling brought {len(self._groups)} of {num_groups} groups "
                     f"({self.num_dropped_by_age} dropped by age so far): {self._advice()}"
                 )
+            judged = self._num_judged
             self.source.collect()
             rounds += 1
+            fruitless = 0 if self._num_judged > judged else fruitless + 1
             self._drop(max_policy_lag)
         with self._lock:
             taken, self._groups = self._groups[:num_groups], self._groups[num_groups:]

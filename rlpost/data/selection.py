@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import concat_rows, select_rows
+from rlpost.data.batch import concat_rows, row_of, select_rows
 from rlpost.data.ragged import Key, ragged, ragged_rows
+from rlpost.errors import DataError
 
 log = logging.getLogger("rlpost")
 
@@ -79,6 +80,12 @@ class Selection:
         if columns[0][0].is_nested:
             return ragged([rows[i] for values, places in columns for rows in [ragged_rows(values)] for i in places])
         return torch.cat([values[list(places)] for values, places in columns])
+
+    def first(self, key: Key) -> Any:
+        """The entry `key` of the first row as a Python value; None where its batch has none."""
+        batch, places = self.parts[0]
+        values = batch.get(key, None)
+        return None if values is None else row_of(values, places[0])
 
     def measures(self) -> TensorDict:
         """The dense tensors of the rows (L,), without texts and ragged entries, which cost more than all else."""
@@ -150,6 +157,17 @@ class HoldsGroups:
     def num_evicted(self) -> int:
         """Groups that were given up, since too many waited."""
         return self._waiting.num_evicted
+
+
+def check_one_group(number: int, waiting: Selection, new: Selection) -> None:
+    """Raise DataError where `new` rows are of another prompt, or source, than those that wait."""
+    for key in ("query", "source"):
+        first, second = waiting.first(key), new.first(key)
+        if None not in (first, second) and first != second:
+            raise DataError(
+                f"group {number} would hold rows of two prompts ({key} {str(first)[:40]!r} and {str(second)[:40]!r}): "
+                "two collectors number their draws alike, so give each a buffer of its own"
+            )
 
 
 def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:

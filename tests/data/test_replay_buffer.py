@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data import ReplayBuffer
 from rlpost.data.batch import concat_rows, select_rows
-from rlpost.errors import ConfigError, PolicyError
+from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
 
 Batch = Callable[..., TensorDict]
@@ -128,10 +128,45 @@ def test_the_last_round_counts(batch: Batch) -> None:
 def test_a_source_that_brings_nothing_is_given_up_with_what_there_is(batch: Batch) -> None:
     buffer = ReplayBuffer(draw_limit=2)
     source = Source(buffer, [batch()])
-    with pytest.raises(PolicyError, match="2 rounds of sampling brought 1 of 2 groups"):
+    with pytest.raises(PolicyError, match="3 rounds of sampling brought 1 of 2 groups"):
         buffer.take(2)
-    assert source.asked == 2
+    assert source.asked == 3  # two in a row brought none
     assert groups(buffer.take(1)) == [0, 0]  # what came stays
+
+
+def test_rounds_that_bring_little_go_on_until_the_groups_are_there(batch: Batch) -> None:
+    buffer = ReplayBuffer(draw_limit=3)
+    source = Source(buffer, [batch(groups=2, first=2 * n) for n in range(50)])
+    assert len(groups(buffer.take(100))) == 200  # 2 groups a round, 50 rounds
+    assert source.asked == 50
+
+
+def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
+    buffer = ReplayBuffer(group_size=4)
+    buffer.extend(batch(query="How much is 1 + 1?"))
+    with pytest.raises(DataError, match=r"group 0 would hold rows of two prompts \(query 'How much is 1 \+ 1\?' and "):
+        buffer.extend(batch(query="How much is 2 + 2?"))
+    with pytest.raises(DataError, match=r"two prompts \(source '' and 'b'\)"):
+        buffer.extend(batch(query="How much is 1 + 1?", source="b"))
+    assert (len(buffer), buffer.num_incomplete, buffer.write_count) == (0, 1, 2)
+
+
+def test_what_cannot_be_written_is_named(batch: Batch) -> None:
+    with pytest.raises(DataError, match="the rows have no entry 'group_id', which says what group each is of"):
+        ReplayBuffer().extend(batch().exclude("group_id"))
+    with pytest.raises(TypeError, match="extend was given NoneType: a buffer is written a TensorDict"):
+        ReplayBuffer().extend(None)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_two_dimensions_is_written_row_after_row(batch: Batch) -> None:
+    buffer = ReplayBuffer(group_size=3)
+    steps = [batch(groups=2, size=1, text=f"step {t}", reward=float(t)) for t in range(3)]
+    buffer.extend(lazy_stack(steps, 1))  # (2, 3)
+    taken = buffer.take(2)
+    assert groups(taken) == [0, 0, 0, 1, 1, 1]
+    assert taken["next", "reward"].flatten().tolist() == [0.0, 1.0, 2.0] * 2
+    assert list(taken["text", "response"]) == ["step 0", "step 1", "step 2"] * 2
+    assert buffer.write_count == 6
 
 
 def test_too_few_groups_without_a_source_is_an_error(batch: Batch) -> None:
