@@ -206,7 +206,7 @@ def metrics(choice: Choice, x: Table, batch: Batch) -> dict[str, float]:
             sums["kl_to_ref"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.ref[row][t])
             sums["kl_to_sampler"] += kl_term(choice.kl_estimator, x[row][t], x[row][t], batch.sampler[row][t])
             sums["sampler_gap"] += abs(batch.old[row][t] - batch.sampler[row][t])
-            of_sampler.append(math.exp(batch.old[row][t] - batch.sampler[row][t]))
+            of_sampler.append(exp(batch.old[row][t] - batch.sampler[row][t]))
             weight, cut = sampler_weight(choice, batch, row, t)
             sums["sampler_weight_mean"] += weight
             sums["sampler_cut_fraction"] += cut
