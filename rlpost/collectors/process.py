@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import signal
 import socket
 import subprocess
 import threading
@@ -174,7 +175,8 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill("has closed its connection and did not end")
             return
-        self._fail(f"{self.name} {ending(code)}; its output is in log.txt of the run, or above")
+        likely = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
+        self._fail(f"{self.name} {ending(code)}{likely}")
         self._end()
 
 
