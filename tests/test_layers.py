@@ -59,7 +59,7 @@ DOORS = {
     "mlflow": ["tracking/mlflow.py"],
     "math_verify": ["rewards/math_answers.py"],
     "reasoning_gym": ["rewards/reasoning_tasks.py"],
-    "gymnasium": ["envs/text_game.py", "torchrl/mlgym_env.py"],
+    "gymnasium": ["envs/text_game.py", "torchrl/gym.py", "torchrl/mlgym_env.py"],
     "mlgym": ["torchrl/mlgym_env.py"],
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],
