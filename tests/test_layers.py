@@ -59,7 +59,7 @@ DOORS = {
     "mlflow": ["tracking/mlflow.py"],
     "math_verify": ["rewards/math_answers.py"],
     "reasoning_gym": ["rewards/reasoning_tasks.py"],
-    "gymnasium": ["envs/text_game.py", "torchrl/mlgym_env.py"],
+    "gymnasium": ["envs/text_game.py", "torchrl/gym.py", "torchrl/mlgym_env.py"],
     "mlgym": ["torchrl/mlgym_env.py"],
     "if_verifiable": ["rewards/checkers.py"],
     "nltk": ["rewards/checkers.py"],
@@ -123,6 +123,7 @@ LATE_DOORS = {
     "data/history.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
     "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
     "data/continuation.py": ["rlpost.data.chat_mask"],
+    "collectors/llm.py": ["rlpost.torchrl.called"],
     "collectors/base.py": ["rlpost.collectors.background", "rlpost.collectors.ray"],
     "model/families.py": ["rlpost.model.family_probe"],
 }

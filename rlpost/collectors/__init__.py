@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.collectors.frame_parts import RandomPolicy as RandomPolicy
+    from rlpost.collectors.general import Collector as Collector
+    from rlpost.collectors.general import Collector as SyncDataCollector  # noqa: F401  its name in older examples
     from rlpost.collectors.llm import LLMCollector as LLMCollector
     from rlpost.weight_sync.base import SharedWeights as SharedWeights
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it

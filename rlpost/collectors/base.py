@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
+
+from tensordict import TensorDictBase
 
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
@@ -138,3 +140,16 @@ class CollectorBase(ABC):
         if self._background is not None:
             self._background.check()
             raise RuntimeError(f"cannot {doing} a collector that was started in the background: read its replay buffer")
+
+
+def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> TensorDictBase:
+    """`batch` as `postproc` returns it. Raises TypeError where that is no TensorDict."""
+    if postproc is None:
+        return batch
+    made = postproc(batch)
+    if not isinstance(made, TensorDictBase):
+        raise TypeError(
+            f"the postproc returned {type(made).__name__}: it must return the batch to deliver; what holds rows back "
+            "is a transform of the buffer, ReplayBuffer(transforms=[...])"
+        )
+    return made

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.collectors.base import CollectorBase
+from rlpost.collectors.base import CollectorBase, postprocessed
 from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -52,7 +52,11 @@ class LLMCollector(CollectorBase):
     Beside what `rlpost.data.batch` says, a batch has `("collector", "traj_ids")`, int64 a row: the
     number of its trajectory among those this collector has begun.
 
-    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other.
+    `policy` is one of rlpost.policies, or any callable on TensorDicts, a TensorDictModule for one, which is
+    shown what the environment's `reset` and `step` show and writes its turn as `step` takes it.
+
+    Raises TypeError, ValueError or RuntimeError for combinations that contradict each other, TypeError for
+    an environment that is no EnvBase.
 
     >>> from rlpost.collectors import LLMCollector
     >>> from rlpost.envs import GSM8KEnv
@@ -72,8 +76,8 @@ class LLMCollector(CollectorBase):
         self,
         env: EnvBase | Callable[[], EnvBase],
         *,
-        policy: Policy | None = None,
-        policy_factory: Callable[[], Policy] | None = None,
+        policy: Policy | Callable[[TensorDictBase], TensorDictBase] | None = None,
+        policy_factory: Callable[[], Policy | Callable[[TensorDictBase], TensorDictBase]] | None = None,
         dialog_turns_per_batch: int | None = None,
         yield_only_last_steps: bool | None = None,
         yield_completed_trajectories: bool | None = None,
@@ -95,7 +99,10 @@ class LLMCollector(CollectorBase):
         if queue is not None and replay_buffer is not None:
             raise RuntimeError("LLMCollector delivers into a queue or into a replay_buffer, not into both")
         if async_envs:
-            raise RuntimeError("async_envs=True needs a pool of environments; this environment is a single one")
+            raise RuntimeError(
+                "async_envs=True is for a pool of environments (rlpost.envs.AsyncEnvPool) in a Collector: the "
+                "conversations of one language environment wait for one another in no pool; raise its num_envs instead"
+            )
         last_only = bool(yield_only_last_steps)
         if last_only and yield_completed_trajectories is False:
             raise TypeError("yield_only_last_steps=True contradicts yield_completed_trajectories=False")
@@ -105,8 +112,8 @@ class LLMCollector(CollectorBase):
         if replay_buffer is not None and flatten_data is False and not completed:
             raise TypeError("a replay buffer holds rows on a single dimension: leave flatten_data=False out")
 
-        super().__init__(env if isinstance(env, EnvBase) else env(), replay_buffer, wait_seconds=wait_seconds)
-        self.policy: Policy = policy if policy is not None else policy_factory()  # type: ignore[misc]
+        super().__init__(_language_env(env), replay_buffer, wait_seconds=wait_seconds)
+        self.policy = _policy(policy if policy is not None else policy_factory(), self.env)  # type: ignore[misc]
         size = self.env.numel()
         self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
         self.total_dialog_turns = total_dialog_turns
@@ -279,7 +286,7 @@ class LLMCollector(CollectorBase):
     def _collected(self) -> TensorDictBase:
         batch = self._completed_batch() if self.yield_completed_trajectories else self._plain_batch()
         self._turns_delivered += batch.numel()
-        return batch if self.postproc is None else self.postproc(batch)
+        return postprocessed(batch, self.postproc)
 
     def _deliver(self) -> TensorDictBase | None:
         batch = self._collected()
@@ -371,3 +378,23 @@ class LLMCollector(CollectorBase):
         elif built.policy is not self.policy:
             raise ValueError("the weight_updater pushes to another policy than the one this collector samples with")
         return built
+
+
+def _language_env(env: Any) -> EnvBase:
+    """`env`, or what it makes. Raises TypeError where that has no conversations."""
+    built = env() if callable(env) and not isinstance(env, EnvBase) else env
+    if not isinstance(built, EnvBase):
+        raise TypeError(
+            f"LLMCollector plays conversations, and {type(built).__name__} is no rlpost.envs.EnvBase: for any other "
+            "environment of TensorDicts there is rlpost.collectors.Collector"
+        )
+    return built
+
+
+def _policy(policy: Any, env: EnvBase) -> Policy:
+    """`policy`, or the callable as one."""
+    if isinstance(policy, Policy):
+        return policy
+    from rlpost.torchrl.called import CalledPolicy
+
+    return CalledPolicy(policy, env)

@@ -9,6 +9,10 @@ from rlpost.lazy import lazy_names
 if TYPE_CHECKING:
     from rlpost.data.chat_templates import add_chat_template as add_chat_template
     from rlpost.data.content import ContentBase as ContentBase
+    from rlpost.data.frames import FrameBuffer as FrameBuffer
+    from rlpost.data.frames import LazyTensorStorage as LazyTensorStorage
+    from rlpost.data.frames import MultiStep as MultiStep
+    from rlpost.data.frames import split_trajectories as split_trajectories
     from rlpost.data.history import History as History
     from rlpost.data.replay_buffer import ReplayBuffer as ReplayBuffer
     from rlpost.torchrl.llm_data import LLMData as LLMData

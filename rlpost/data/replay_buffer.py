@@ -207,7 +207,8 @@ class ReplayBuffer(HoldsGroups):
         if self.group_key not in current:
             raise DataError(
                 f"the rows have no entry {self.group_key!r}, which says what group each is of (they have "
-                f"{', '.join(map(str, current.keys()))}): write what an LLMCollector delivers, or give group_key"
+                f"{', '.join(map(str, current.keys()))}): write what an LLMCollector delivers, or give group_key; "
+                "frames without groups go into rlpost.data.FrameBuffer"
             )
         places = places_of_each(current[self.group_key].tolist())
         for number, own in places.items():

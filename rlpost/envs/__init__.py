@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tensordict.nn import InteractionType as ExplorationType  # noqa: F401  as TorchRL's users know it
+
     from rlpost.envs.arithmetic import ArithmeticEnv as ArithmeticEnv
     from rlpost.envs.base import EnvBase as EnvBase
     from rlpost.envs.chat import ChatEnv as ChatEnv
@@ -24,12 +26,21 @@ if TYPE_CHECKING:
     from rlpost.envs.tool import ToolLimits as ToolLimits
     from rlpost.envs.tool import ToolResult as ToolResult
     from rlpost.envs.tool import ToolTransform as ToolTransform
+    from rlpost.torchrl.env_pool import AsyncEnvPool as AsyncEnvPool
+    from rlpost.torchrl.env_pool import ParallelEnv as ParallelEnv
+    from rlpost.torchrl.frames import Bounded as Bounded
+    from rlpost.torchrl.frames import Categorical as Categorical
+    from rlpost.torchrl.frames import TensorDictEnv as TensorDictEnv
     from rlpost.torchrl.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
     from rlpost.torchrl.gsm8k import GSM8KRewardParser as GSM8KRewardParser
     from rlpost.torchrl.gsm8k import make_gsm8k_env as make_gsm8k_env
+    from rlpost.torchrl.gym import GymEnv as GymEnv
     from rlpost.torchrl.hashing import LLMHashingEnv as LLMHashingEnv
     from rlpost.torchrl.llm_env import LLMEnv as LLMEnv
+    from rlpost.torchrl.log_prob import KLRewardTransform as KLRewardTransform
     from rlpost.torchrl.mlgym_env import MLGymWrapper as MLGymWrapper
     from rlpost.torchrl.mlgym_env import make_mlgym as make_mlgym
+    from rlpost.torchrl.template import TemplateTransform as TemplateTransform
+    from rlpost.torchrl.tokenizer import Tokenizer as Tokenizer
 
 __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -257,7 +257,7 @@ class EnvBase(ABC):
                     f"{tuple(self.batch_size)}"
                 )
             conversations = self.begin(self.rows_of(tensordict))
-        return self._observe(conversations)
+        return self.observe(conversations)
 
     def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
         """The entries of a reset TensorDict as one mapping a row, `text` among them becoming `query`.
@@ -288,7 +288,7 @@ class EnvBase(ABC):
             raise DataError("a conversation of this step is over: use step_and_maybe_reset, or reset first")
         add_replies(conversations, tensordict, self.tokenizer, self.input_mode)
         self.advance(conversations)
-        following = self._observe(conversations)
+        following = self.observe(conversations)
         following.update(scores(conversations))
         return self._played(tensordict.set("next", following))
 
@@ -299,7 +299,7 @@ class EnvBase(ABC):
         stepped = self.step(tensordict)
         conversations = conversations_of(stepped["next"])
         fresh = iter(self.draw(sum(c.done for c in conversations)) if any(c.done for c in conversations) else [])
-        return stepped, self._observe([next(fresh) if c.done else c for c in conversations])
+        return stepped, self.observe([next(fresh) if c.done else c for c in conversations])
 
     def rollout(
         self,
@@ -323,7 +323,7 @@ class EnvBase(ABC):
                 steps.append(self.step(acted))
                 if steps[-1]["next", "done"].any():
                     break
-                current = self._observe(conversations_of(steps[-1]["next"]))
+                current = self.observe(conversations_of(steps[-1]["next"]))
             else:
                 stepped, current = self.step_and_maybe_reset(acted)
                 steps.append(stepped)
@@ -335,7 +335,7 @@ class EnvBase(ABC):
             tensordict = transform.on_played(tensordict)
         return tensordict
 
-    def _observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+    def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""
         from rlpost.torchrl.turns import observation
 

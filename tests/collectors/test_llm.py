@@ -252,7 +252,7 @@ def test_verbose_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         (TypeError, "single dimension", {"replay_buffer": ReplayBuffer(), "flatten_data": False}),
         (TypeError, "int is no Transform", {"track_policy_version": 7}),
         (RuntimeError, "not into both", {"replay_buffer": ReplayBuffer(), "queue": queue.Queue()}),
-        (RuntimeError, "pool of environments", {"async_envs": True}),
+        (RuntimeError, "raise its num_envs", {"async_envs": True}),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

@@ -1,0 +1,399 @@
+"""Collector: frames of any environment of TensorDicts, played with any policy on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from math import ceil
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.nn import InteractionType, set_interaction_type
+
+from rlpost.collectors.base import CollectorBase, postprocessed
+from rlpost.collectors.frame_parts import (
+    Device,
+    TDPolicy,
+    as_policy,
+    asked_of,
+    load_weights,
+    made_env,
+    one_device,
+    whole_steps,
+)
+from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.data.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
+from rlpost.envs.transforms.policy_version import PolicyVersion
+from rlpost.errors import CheckpointError
+from rlpost.weight_sync.base import named_weights
+
+log = logging.getLogger("rlpost")
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
+
+    @property
+    def num_under_way(self) -> int: ...
+
+    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
+
+    def receive(self) -> tuple[int, Any]: ...
+
+
+class Collector(CollectorBase):
+    """Iterates over batches of frames, or fills a replay buffer with them.
+
+    `create_env_fn` is an environment of TensorDicts or makes one, with `create_env_kwargs`: anything with `reset`,
+    `step` and `batch_size`; where `policy` or `init_random_frames` ask for them also `action_spec`, `observation_keys`
+    and `action_keys` (`rlpost.envs.TensorDictEnv`, `GymEnv`, `ParallelEnv`). `policy` is a TensorDictModule, a
+    callable on TensorDicts, or any other callable, which becomes the TensorDictModule from the environment's
+    observations to its action unless `trust_policy`; without one actions are drawn at random. `policy_factory` makes
+    it here instead.
+
+    A batch has the environment's shape and then time, (*batch_size, T), of `frames_per_batch` frames in all, rounded
+    up to a multiple of the environment's size. Each frame has what the policy was shown and wrote, `next` with what
+    followed, and `("collector", "traj_ids")`, the number of its trajectory. Trajectories go on from batch to batch
+    unless `reset_at_each_iter`; they end where the environment says so, unless not `reset_when_done`, or, truncated,
+    after `max_frames_per_traj` frames in their place (None or negative: never). With an `AsyncEnvPool` (or
+    `async_envs=True`) no environment waits for another: a batch is (T,), frames as they came, with
+    `("collector", "env_index")`.
+
+    Iteration ends once `total_frames`, a multiple of `frames_per_batch`, are there (-1: never). The first
+    `init_random_frames`, rounded up to whole batches, are played at random. `set_truncated` marks the last frame of
+    each batch as truncated. `split_trajs` delivers one trajectory a row, (N, T), padded behind
+    `("collector", "mask")`; `postproc` sees a batch last. With `track_policy_version` each frame has
+    `policy_version`. `exploration_type` is tensordict's InteractionType while the policy is called. `device` is what
+    `storing_device`, `env_device` and `policy_device` are where they are left out: a policy whose weights lie
+    elsewhere is copied, and `update_policy_weights_` brings that copy up to date. With `replay_buffer`, a
+    `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of its own.
+
+    Raises TypeError or ValueError for arguments that cannot be, or contradict each other.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Callable[..., Any] | None = None,
+        *,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: Device | Sequence[Device] | None = None,
+        storing_device: Device | Sequence[Device] | None = None,
+        env_device: Device | Sequence[Device] | None = None,
+        policy_device: Device | Sequence[Device] | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        split_trajs: bool | None = None,
+        exploration_type: InteractionType | str = InteractionType.RANDOM,
+        reset_when_done: bool = True,
+        set_truncated: bool = False,
+        track_policy_version: bool | PolicyVersion = False,
+        trust_policy: bool | None = None,
+        async_envs: bool | None = None,
+        replay_buffer: Any = None,
+        wait_seconds: float = 600.0,
+    ) -> None:
+        if policy is not None and policy_factory is not None:
+            raise TypeError("Collector takes policy or policy_factory, not both")
+        if split_trajs and replay_buffer is not None:
+            raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
+        super().__init__(
+            cast(Any, made_env(create_env_fn, create_env_kwargs)), replay_buffer, wait_seconds=wait_seconds
+        )
+        env: Any = self.env
+        self.frames_per_batch = whole_steps(frames_per_batch, env.batch_size.numel(), total_frames)
+        self.total_frames = total_frames
+        self.storing_device, self.env_device, self.policy_device = (
+            one_device(name, device if given is None else given)
+            for name, given in (("storing", storing_device), ("env", env_device), ("policy", policy_device))
+        )
+        if self.env_device is None:
+            self.env_device = getattr(env, "device", None)
+        elif hasattr(env, "to"):
+            env.to(self.env_device)
+        self._given = policy if policy_factory is None else policy_factory()
+        self.policy = self._on_its_device(as_policy(self._given, env, bool(trust_policy)))
+        self.max_frames_per_traj = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
+        self.init_random_frames = ceil(max(0, init_random_frames or 0) / self.frames_per_batch) * self.frames_per_batch
+        self._random = as_policy(None, env) if self.init_random_frames else None
+        self.reset_at_each_iter = reset_at_each_iter
+        self.postproc = postproc
+        self.split_trajs = bool(split_trajs)
+        named = isinstance(exploration_type, str)
+        self.exploration_type = InteractionType.from_str(exploration_type) if named else exploration_type
+        self.reset_when_done = reset_when_done
+        self.set_truncated = set_truncated
+        self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
+        self.async_envs = isinstance(env, Pool) if async_envs is None else async_envs
+        if self.async_envs and not isinstance(env, Pool):
+            raise TypeError(f"async_envs=True needs an rlpost.envs.AsyncEnvPool, and this is one {type(env).__name__}")
+        if self.async_envs and set_truncated:
+            raise TypeError("set_truncated marks the last frame of each row, and frames of a pool come in no rows")
+        self._frames = 0  # delivered
+        self._trajectories = 0  # begun
+        self._begin_anew()
+
+    # Batches
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while self.wants_more:
+            self._check_foreground("iterate over")
+            yield self._deliver()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """What iterating over the collector gives."""
+        return iter(self)
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch, for callers that cannot iterate from afar; None after the last, or into a buffer."""
+        self._check_foreground("take a batch of")
+        return self._deliver() if self.wants_more else None
+
+    def rollout(self) -> TensorDictBase:
+        """One batch, whatever it is delivered into."""
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
+    @property
+    def wants_more(self) -> bool:
+        """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
+        return self.total_frames < 0 or self._frames < self.total_frames
+
+    def collect_round(self) -> None:
+        """See `CollectorBase.collect_round`."""
+        self._deliver()
+
+    def _deliver(self) -> TensorDictBase | None:
+        batch = self._collected()
+        if self.replay_buffer is None:
+            return batch
+        self.replay_buffer.extend(batch)
+        return None
+
+    def _collected(self) -> TensorDictBase:
+        if self.reset_at_each_iter:
+            self._begin_anew()
+        with torch.no_grad(), set_interaction_type(self.exploration_type):
+            frames = self._played_apart() if self.async_envs else self._played_together()
+        batch = dense(lazy_stack(frames, dim=-1))
+        if self.set_truncated:
+            mark_truncated(batch)
+        self._frames += self.frames_per_batch
+        return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    # Frames
+
+    def _played_together(self) -> list[TensorDictBase]:
+        """The frames of every place, step by step."""
+        if self._current is None:
+            self._current = self._begun(self.env.reset(), ...)
+        frames = []
+        for _ in range(self.frames_per_batch // self._steps.numel()):
+            frame, self._current = self._ended(self._frame(self.env, ..., self._act(self._current)), ...)
+            frames.append(frame)
+        return frames
+
+    def _played_apart(self) -> list[TensorDictBase]:
+        """The frames of a pool as they come; what is under way at the end belongs to the next batch."""
+        pool = cast(Pool, self.env)
+        if not pool.num_under_way:
+            for place in range(self._steps.numel()):
+                pool.send(place, lambda env: (None, env.reset()))
+        frames: list[TensorDictBase] = []
+        while len(frames) < self.frames_per_batch:
+            place, (frame, current) = pool.receive()
+            if frame is None:
+                current = self._begun(current, place)
+            else:
+                frame, current = self._ended((frame, current), place)
+                frames.append(frame.set(("collector", "env_index"), torch.tensor(place)))
+            pool.send(place, partial(self._frame, place=place, acted=self._act(current)))
+        return frames
+
+    def _act(self, current: TensorDictBase) -> TensorDictBase:
+        """`current` with the policy's action, where the environment wants it."""
+        policy = self.policy if self._random is None or self._frames >= self.init_random_frames else self._random
+        acted = policy(current if self.policy_device is None else current.to(self.policy_device))
+        if not isinstance(acted, TensorDictBase):
+            raise TypeError(
+                f"the policy returned {type(acted).__name__}: it must return the TensorDict with its action"
+            )
+        if self.policy_version_tracker is not None:
+            acted = self.policy_version_tracker(acted)
+        return acted if self.env_device is None else acted.to(self.env_device)
+
+    def _frame(self, env: Any, place: Any, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`acted` played by `env`, which is `place` of all, and what to act on next; a pool's thread may call it."""
+        frame = env.step(acted)
+        following = frame["next"]
+        self._steps[place] += 1
+        if self.max_frames_per_traj is not None:
+            cut = (self._steps[place] >= self.max_frames_per_traj).reshape(following["done"].shape).to(following.device)
+            following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
+            following.set("done", following["done"] | cut)
+        current = following.exclude("reward")
+        if not self.reset_when_done or not current["done"].any():
+            return frame, current
+        if current["done"].all():
+            return frame, env.reset()
+        return frame, env.reset(current.set("_reset", current["done"]))
+
+    def _ended(
+        self, played: tuple[TensorDictBase, TensorDictBase], place: Any
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """A frame to deliver and what to act on next, trajectories numbered."""
+        frame, current = played
+        frame.set(TRAJ_IDS, self._traj_ids[place].clone())
+        if self.reset_when_done:
+            done = frame["next", "done"].reshape(self._steps[place].shape).cpu()
+            self._steps[place] *= ~done
+            self._number(place, done)
+        return frame if self.storing_device is None else frame.to(self.storing_device), self._flagged(current)
+
+    def _begun(self, begun: TensorDictBase, place: Any) -> TensorDictBase:
+        self._steps[place] = 0
+        self._number(place, torch.ones_like(self._steps[place], dtype=torch.bool))
+        return self._flagged(begun)
+
+    def _flagged(self, current: TensorDictBase) -> TensorDictBase:
+        """`current`, which has `truncated` where trajectories are cut."""
+        if self.max_frames_per_traj is not None and "truncated" not in current.keys():  # noqa: SIM118
+            current.set("truncated", torch.zeros_like(current["done"]))
+        return current
+
+    def _number(self, place: Any, where: torch.Tensor) -> None:
+        """Number the trajectories that begin in `place`, where the mask says so."""
+        numbers = self._trajectories + where.reshape(-1).cumsum(0).reshape(where.shape) - 1
+        self._traj_ids[place] = torch.where(where, numbers, self._traj_ids[place])
+        self._trajectories += int(where.sum())
+
+    def _begin_anew(self) -> None:
+        """Give up the trajectories under way."""
+        while self.async_envs and cast(Pool, self.env).num_under_way:
+            cast(Pool, self.env).receive()
+        self._current: TensorDictBase | None = None
+        self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
+        self._traj_ids = torch.full_like(self._steps, -1)
+
+    # Weights and versions
+
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, *, worker_ids: int | Sequence[int] | None = None
+    ) -> None:
+        """Bring weights into the policy, all or none, and raise its version.
+
+        They come from a module, a TensorDict or a mapping; left out, from the policy that was given, where this one
+        is its copy on another device. Raises TypeError for a policy without weights and for `worker_ids`, ValueError
+        for weights that do not fit.
+        """
+        if worker_ids is not None:
+            raise TypeError(
+                "worker_ids needs a weight_updater with workers, and this collector is its own: leave it out"
+            )
+        if not isinstance(self.policy, torch.nn.Module):
+            raise TypeError(f"a {type(self.policy).__name__} has no weights to update: give the collector a module")
+        with self.pause():
+            load_weights(
+                self.policy, named_weights(cast(Any, self._given if policy_or_weights is None else policy_or_weights))
+            )
+            if self.policy_version_tracker is not None:
+                self.policy_version_tracker.increment_version()
+
+    @property
+    def policy_version(self) -> PolicyVersionLabel | None:
+        """The version of the policy's weights; None where it is not tracked."""
+        return None if self.policy_version_tracker is None else self.policy_version_tracker.version
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
+
+    def get_policy_model(self) -> Any:
+        """The policy that is played with."""
+        return self.policy
+
+    # State
+
+    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
+        """Begin new trajectories everywhere, or in the places `index`; `kwargs` are passed to the environment's reset.
+
+        Raises ValueError for places of a pool that is played apart, since their frames are under way.
+        """
+        if index is not None and self.async_envs:
+            raise ValueError("the places of a pool cannot be reset one by one: leave index out")
+        with self.pause():
+            if index is None or self._current is None:
+                self._begin_anew()
+                if kwargs:
+                    self._current = self._begun(self.env.reset(**kwargs), ...)
+                return
+            where = torch.zeros_like(self._steps, dtype=torch.bool)
+            where[index if isinstance(index, int) else list(index)] = True
+            self._current = self.env.reset(self._current.set("_reset", where.unsqueeze(-1)), **kwargs)
+            self._steps *= ~where
+            self._number(..., where)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment's next trajectories, all with one seed if `static_seed`; the last seed that was used."""
+        with self.pause():
+            self._begin_anew()
+            used = asked_of(self.env, "set_seed", "set_seed seeds it")(seed, *([True] if static_seed else []))
+            return seed if used is None else used
+
+    def state_dict(self) -> dict[str, Any]:
+        """`policy_state_dict` and `env_state_dict`, and what was delivered; trajectories under way are not kept."""
+        with self.pause():
+            return {
+                "policy_state_dict": self.policy.state_dict() if isinstance(self.policy, torch.nn.Module) else {},
+                "env_state_dict": self.env.state_dict() if hasattr(self.env, "state_dict") else {},
+                "frames": self._frames,
+                "trajectories": self._trajectories,
+                "policy_version": self.policy_version,
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on where `state_dict` was taken, with new trajectories; `strict` is that of the module's weights.
+
+        Raises CheckpointError where it is no state of a Collector.
+        """
+        if missing := {"policy_state_dict", "env_state_dict"} - state_dict.keys():
+            raise CheckpointError(f"the state of a Collector has {' and '.join(sorted(missing))}: this one lacks it")
+        with self.pause():
+            if isinstance(self.policy, torch.nn.Module):
+                self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
+            self._begin_anew()
+            if state_dict["env_state_dict"]:
+                self.env.load_state_dict(state_dict["env_state_dict"])
+            self._frames = state_dict.get("frames", 0)
+            self._trajectories = state_dict.get("trajectories", 0)
+            version = state_dict.get("policy_version")
+            if self.policy_version_tracker is not None and version is not None:
+                self.policy_version_tracker.load_state_dict({"version": version})
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """See `CollectorBase.shutdown`; without `raise_on_error` what went wrong is logged."""
+        try:
+            super().shutdown(timeout, close_env and hasattr(self.env, "close"))
+        except Exception:
+            if raise_on_error:
+                raise
+            log.warning("a collector was shut down after it had failed", exc_info=True)
+
+    async_shutdown = shutdown
+
+    def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
+        """`policy`, copied where its weights lie on another device than the policy's."""
+        if self.policy_device is None or not isinstance(policy, torch.nn.Module):
+            return policy
+        tensors = [*policy.parameters(), *policy.buffers()]
+        are_there = all(tensor.device == self.policy_device for tensor in tensors)
+        return policy if are_there else cast(TDPolicy, deepcopy(policy).to(self.policy_device))

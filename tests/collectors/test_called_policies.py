@@ -1,0 +1,83 @@
+"""LLMCollector with callables and TensorDictModules in the place of a policy, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from talk import make, next_of, scripted, talk, tokenizer, told
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+
+from rlpost.data import ReplayBuffer
+from rlpost.envs import DatasetChatEnv
+from rlpost.errors import DataError
+
+
+def echo(tensordict: TensorDictBase) -> TensorDictBase:
+    """Answers with how many messages it was shown."""
+    shown = [str(len(chat)) for chat in tensordict["history"].to_chats()]
+    return tensordict.set("text_response", NonTensorStack(*shown))
+
+
+def test_a_function_of_tensordicts_plays_conversations() -> None:
+    collector = make(talk(), policy=echo, dialog_turns_per_batch=4)
+    batch = next_of(collector)
+    assert [told(batch[:, turn]) for turn in range(2)] == [[("q0", 1), ("q1", 1)], [("q2", 1), ("q1", 2)]]
+    assert batch["text", "response"] == [["1", "1"], ["1", "3"]]  # of q1's second turn it was shown three messages
+    assert batch["next", "reward"].squeeze(-1).nan_to_num(-1).tolist() == [[1.0, -1], [-1, -1]]  # q0 alone is over
+
+
+class Fixed(torch.nn.Module):
+    """Samples the same ids for each prompt, as many as its weight says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, prompts: Any) -> torch.Tensor:
+        return torch.full((len(prompts), int(self.count)), 7)
+
+
+def test_a_tensordict_module_samples_ids_under_a_version_that_pushes_raise() -> None:
+    module = TensorDictModule(Fixed(), in_keys=["query"], out_keys=["tokens_response"])
+    env = DatasetChatEnv(
+        [{"question": "q"}], shuffle=False, num_envs=2, tokenizer=tokenizer(), input_mode="tokens", max_steps=1
+    )
+    collector = make(env, policy=module, dialog_turns_per_batch=2, flatten_data=True, track_policy_version=True)
+    first = next_of(collector)
+    assert [row.tolist() for row in first["tokens", "response"].unbind()] == [[7, 7], [7, 7]]
+    assert first["policy_version"].tolist() == [0, 0]
+    pushed = {name: torch.tensor(3.0) for name in module.state_dict()}
+    collector.update_policy_weights_(pushed)
+    following = next_of(collector)
+    assert [row.tolist() for row in following["tokens", "response"].unbind()] == [[7, 7, 7], [7, 7, 7]]
+    assert following["policy_version"].tolist() == [1, 1]
+    assert torch.isnan(following["log_probs", "response"].values()).all()  # which nobody told
+
+
+def test_a_callable_that_returns_nothing_is_named() -> None:
+    collector = make(talk(), policy=lambda tensordict: None, dialog_turns_per_batch=2)
+    with pytest.raises(TypeError, match="the policy returned NoneType: a callable policy returns the TensorDict"):
+        next_of(collector)
+
+
+def test_what_is_no_policy_and_no_language_environment_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="and int is none of them"):
+        make(talk(), policy=3)
+    with pytest.raises(TypeError, match=r"object is no rlpost.envs.EnvBase: .* rlpost.collectors.Collector"):
+        make(object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dict is no rlpost.envs.EnvBase"):
+        make(dict)  # type: ignore[arg-type]
+
+
+def test_a_postproc_that_returns_nothing_is_named() -> None:
+    collector = make(talk(), policy=scripted("a"), dialog_turns_per_batch=2, postproc=lambda batch: None)
+    with pytest.raises(TypeError, match="the postproc returned NoneType: it must return the batch"):
+        collector.rollout()
+
+
+def test_rows_without_a_group_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"have no entry 'group_id'.*rlpost.data.FrameBuffer"):
+        ReplayBuffer().extend(TensorDict({"observation": torch.zeros(2, 3)}, batch_size=[2]))

@@ -1,0 +1,432 @@
+"""Collector: frames of any environment of TensorDicts; every argument has its effect or is refused by name."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from counting import Counting
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModule, interaction_type
+
+from rlpost.collectors import Collector, RandomPolicy
+from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
+from rlpost.envs import AsyncEnvPool, ChatEnv, LLMHashingEnv
+from rlpost.envs.transforms import PolicyVersion
+from rlpost.errors import CheckpointError, DataError
+
+
+def half(tensordict: TensorDictBase) -> TensorDictBase:
+    """Acts with half of what it sees."""
+    return tensordict.set("action", tensordict["observation"] / 2)
+
+
+def make(env: Any = None, policy: Any = half, **options: Any) -> Collector:
+    return Collector(Counting() if env is None else env, policy, **{"frames_per_batch": 8, **options})
+
+
+def seen(batch: TensorDictBase) -> list[Any]:
+    return batch["observation"].squeeze(-1).tolist()
+
+
+def trajectories(batch: TensorDictBase) -> list[Any]:
+    return batch["collector", "traj_ids"].tolist()
+
+
+# Batches
+
+
+def test_a_batch_has_a_row_a_place_and_episodes_go_on_in_the_next() -> None:
+    collector = make(total_frames=16)
+    first, second = collector
+    assert first is not None
+    assert second is not None
+    assert seen(first) == [[0, 1, 2, 0], [0, 1, 2, 3]]  # of 3 and of 5 steps
+    assert first["next", "observation"].squeeze(-1).tolist() == [[1, 2, 3, 1], [1, 2, 3, 4]]
+    assert first["next", "reward"].squeeze(-1).tolist() == [[0, 0.5, 1, 0], [0, 0.5, 1, 1.5]]
+    assert first["next", "terminated"].squeeze(-1).tolist() == [[False, False, True, False], [False] * 4]
+    assert trajectories(first) == [[0, 0, 0, 2], [1, 1, 1, 1]]
+    assert seen(second) == [[1, 2, 0, 1], [4, 0, 1, 2]]
+    assert trajectories(second) == [[2, 2, 4, 4], [1, 3, 3, 3]]  # place 1 began anew first
+    assert collector.next() is None  # all 16 were delivered
+
+
+def test_frames_are_rounded_up_to_whole_steps_and_the_total_to_whole_batches() -> None:
+    collector = make(frames_per_batch=3, total_frames=6)
+    assert collector.frames_per_batch == 4
+    assert [batch.batch_size for batch in collector.iterator() if batch is not None] == [(2, 2), (2, 2)]
+    assert make(Counting(size=None), frames_per_batch=3).rollout().batch_size == (3,)
+
+
+def test_next_gives_one_batch_and_each_batch_may_begin_anew() -> None:
+    assert [seen(b) for b in (make().next(),) if b is not None] == [[[0, 1, 2, 0], [0, 1, 2, 3]]]
+    collector = make(reset_at_each_iter=True)
+    assert seen(collector.rollout()) == seen(collector.rollout()) == [[0, 1, 2, 0], [0, 1, 2, 3]]
+
+
+def test_trajectories_are_cut_in_each_place_by_itself() -> None:
+    batch = make(max_frames_per_traj=4, frames_per_batch=12).rollout()
+    assert seen(batch) == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
+    flags = batch["next"]
+    assert flags["truncated"].squeeze(-1).nonzero().tolist() == [[1, 3]]
+    assert flags["done"].squeeze(-1).nonzero().tolist() == [[0, 2], [0, 5], [1, 3]]
+    for ignored in (None, -1):
+        assert not make(max_frames_per_traj=ignored).rollout()["next", "truncated"].any()
+
+
+def test_what_is_done_may_be_played_on() -> None:
+    batch = make(reset_when_done=False).rollout()
+    assert seen(batch) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert trajectories(batch) == [[0] * 4, [1] * 4]
+
+
+def test_the_last_frame_of_a_batch_may_count_as_truncated() -> None:
+    flags = make(set_truncated=True).rollout()["next"]
+    assert flags["truncated"].squeeze(-1).tolist() == [[False, False, False, True]] * 2
+    assert flags["done"].squeeze(-1).tolist() == [[False, False, True, True], [False, False, False, True]]
+    assert flags["terminated"].squeeze(-1).nonzero().tolist() == [[0, 2]]
+
+    class Untold(Counting):
+        def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+            return super().reset(tensordict).exclude("truncated")
+
+        def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+            stepped = super().step(tensordict)
+            return stepped.set("next", stepped["next"].exclude("truncated"))
+
+    with pytest.raises(ValueError, match="needs the environment's 'truncated'"):
+        make(Untold(lengths=(9, 9)), set_truncated=True).rollout()
+
+
+def test_trajectories_may_come_one_a_row() -> None:
+    batch = make(split_trajs=True).rollout()
+    assert seen(batch) == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 0, 0, 0]]  # a place is padded behind three, and three
+    assert batch["collector", "mask"].tolist() == [[1, 1, 1, 0], [1] * 4, [1, 0, 0, 0]]
+
+
+def test_the_postproc_sees_a_batch_last() -> None:
+    collector = make(split_trajs=True, postproc=lambda batch: batch[batch["collector", "mask"]])
+    assert seen(collector.rollout()) == [0, 1, 2, 0, 1, 2, 3, 0]
+    with pytest.raises(TypeError, match="the postproc returned NoneType"):
+        make(postproc=lambda batch: None).rollout()
+
+
+# Policies
+
+
+def test_the_first_frames_may_be_random_in_whole_batches() -> None:
+    collector = make(init_random_frames=9)  # of batches of 8
+    for _ in range(2):
+        batch = collector.rollout()
+        assert batch["action"].abs().max() <= 1
+        assert not torch.equal(batch["action"], batch["observation"] / 2)
+    later = collector.rollout()
+    assert torch.equal(later["action"], later["observation"] / 2)
+    assert torch.equal(make(init_random_frames=-1).rollout()["action"][:, 1], torch.full((2, 1), 0.5))
+
+
+def test_actions_are_random_without_a_policy() -> None:
+    torch.manual_seed(0)
+    collector = make(policy=None)
+    assert isinstance(collector.policy, RandomPolicy)
+    actions = collector.rollout()["action"]
+    assert actions.unique().numel() == 8
+    torch.manual_seed(0)
+    assert torch.equal(make(policy=RandomPolicy(Counting().action_spec)).rollout()["action"], actions)
+
+
+def named(tensordict: Any) -> Any:
+    return half(tensordict)
+
+
+def typed(frames: TensorDictBase) -> TensorDictBase:
+    return half(frames)
+
+
+class Typed(torch.nn.Module):
+    def forward(self, frames: TensorDictBase, scale: float = 2.0) -> TensorDictBase:
+        return frames.set("action", frames["observation"] / scale)
+
+
+class Plain(torch.nn.Module):
+    """Takes the observation itself, and so is wrapped."""
+
+    def __init__(self, scale: float = 0.5) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(scale))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation * self.scale
+
+
+class Shorter:
+    def __call__(self, td: Any) -> Any:
+        return half(td)
+
+
+@pytest.mark.parametrize("policy", [named, typed, Typed(), Plain(), Shorter(), lambda observation: observation / 2])
+def test_a_policy_is_wrapped_where_it_takes_no_tensordict(policy: Any) -> None:
+    collector = make(policy=policy)
+    batch = collector.rollout()
+    assert torch.equal(batch["action"], batch["observation"] / 2)
+    takes_observations = isinstance(policy, Plain) or getattr(policy, "__name__", "") == "<lambda>"
+    assert isinstance(collector.policy, TensorDictModule) is takes_observations
+
+
+def test_a_policy_may_be_trusted_or_made_by_a_factory() -> None:
+    made = make(policy=None, policy_factory=Plain)
+    assert made.rollout()["action"][:, 2].tolist() == [[1.0], [1.0]]
+    trusted = lambda frames: half(frames)  # noqa: E731  nothing says that it takes a TensorDict
+    assert make(policy=trusted, trust_policy=True).policy is trusted
+    with pytest.raises(TypeError, match="policy or policy_factory, not both"):
+        make(policy_factory=Plain)
+    with pytest.raises(TypeError, match="the policy returned Tensor: it must return the TensorDict"):
+        make(policy=lambda td: td["observation"]).rollout()
+    with pytest.raises(TypeError, match="not int"):
+        make(policy=3)
+
+
+def test_a_policy_is_called_under_the_interaction_type_that_was_asked_for() -> None:
+    kinds = []
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        kinds.append(interaction_type())
+        assert not torch.is_grad_enabled()
+        return half(tensordict)
+
+    for asked in (None, "mode", InteractionType.DETERMINISTIC):
+        make(policy=policy, frames_per_batch=2, **({} if asked is None else {"exploration_type": asked})).rollout()
+    assert kinds == [InteractionType.RANDOM, InteractionType.MODE, InteractionType.DETERMINISTIC]
+
+
+def test_data_and_weights_lie_on_the_devices_that_were_asked_for() -> None:
+    seen_on = []
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        seen_on.append(tensordict.device)
+        return half(tensordict)
+
+    assert make(policy=policy).rollout().device is None
+    batch = make(policy=policy, policy_device="cpu", storing_device="meta", frames_per_batch=2).rollout()
+    assert batch.device == batch["next", "reward"].device == torch.device("meta")
+    collector = make(policy=policy, device=["cpu"], frames_per_batch=2)
+    assert collector.rollout().device == torch.device("cpu")
+    assert collector.storing_device == collector.policy_device == collector.env_device == torch.device("cpu")
+    assert collector.env.device == torch.device("cpu")  # type: ignore[attr-defined]
+    assert seen_on == [None] * 4 + [torch.device("cpu")] * 2
+    with pytest.raises(ValueError, match="env_device lists 2 devices"):
+        make(env_device=["cpu", "cpu"])
+    own = Plain()
+    elsewhere = make(policy=own, policy_device="meta").policy
+    assert isinstance(elsewhere, torch.nn.Module)
+    assert [p.device.type for p in (own.scale, *elsewhere.parameters())] == ["cpu", "meta"]
+
+
+# Weights and versions
+
+
+def test_weights_arrive_whole_or_not_at_all_and_raise_the_version() -> None:
+    own = Plain()
+    collector = make(policy=own, track_policy_version=True)
+    assert collector.rollout()["policy_version"].tolist() == [[0] * 4] * 2
+    collector.update_policy_weights_(Plain(2.0))  # of the module that was wrapped
+    assert own.scale == 2.0
+    wrapped = TensorDictModule(Plain(3.0), in_keys=["a"], out_keys=["b"])
+    collector.update_policy_weights_(wrapped)
+    collector.update_policy_weights_(TensorDict.from_module(wrapped))
+    collector.update_policy_weights_({"scale": torch.tensor(4.0)})
+    assert own.scale == 4.0
+    with pytest.raises(ValueError, match="do not fit the policy at bias"):
+        collector.update_policy_weights_(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="worker_ids needs a weight_updater"):
+        collector.update_policy_weights_(own, worker_ids=[0])
+    batch = collector.rollout()
+    assert torch.equal(batch["action"], batch["observation"] * 4)
+    assert batch["policy_version"].unique().tolist() == [4]
+    assert collector.get_policy_version() == collector.policy_version == 4
+    with pytest.raises(TypeError, match="function has no weights"):
+        make().update_policy_weights_(own)
+
+
+def test_a_copy_is_brought_up_to_date_from_the_policy_that_was_given() -> None:
+    own = Plain()
+    collector = make(policy=own, policy_device="cpu")
+    assert collector.get_policy_model().module is own  # it is there already, and not copied
+    collector.policy = TensorDictModule(Plain(), in_keys=["observation"], out_keys=["action"])  # as on another device
+    own.scale.data.fill_(3.0)
+    collector.update_policy_weights_()
+    assert collector.rollout()["action"][:, 1].tolist() == [[3.0], [3.0]]
+
+
+def test_versions_are_tracked_where_that_is_asked_for() -> None:
+    assert make().policy_version is None
+    tracker = PolicyVersion("uuid")
+    collector = make(policy=Plain(), track_policy_version=tracker)
+    before = collector.policy_version
+    collector.update_policy_weights_(Plain())
+    assert tracker.version == collector.policy_version != before
+
+
+# State
+
+
+def test_seeds_reach_the_environment_and_the_last_is_returned() -> None:
+    collector = make()
+    assert collector.set_seed(3) == 3
+    assert seen(collector.rollout())[0] == [30, 31, 32, 30]
+    collector.set_seed(3, static_seed=True)
+    assert seen(collector.rollout())[0] == [3, 4, 5, 3]
+
+
+def test_places_are_reset_one_by_one_or_all() -> None:
+    collector = make()
+    collector.rollout()
+    collector.reset(1)
+    assert (seen(second := collector.rollout()), trajectories(second)[1][0]) == ([[1, 2, 0, 1], [0, 1, 2, 3]], 3)
+    collector.reset()
+    assert seen(collector.rollout()) == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        collector.reset(speed=2)  # as the environment's reset says
+
+
+def test_a_saved_collector_goes_on_with_new_trajectories() -> None:
+    collector = make(policy=Plain(), total_frames=16, track_policy_version=True)
+    collector.set_seed(1)
+    collector.update_policy_weights_(Plain(2.0))
+    collector.next()
+    state = collector.state_dict()
+    assert {"policy_state_dict", "env_state_dict"} <= state.keys()
+    again = make(policy=Plain(), total_frames=16, track_policy_version=True)
+    again.load_state_dict(state)
+    batch = again.next()
+    assert batch is not None
+    assert (seen(batch)[0], trajectories(batch)[0][0]) == ([10, 11, 12, 10], 3)
+    assert torch.equal(batch["action"], batch["observation"] * 2)
+    assert (again.policy_version, again.next()) == (1, None)
+    with pytest.raises(CheckpointError, match="env_state_dict and policy_state_dict"):
+        again.load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"Missing key.*scale"):
+        again.load_state_dict(state | {"policy_state_dict": {}})
+    again.load_state_dict(state | {"policy_state_dict": {}}, strict=False)
+
+
+def test_shutdown_closes_the_environment_unless_told_not_to() -> None:
+    collector = make()
+    collector.shutdown()
+    collector.shutdown()
+    assert (collector.env.closed, collector.is_initialized()) == (1, False)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.next()
+    open_env = Counting()
+    make(open_env).shutdown(timeout=1, close_env=False)
+    assert open_env.closed == 0
+
+
+# Buffers
+
+
+def test_frames_fill_a_buffer_beside_the_training() -> None:
+    buffer = FrameBuffer(storage=LazyTensorStorage(100))
+    collector = make(replay_buffer=buffer, total_frames=64)
+    collector.start()
+    deadline = time.monotonic() + 20
+    while buffer.write_count < 64 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    collector.async_shutdown(timeout=10)
+    assert (buffer.write_count, len(buffer)) == (64, 64)
+    assert set(buffer.sample(50)["collector", "traj_ids"].tolist()) <= set(range(64))
+
+
+def test_what_fails_beside_the_training_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for raises in (True, False):
+        collector = make(policy=lambda td: None, replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)))
+        collector.start()
+        if raises:
+            with pytest.raises(TypeError, match="the policy returned NoneType"):
+                collector.shutdown(timeout=10)
+        else:
+            collector.shutdown(timeout=10, raise_on_error=False)
+    assert "the policy returned NoneType" in caplog.text
+
+
+def test_a_buffer_of_groups_says_where_frames_belong() -> None:
+    with pytest.raises(DataError, match=r"rlpost\.data\.FrameBuffer"):
+        next(iter(make(replay_buffer=ReplayBuffer())))
+    with pytest.raises(TypeError, match="leave one of them out"):
+        make(replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)), split_trajs=True)
+
+
+# Environments
+
+
+def test_an_environment_is_made_here_from_what_it_takes() -> None:
+    batch = make(Counting, create_env_kwargs={"size": 1, "lengths": (2,)}, frames_per_batch=4).rollout()
+    assert seen(batch) == [[0, 1, 0, 1]]
+    assert make(Counting, create_env_kwargs=[{"size": 1, "lengths": (2,)}]).frames_per_batch == 8
+    for refused, message in (
+        ({"env": Counting(), "create_env_kwargs": {"size": 1}}, "this is one already"),
+        ({"env": ChatEnv()}, "play it with LLMCollector"),
+        ({"env": object()}, "it has no reset and no step and no batch_size"),
+        ({"async_envs": True}, "needs an rlpost.envs.AsyncEnvPool, and this is one Counting"),
+        ({"env": LLMHashingEnv(5), "policy": None}, "LLMHashingEnv has no action_spec"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(**refused)
+    for wrong, message in (
+        ({"total_frames": 9}, "no multiple of frames_per_batch=8"),
+        ({"frames_per_batch": 0}, "must be at least 1"),
+        ({"env": Counting, "create_env_kwargs": [{}, {}]}, "give one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**wrong)
+
+
+def test_an_environment_with_ragged_frames_is_played() -> None:
+    env = LLMHashingEnv(5, batch_size=2)
+    batch = make(env, policy=lambda td: td.set("action", torch.tensor([1, 2])), max_frames_per_traj=2).rollout()
+    assert batch.batch_size == (2, 4)
+    last = [row.tolist() for row in batch[:, 3]["next", "observation"].unbind()]
+    assert last == [[1, 1], [2, 2]]
+
+
+class Held(Counting):
+    """A single environment that steps when it is let."""
+
+    def __init__(self, free: threading.Event) -> None:
+        super().__init__(size=None, lengths=(2,))
+        self.free = free
+
+    def act(self, tensordict: TensorDictBase) -> TensorDict:
+        assert self.free.wait(20)
+        return super().act(tensordict)
+
+
+def test_no_environment_of_a_pool_waits_for_another() -> None:
+    held, free = threading.Event(), threading.Event()
+    free.set()
+    pool = AsyncEnvPool([lambda: Held(held), lambda: Held(free)])
+    collector = make(pool, frames_per_batch=6, max_frames_per_traj=10, track_policy_version=True)
+    batch = collector.rollout()
+    assert batch["collector", "env_index"].tolist() == [1] * 6
+    assert seen(batch) == [0, 1, 0, 1, 0, 1]
+    assert batch["next", "done"].squeeze(-1).tolist() == [False, True] * 3
+    held.set()
+    following = [collector.rollout() for _ in range(20)]
+    places = torch.cat([b["collector", "env_index"] for b in following])
+    assert set(places.tolist()) == {0, 1}
+    numbers = torch.cat([b["collector", "traj_ids"] for b in (batch, *following)])
+    assert (numbers.bincount()[:-2] == 2).all()  # each trajectory that has ended has two frames
+    assert collector.set_seed(4) == 5  # of the second environment
+    starts = {float(o) for b in [collector.rollout()] for o in b["observation"]}
+    assert starts <= {40.0, 41.0, 50.0, 51.0}
+    with pytest.raises(ValueError, match="one by one"):
+        collector.reset(0)
+    with pytest.raises(TypeError, match="come in no rows"):
+        make(pool, set_truncated=True)
+    collector.shutdown()
+    assert [env.closed for env in pool.envs] == [1, 1]
+    together = make(AsyncEnvPool([lambda: Held(free)] * 2), async_envs=False, frames_per_batch=4)
+    assert together.rollout().batch_size == (2, 2)

@@ -1,0 +1,211 @@
+"""The examples of the collectors' documents that play gymnasium, with this package's imports."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from rlpost.collectors import Collector, RandomPolicy, SyncDataCollector
+from rlpost.data import FrameBuffer as ReplayBuffer
+from rlpost.data import LazyTensorStorage, MultiStep
+from rlpost.envs import AsyncEnvPool, GymEnv, ParallelEnv
+from rlpost.errors import ConfigError, PolicyError
+
+pytest.importorskip("gymnasium")
+
+
+def linear() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+
+
+def test_pendulum_is_played_with_a_linear_policy() -> None:
+    env_maker = lambda: GymEnv("Pendulum-v1", device="cpu")  # noqa: E731  as the document has it
+    policy = linear()
+    collector = Collector(
+        env_maker,
+        policy,
+        max_frames_per_traj=50,
+        init_random_frames=-1,
+        reset_at_each_iter=False,
+        device="cpu",
+        storing_device="cpu",
+        total_frames=10000,
+        frames_per_batch=200,
+    )
+    data: Any = None
+    for i, data in enumerate(collector):  # noqa: B007
+        if i == 2:
+            break
+    assert data.batch_size == (200,)
+    assert data["collector", "traj_ids"].unique().tolist() == [8, 9, 10, 11]  # four of 50 frames each batch
+    assert data["next", "truncated"].squeeze(-1).nonzero().flatten().tolist() == [49, 99, 149, 199]
+    cosine, sine, speed = data["observation"].double().unbind(-1)  # the pendulum's angle from upright, and its speed
+    torque = data["action"].double().clamp(-2, 2).squeeze(-1)
+    cost = torch.atan2(sine, cosine) ** 2 + 0.1 * speed**2 + 0.001 * torque**2
+    assert torch.allclose(data["next", "reward"].double().squeeze(-1), -cost, atol=1e-4)
+    assert torch.allclose(data["action"], policy.module(data["observation"]), atol=1e-6)
+    collector.shutdown()
+
+
+def test_environments_beside_each_other_are_seeded_one_after_the_other() -> None:
+    env_fn = lambda: GymEnv("Pendulum-v1")  # noqa: E731
+    env_fn_parallel = ParallelEnv(6, env_fn)
+    collector = SyncDataCollector(env_fn_parallel, linear(), total_frames=300, frames_per_batch=100)
+    out_seed = collector.set_seed(1)
+    assert out_seed == 6
+    batch = next(iter(collector))
+    assert batch is not None
+    assert batch.batch_size == (6, 17)  # 100 frames, and two more that make the step whole
+    for i, first in enumerate(batch[:, 0]["observation"]):
+        alone = GymEnv("Pendulum-v1")
+        alone.set_seed(1 + i)
+        assert torch.equal(alone.reset()["observation"], first)
+    collector.shutdown()
+
+
+def test_a_random_policy_fills_a_buffer_in_the_background() -> None:
+    env = GymEnv("Pendulum-v1")
+    policy = RandomPolicy(env.action_spec)
+    rb = ReplayBuffer(storage=LazyTensorStorage(1000))
+    collector = SyncDataCollector(env, policy=policy, replay_buffer=rb, frames_per_batch=256, total_frames=-1)
+    collector.start()
+    deadline = time.monotonic() + 60
+    while True:
+        time.sleep(0.05)
+        if rb.write_count > 1000 or time.monotonic() > deadline:
+            break
+    collector.async_shutdown()
+    assert rb.write_count > 1000
+    assert rb.write_count % 256 == 0
+    assert len(rb) == rb.capacity == 1000
+    sample = rb.sample(64)
+    assert sample["action"].abs().max() <= 2
+    assert 0 < sample["action"].std() < 2
+
+
+def test_an_environment_of_gymnasiums_is_reset_stepped_and_rolled_out() -> None:
+    env = GymEnv("CartPole-v1", max_episode_steps=7)
+    assert env.set_seed(5) == 5
+    first = env.reset()
+    assert first["observation"].tolist() == GymLike("CartPole-v1").start(5)
+    played = env.rollout(20, RandomPolicy(env.action_spec))
+    assert played["action"].unique().tolist() in ([0, 1], [0], [1])
+    assert played["next", "done"].squeeze(-1).tolist()[:-1] == [False] * (len(played) - 1)
+    assert played["next", "done"][-1]
+    on = env.rollout(20, RandomPolicy(env.action_spec), break_when_any_done=False)
+    assert on.batch_size == (20,)
+    assert on["next", "done"].sum() >= 2
+    state = env.state_dict()
+    following = env.reset()["observation"]
+    again = GymEnv("CartPole-v1")
+    again.load_state_dict(state)
+    assert torch.equal(again.reset()["observation"], following)
+    env.close()
+    env.close()
+
+
+class GymLike:
+    """gymnasium itself, to compare with."""
+
+    def __init__(self, name: str) -> None:
+        import gymnasium
+
+        self.game = gymnasium.make(name)
+
+    def start(self, seed: int) -> list[float]:
+        return self.game.reset(seed=seed)[0].tolist()
+
+
+def test_spaces_are_drawn_from_within_their_bounds_and_others_refused() -> None:
+    import numpy as np
+    from gymnasium import spaces
+
+    from rlpost.torchrl.gym import spec_of
+
+    cases: list[tuple[Any, list[Any]]] = [
+        (spaces.Discrete(3, start=-1), [-1, 0, 1]),
+        (spaces.MultiBinary(1), [0, 1]),
+        (spaces.MultiDiscrete([2], start=[4]), [4, 5]),
+        (spaces.Box(-1, 1, (1,), dtype=np.int64), [-1, 0, 1]),
+    ]
+    for space, values in cases:
+        drawn: Any = spec_of(space).rand([100])
+        assert drawn.unique().tolist() == values
+        assert drawn.shape == (100, *(space.shape or ()))
+    open_ended: Any = spec_of(spaces.Box(*np.array([[-np.inf, 2, -np.inf], [np.inf, np.inf, -5]], np.float32)))
+    drawn = open_ended.rand([100])
+    assert drawn.amin(0).tolist() >= [-1, 2, -6]
+    assert (drawn <= torch.tensor([1, 3, -5])).all()
+    with pytest.raises(ConfigError, match="flatten it with a wrapper"):
+        spec_of(spaces.Text(3))
+
+
+def test_dictionaries_of_observations_are_entries() -> None:
+    import gymnasium
+    import numpy as np
+    from gymnasium import spaces
+
+    class Game(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Dict({"here": spaces.Discrete(9), "goal": spaces.Box(0, 1, (2,))})
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return {"here": 0, "goal": np.ones(2, np.float32)}, {}
+
+        def step(self, action: int) -> Any:
+            assert isinstance(action, int)
+            return {"here": action + 1, "goal": np.zeros(2, np.float32)}, 1, True, False, {}
+
+    env = GymEnv(Game())
+    policy = lambda goal, here: (here + goal.sum()).long() // 2  # noqa: E731  in the order of the space
+    batch = Collector(env, policy, frames_per_batch=2).rollout()
+    assert batch["action"].tolist() == [1, 1]
+    assert batch["next", "here"].tolist() == [2, 2]
+    assert batch["next", "goal"].tolist() == [[0.0, 0.0]] * 2
+
+
+def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
+    class Broken(GymEnv):
+        def act(self, tensordict: Any) -> Any:
+            raise OSError("the simulator went away")
+
+    pendulum = partial(GymEnv, "Pendulum-v1")
+    pool = AsyncEnvPool([pendulum, partial(Broken, "Pendulum-v1")])
+    with pytest.raises(OSError, match="went away") as raised:
+        Collector(pool, linear(), frames_per_batch=50).rollout()
+    assert raised.value.__notes__ == ["in environment 1 of the pool"]
+
+    class Slow(GymEnv):
+        def begin(self, where: Any) -> Any:
+            time.sleep(0.5)
+            return super().begin(where)
+
+    slow = ParallelEnv(2, [pendulum, partial(Slow, "Pendulum-v1")], wait_seconds=0.1)
+    with pytest.raises(PolicyError, match=r"waited 0\.1 s for environment 1"):
+        slow.reset()
+    late = AsyncEnvPool([partial(Slow, "Pendulum-v1")] * 2, wait_seconds=0.1)
+    with pytest.raises(PolicyError, match=r"waited 0\.1 s for environment 0"):
+        Collector(late, linear(), frames_per_batch=4).next()
+    arguments = [{"g": 1.0}, {"g": 2.0}]
+    several = ParallelEnv(2, pendulum, create_env_kwargs=arguments)
+    assert [env._game.unwrapped.g for env in several.envs] == [1.0, 2.0]
+    with pytest.raises(ConfigError, match="here are 1 and 2"):
+        ParallelEnv(2, [pendulum])
+    with pytest.raises(ConfigError, match="give single ones"):
+        ParallelEnv(1, lambda: several)
+
+
+def test_rewards_of_several_steps_are_summed_after_collecting() -> None:
+    collector = Collector(
+        GymEnv("Pendulum-v1"), linear(), frames_per_batch=4, max_frames_per_traj=3, postproc=MultiStep(0.5, 2)
+    )
+    batch = collector.rollout()
+    r = batch["next", "original_reward"].squeeze(-1)
+    expected = torch.stack([r[0] + r[1] / 2, r[1] + r[2] / 2, r[2], r[3]])
+    assert torch.allclose(batch["next", "reward"].squeeze(-1), expected)
