@@ -18,6 +18,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
+    from rlpost.data.datasets import DemonstratedRows
     from rlpost.data.demonstrations import Demonstration
 
 CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
@@ -211,6 +212,10 @@ class DatasetChatEnv(ChatEnv):
         for where, task in self.all_tasks():
             answer = {"role": self.policy_role, "content": self.gold_reply(task)}
             yield Demonstration(where, messages=[*self.opening_messages(task), answer])
+
+    def demonstrated(self) -> DemonstratedRows | None:
+        """The demonstrations by number, each made when it is asked for; None where they are only made in turn."""
+        return None
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""
