@@ -22,9 +22,9 @@ from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.settings.run import RunRequest
 from rlpost.train import sft
-from rlpost.train.sft import row_of, train
+from rlpost.train.sft import row_of
+from tests.trainings import metrics, train_in, untimed
 
 TINY = [
     "model=tiny",
@@ -37,21 +37,10 @@ TINY = [
     "optim.lr=3e-3",
     "checkpoint.every=0",
 ]
-TIMED = ("time/", "memory/")
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_SFT, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    return train(composed.settings, request)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+    return train_in(TRAIN_SFT, folder, [*TINY, *words], resume)
 
 
 def weights(folder: Path) -> torch.Tensor:
