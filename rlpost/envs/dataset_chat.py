@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.complaints import Complaint, Malformed
-from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, is_path, located_rows
+from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, is_path, located_rows
 from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.ordered_rows import OrderedRows
@@ -18,7 +18,6 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings
 
 if TYPE_CHECKING:
-    from rlpost.data.datasets import DemonstratedRows
     from rlpost.data.demonstrations import Demonstration
 
 CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
