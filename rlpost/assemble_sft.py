@@ -14,14 +14,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_trained_policy
+from rlpost.data import row_store
 from rlpost.data.demonstrations import BadRows, Sample
-from rlpost.data.encoding import Encoder, encode_all
+from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.envs.build import build_env
 from rlpost.envs.checks import look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.errors import DataError
-from rlpost.evaluation.pass_rates import choose_demonstrations
+from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
@@ -56,9 +57,10 @@ class SFTParts:
     model: PreTrainedModel
     reference: Reference | None  # None unless the loss compares with it
     samples: OrderedRows[Sample]
-    bad_rows: BadRows
+    bad_rows: BadRows  # where `samples` are lazy, the malformed ones: the samples themselves count the others
     bad_held_out: BadRows
     held_out: list[Sample]  # none where evaluation is off
+    shared: int  # of them, how many are trained on too
     accuracy: AccuracyParts | None  # None unless eval.accuracy
     notes: list[str]  # what a user should know of the data before training begins
     objective: SFTObjective
@@ -96,14 +98,18 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     if settings.eval.accuracy:
         notes.append(look_at_lengths(eval_env, settings.env, tokenizer, context_length(folder)))
     encoder = Encoder(tokenizer, settings.max_tokens)
-    demonstrations, told = choose_demonstrations(env, settings.env)
+    samples, bad_rows, told = _read_samples(env, settings, encoder)
     notes.append(told)
-    samples, bad_rows = encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share)
     held_out: list[Sample] = []
-    bad_held_out = BadRows()
+    bad_held_out, shared = BadRows(), 0
     if settings.eval.enabled:
-        first = islice(eval_env.demonstrations(), settings.eval.limit or settings.env.eval_limit)
+        shown, most = eval_env.demonstrated(), settings.eval.limit or settings.env.eval_limit
+        first = islice(eval_env.demonstrations() if shown is None else shown.in_turn(), most)
         held_out, bad_held_out = encode_all(first, encoder, max_bad_share=settings.max_bad_share)
+        if isinstance(samples, LazySamples) and shown is not None:  # those with the same row
+            shared = int(np.isin(shown.digests[:most], samples.digests).sum())
+        else:
+            shared = _shared(samples, held_out)
         if not held_out:
             raise DataError("no rows are held out to measure the loss on: keep some back, or add eval.enabled=false")
     if not samples:
@@ -114,7 +120,13 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
         tokenizer=tokenizer,
         model=trainable.model,
         reference=trainable.reference,
-        samples=OrderedRows(samples, shuffle=env.shuffle, seed=env.seed, digests=digests_of_samples(samples)),
+        samples=OrderedRows(
+            samples,
+            shuffle=env.shuffle,
+            seed=env.seed,
+            digests=samples.digests if isinstance(samples, LazySamples) else _digests_of(samples),
+        ),
+        shared=shared,
         bad_rows=bad_rows,
         bad_held_out=bad_held_out,
         held_out=held_out,
@@ -131,7 +143,29 @@ def build_accuracy(settings: SFTSettings, env: DatasetChatEnv, tokenizer: Any, t
     return AccuracyParts(env, policy, default_updater(policy))
 
 
-def digests_of_samples(samples: Sequence[Sample]) -> Digests:
+def _read_samples(
+    env: DatasetChatEnv, settings: SFTSettings, encoder: Encoder
+) -> tuple[Sequence[Sample], BadRows, str | None]:
+    """What `env` shows, the bad rows among it, and what to say of how rows were chosen.
+
+    Beyond `row_store.ALL_UP_TO` rows are encoded when they are asked for, unless they are chosen by pass rates.
+    """
+    shown = env.demonstrated() if RateFilter.of(settings.env) is None else None
+    if shown is None:
+        demonstrations, told = choose_demonstrations(env, settings.env)
+        return *encode_all(demonstrations, encoder, max_bad_share=settings.max_bad_share), told
+    if len(shown) <= row_store.ALL_UP_TO:
+        return *encode_all(shown.in_turn(), encoder, max_bad_share=settings.max_bad_share), None
+    lazy = LazySamples(shown, encoder, max_bad_share=settings.max_bad_share)
+    return lazy, lazy.malformed, None
+
+
+def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
+    trained = {tuple(sample.ids) for sample in samples} if held_out else set()
+    return sum(tuple(sample.ids) in trained for sample in held_out)
+
+
+def _digests_of(samples: Sequence[Sample]) -> Digests:
     """One number a sample: of its ids, and of which are trained."""
     digests = (hashlib.blake2b(repr((each.ids, each.mask)).encode(), digest_size=8).digest() for each in samples)
     return np.frombuffer(b"".join(digests), np.uint64)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlpost.data.complaints import Complaint, Complaints, Malformed, text_complaint
+from rlpost.data.demonstrations import Demonstration
 from rlpost.data.row_files import READERS, Unreadable
 from rlpost.data.row_store import PackedRows, Row, Rows, digests_of
 from rlpost.errors import DataError
@@ -76,6 +77,32 @@ class LocatedRows(Rows):
         """One number a row, equal for equal rows."""
         digests = self.rows.digests if isinstance(self.rows, PackedRows) else digests_of(self.rows)
         return digests[list(self.chosen)]
+
+
+class DemonstratedRows(Sequence[Demonstration]):
+    """What each of `rows` shows, made with `of` when it is asked for; `wrong` are the malformed ones beside them."""
+
+    def __init__(
+        self, rows: LocatedRows, of: Callable[[str, Row], Demonstration], wrong: Sequence[Demonstration] = ()
+    ) -> None:
+        self.rows, self.of, self.wrong = rows, of, wrong
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The demonstration of the row `number`, from 0."""
+        return self.of(self.rows.where(number), self.rows[number])
+
+    @property
+    def digests(self) -> Digests:
+        """One number a row, equal for equal rows."""
+        return self.rows.digests
+
+    def in_turn(self) -> Iterator[Demonstration]:
+        """The malformed ones, then the others."""
+        yield from self.wrong
+        yield from self
 
 
 def located_rows(

@@ -88,6 +88,11 @@ class BadRows:
             if len(self.first) < SHOWN:
                 self.first.append(sample)
 
+    @property
+    def share(self) -> float:
+        """Of the rows, those that are bad."""
+        return self.count / self.total if self.total else 0.0
+
     def lines(self) -> list[str]:
         """A line for each fault: how many rows, and the first of them with the reason."""
         total = counted(self.total, "row")

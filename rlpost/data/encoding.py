@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rlpost.data import row_store
 from rlpost.data.chat_mask import ChatMask, MaskError
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.rendering import text_ids
+
+if TYPE_CHECKING:
+    from rlpost.data.datasets import DemonstratedRows
 
 
 class Encoder:
@@ -83,3 +89,78 @@ def encode_all(
         allowed = "none can be trained on" if not samples else f"more than the {max_bad_share:.0%} allowed"
         raise bad.error(allowed)
     return samples, bad
+
+
+class LazySamples(Sequence[Sample]):
+    """Samples of many rows, each encoded when it is asked for.
+
+    Every `apart`-th row is looked at in the beginning, `row_store.SAMPLE` at most, the others when `meet` is asked for
+    them: `bad` counts both. Raises DataError where more than `max_bad_share` are bad, of those looked at and of all
+    for malformed ones, or none that was looked at can be trained on.
+    """
+
+    def __init__(self, shown: DemonstratedRows, encoder: Encoder, *, max_bad_share: float = 1.0) -> None:
+        self.shown, self.encoder, self.max_bad_share = shown, encoder, max_bad_share
+        self.digests = shown.digests  # one number a row
+        self.malformed, self.bad = BadRows(total=len(shown)), BadRows()
+        self.skipped = 0  # rows that were drawn and cannot be trained on, in all passes
+        self.num_read = self.num_trained = 0  # tokens of the samples that were looked at in the beginning
+        for each in shown.wrong:
+            self.malformed.add(encoder.encode(each))
+        self.met = 0  # bad rows that were found when their turn came
+        self.apart = -(-len(shown) // row_store.SAMPLE)
+        for number in range(0, len(shown), self.apart):
+            sample = self[number]
+            self.bad.add(sample)
+            self.num_read += len(sample.ids)
+            self.num_trained += sample.num_trained
+        self.looked_at = self.bad.total
+        self._check("none of those looked at can be trained on" if not self.num_trained else "")
+
+    def __len__(self) -> int:
+        return len(self.shown)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The sample of a row, bad or not."""
+        return self.encoder.encode(self.shown[number])
+
+    def meet(self, number: int, *, first_pass: bool) -> tuple[Sample, bool]:
+        """The sample of a row whose turn has come, and whether it was found bad just now. Raises DataError as above."""
+        sample = self[number]
+        self.skipped += not sample.num_trained
+        if not first_pass or number % self.apart == 0:
+            return sample, False
+        self.bad.add(sample)
+        if sample.fault is None:
+            return sample, False
+        self.met += 1
+        self._check()
+        return sample, True
+
+    def _check(self, none_left: str = "") -> None:
+        if none_left or self.malformed.share + self.bad.share > self.max_bad_share:
+            worst = self.bad if self.bad.count else self.malformed
+            also = f"with {self.malformed.count:,} malformed " if self.bad.count and self.malformed.count else ""
+            raise worst.error(none_left or f"{also}more than the {self.max_bad_share:.0%} allowed")
+
+    # Resuming
+
+    def fingerprint(self, numbers: Iterable[int]) -> str:
+        """Of the ids and masks of these rows: another tokenizer, template or limit makes it another one."""
+        written = repr([(sample.ids, sample.mask) for sample in map(self.__getitem__, numbers)])
+        return hashlib.blake2b(written.encode(), digest_size=4).hexdigest()
+
+    def state(self) -> dict[str, Any]:
+        """What has been found so far, as JSON-compatible values."""
+        found = {
+            f.name: [n, self.bad.examples[f].where, self.bad.examples[f].reason] for f, n in self.bad.counts.items()
+        }
+        return {"skipped": self.skipped, "met": self.met, "total": self.bad.total, "bad": found}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.skipped, self.met, self.bad = state["skipped"], state["met"], BadRows(total=state["total"])
+        found = {Fault[name]: each for name, each in state["bad"].items()}
+        self.bad.counts = Counter({fault: count for fault, (count, _, _) in found.items()})
+        self.bad.examples = {fault: Sample(w, fault=fault, reason=reason) for fault, (_, w, reason) in found.items()}
+        self.bad.first = list(self.bad.examples.values())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
+ALL_UP_TO = 100_000  # rows that are all tokenised before training begins
+SAMPLE = 20_000  # of more rows, those that are tokenised then; the others are when they are drawn
 IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
 
 Row = dict[str, Any]

@@ -8,13 +8,11 @@ from typing import Any
 from rlpost.data.complaints import SHOWN
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Message
+from rlpost.data.row_store import ALL_UP_TO, SAMPLE
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
 from rlpost.text import counted
-
-ALL_UP_TO = 100_000  # rows whose lengths are all looked at
-SAMPLE = 20_000  # of more rows, those that may be too long; the others are looked at when they are drawn
 
 
 def check_rewards(env: DatasetChatEnv) -> None:

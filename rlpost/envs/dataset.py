@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Self
 
 from rlpost.data.conversation import Conversation, Message
-from rlpost.data.datasets import LocatedRows
+from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
@@ -132,6 +132,10 @@ class DatasetEnv(DatasetChatEnv):
         Malformed rows come first, with what is wrong with them. Raises ConfigError for a setting that the rows
         have no place for.
         """
+        return self.demonstrated().in_turn()
+
+    def demonstrated(self) -> DemonstratedRows:
+        """See `DatasetChatEnv.demonstrated`. Raises as `demonstrations` does."""
         shown = DemonstrationRows(self.settings, self.user_role)
         bad: list[Demonstration] = []
         rows = self.located(
@@ -140,12 +144,14 @@ class DatasetEnv(DatasetChatEnv):
             shown.identity,
             malformed=lambda where, wrong: bad.append(Demonstration(where, wrong=wrong)),
         )
-        yield from bad
-        for where, row in rows.located():
+
+        def of(where: str, row: Row) -> Demonstration:
             demonstration = shown.demonstration(where, row)
-            if demonstration.messages is not None:
-                demonstration = replace(demonstration, messages=self._under_system(demonstration.messages))
-            yield demonstration
+            if demonstration.messages is None:
+                return demonstration
+            return replace(demonstration, messages=self._under_system(demonstration.messages))
+
+        return DemonstratedRows(rows, of, bad)
 
     # What `rlpost env test` needs
 

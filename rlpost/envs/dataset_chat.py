@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.complaints import Complaint, Malformed
-from rlpost.data.datasets import HELD_OUT, Dataset, LocatedRows, is_path, located_rows
+from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, is_path, located_rows
 from rlpost.data.row_store import Row
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.ordered_rows import OrderedRows
@@ -211,6 +211,10 @@ class DatasetChatEnv(ChatEnv):
         for where, task in self.all_tasks():
             answer = {"role": self.policy_role, "content": self.gold_reply(task)}
             yield Demonstration(where, messages=[*self.opening_messages(task), answer])
+
+    def demonstrated(self) -> DemonstratedRows | None:
+        """The demonstrations by number, each made when it is asked for; None where they are only made in turn."""
+        return None
 
     def reset_dataloader(self) -> None:
         """Draw again from the first row on."""

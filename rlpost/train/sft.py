@@ -33,7 +33,7 @@ def learn(session: SFTSession) -> None:
     """The loop: every step still to do, one minibatch each."""
     settings, parts, microbatches = session.settings, session.parts, session.microbatches
     learner = session.learner(session.run.total_steps)
-    stream = parts.samples.iter_from(session.progress.position)
+    stream = session.stream()
     for step in session.steps():
         samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
         session.screen.phase("training")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from rlpost.assemble_sft import SFTParts
+from rlpost.data.complaints import SHOWN
 from rlpost.data.demonstrations import Sample
+from rlpost.data.encoding import LazySamples
 from rlpost.errors import DataError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.evaluation.statistics import ratio_interval
@@ -36,6 +39,7 @@ from rlpost.train.narration import (
 from rlpost.train.session import Session
 from rlpost.train.update import read_log_probs
 
+FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
 ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
 
 
@@ -63,7 +67,12 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         """See `Session.announce`."""
         settings, parts, run = self.settings, self.parts, self.run
         samples = parts.samples.rows
-        trained, read = sum(s.num_trained for s in samples), sum(len(s.ids) for s in samples)
+        lazy = samples if isinstance(samples, LazySamples) else None
+        if lazy is None:
+            trained, read = sum(s.num_trained for s in samples), sum(len(s.ids) for s in samples)
+        else:
+            trained, read = lazy.num_trained, lazy.num_read
+        looked_at = f" in the {lazy.looked_at:,} samples looked at" if lazy else ""
         data = name_of_data(settings.env)
         passes = run.total_steps * settings.minibatch_size / len(samples)
         length = counted(settings.epochs or 1, "epoch") if settings.steps is None else f"{passes:.3g} epochs"
@@ -73,7 +82,8 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             *reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), 'sample')}"
             + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
-            f"tokens  {trained} of {read} are trained ({trained / read:.0%}), at most {settings.max_tokens} a sample",
+            f"tokens  {trained} of {read} are trained{looked_at} ({trained / read:.0%}), at most "
+            f"{settings.max_tokens} a sample",
             f"work    {counted(run.total_steps, 'step')} of {counted(settings.minibatch_size, 'sample')} ({length})"
             + ("" if settings.packing else ", each in a forward of its own"),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
@@ -83,6 +93,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         notes = [
             *parts.notes,
             *(f"bad rows: {line}" for line in parts.bad_rows.lines()),
+            *(f"bad rows among those looked at: {line}" for line in (lazy.bad.lines() if lazy else ())),
             *(f"bad rows held out: {line}" for line in parts.bad_held_out.lines()),
             thinking_note(settings.env, parts.tokenizer) if parts.accuracy else None,
         ]
@@ -93,7 +104,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         elif rows := len(parts.held_out):
             is_limited = rows == (settings.eval.limit or settings.env.eval_limit)
             notes.append(few_rows_note(settings.env, rows, is_limited=is_limited))
-        if shared := _shared(samples, parts.held_out):
+        if shared := parts.shared:
             notes.append(
                 f"{shared} of {counted(len(parts.held_out), 'held-out row')} are trained on too, so a loss called "
                 "held-out is not: take them out of one of the two"
@@ -143,13 +154,50 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         eval_, accuracy = self.settings.eval, self.parts.accuracy
         return min(eval_.limit or self.settings.env.eval_limit, accuracy.env.num_tasks) if accuracy else 0
 
+    def stream(self) -> Iterator[Sample]:
+        """The samples from the saved position on, without end.
+
+        Of many rows, which are encoded here, those that cannot be trained on are skipped, and the next take their
+        place. Raises DataError where more than `max_bad_share` of the rows met so far are bad.
+        """
+        samples, rows = self.parts.samples, self.parts.samples.rows
+        if not isinstance(rows, LazySamples):
+            yield from samples.iter_from(self.progress.position)
+            return
+        for drawn in itertools.count(self._drawn):
+            sample, is_news = rows.meet(samples.row_at(drawn), first_pass=drawn < len(rows))
+            if is_news and rows.met <= SHOWN:
+                fault = sample.fault.value if sample.fault else ""
+                done = "the rest is trained on" if sample.num_trained else "skipped"
+                self.screen.note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
+            if sample.num_trained:
+                yield sample
+
+    @property
+    def _drawn(self) -> int:
+        """Rows that have been drawn: the samples, and those skipped."""
+        rows = self.parts.samples.rows
+        return self.progress.position + (rows.skipped if isinstance(rows, LazySamples) else 0)
+
+    def _fingerprint(self) -> str:
+        """What the saved position rests on, in words; of many rows the first that were drawn are encoded for it."""
+        samples, rows = self.parts.samples, self.parts.samples.rows
+        said = samples.fingerprint(self._drawn)
+        if not isinstance(rows, LazySamples):
+            return said
+        return f"{said}, tokens {rows.fingerprint(map(samples.row_at, range(min(self._drawn, FIRST))))}"
+
     def state(self) -> dict[str, Any]:
         """See `Session.state`."""
-        return {"samples": self.parts.samples.fingerprint(self.progress.position)}
+        rows = self.parts.samples.rows
+        return {"samples": self._fingerprint(), "met": rows.state() if isinstance(rows, LazySamples) else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`. Raises DataError where the samples are not those the run began with."""
-        these = self.parts.samples.fingerprint(self.progress.position)
+        rows = self.parts.samples.rows
+        if isinstance(rows, LazySamples) and state.get("met"):
+            rows.restore(state["met"])
+        these = self._fingerprint()
         if state["samples"] != these:
             raise DataError(
                 f"--resume: the run has {state['samples']}, and this data gives {these}: resume with the data, the "
@@ -177,17 +225,14 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         if ACCURACY not in (progress.eval_after or {}):
             measures["reward"] = REWARD
         say_before_and_after(run, progress, measures)
+        if isinstance(rows := self.parts.samples.rows, LazySamples) and rows.met:
+            screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
         say_best(run, progress)
         chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
         model = f"model={run.folder}/"
         screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
         screen.line("measure it:   " + " ".join(["rlpost eval", model, *chosen]))
         screen.line("go on:        " + " ".join(["rlpost train grpo", model, *chosen]))
-
-
-def _shared(samples: Sequence[Sample], held_out: Sequence[Sample]) -> int:
-    trained = {tuple(sample.ids) for sample in samples} if held_out else set()
-    return sum(tuple(sample.ids) in trained for sample in held_out)
 
 
 def row_of(sample: Sample) -> Row:

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.config.paths import resolve_model_path
 from rlpost.evaluation.play import EvalResult
 from rlpost.evaluation.statistics import Share
-from rlpost.settings.run import RunRequest
-from rlpost.train import grpo, sampled
+from rlpost.train import sampled
 from rlpost.train.progress import BestSoFar
+from tests.trainings import metrics, train_in
 
 SMALL = [
     "model=tiny",
@@ -34,9 +33,7 @@ SMALL = [
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_GRPO, [*SMALL, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return grpo.train(composed.settings, request)
+    return train_in(TRAIN_GRPO, folder, [*SMALL, *words], resume)
 
 
 def result(accuracy: float | None, reward: float = 0.0) -> EvalResult:
@@ -181,7 +178,7 @@ def test_an_evaluation_that_measures_nothing_changes_nothing() -> None:
 
 def test_several_attempts_are_measured_during_training_too(tmp_path: Path) -> None:
     assert run(tmp_path / "r", "steps=1", "eval.k=[1,2]", "eval.samples=3") == 0
-    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "r")
     assert [row["eval/pass_at_2_lenient"] for row in rows] == [0.0, 0.0]
     assert all(
         f"eval/{name}_at_2_{which}_high" in rows[1] for name in ("pass", "maj") for which in ("lenient", "strict")

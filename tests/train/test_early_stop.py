@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
-from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, sampled
+from rlpost.train import sampled
+from tests.trainings import metrics, train_in
 
 SMALL = [
     "model=tiny",
@@ -27,19 +26,12 @@ SMALL = [
     "eval.every=1",
     "checkpoint.every=0",
 ]
-TRAININGS = {TRAIN_GRPO: grpo.train, TRAIN_EXPERT_ITERATION: expert_iteration.train}
 Make = Callable[[bool, float], Score]
 
 
 def run(folder: Path, *words: str, resume: str | None = None, command: Any = TRAIN_GRPO) -> int:
     own = ["topk_size=1"] if command is TRAIN_EXPERT_ITERATION else []
-    composed = compose(command, [*SMALL, *own, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    return TRAININGS[command](composed.settings, request)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return train_in(command, folder, [*SMALL, *own, *words], resume)
 
 
 def plays(patch: pytest.MonkeyPatch, deciding: Sequence[float], reported: Sequence[float], score: Make) -> None:
@@ -68,7 +60,7 @@ def by_accuracy(right: bool, share: float) -> Score:
     return Score(float(right), accuracy_strict=float(right), accuracy_lenient=float(right))
 
 
-@pytest.mark.parametrize("command", TRAININGS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_EXPERT_ITERATION], ids=lambda command: command.name)
 def test_an_accuracy_that_is_reached_ends_training_and_a_resumed_run_says_so(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -20,9 +19,9 @@ from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
-from rlpost.settings.run import RunRequest
 from rlpost.train import sampled
-from rlpost.train.expert_iteration import minibatches, most_updates, train
+from rlpost.train.expert_iteration import minibatches, most_updates
+from tests.trainings import metrics, train_in, untimed
 
 TINY = [
     "model=tiny",
@@ -39,7 +38,6 @@ TINY = [
     "sampling.temperature=1.0",
 ]
 NO_EVAL = "eval.enabled=false"
-TIMED = ("time/", "memory/")
 
 
 @pytest.fixture(autouse=True)
@@ -54,17 +52,7 @@ def reward_small_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_EXPERT_ITERATION, [*TINY, *words])
-    command = ["rlpost", "train", "expert-iteration"]
-    return train(composed.settings, RunRequest(folder, resume, composed.overrides, command, composed.yaml))
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+    return train_in(TRAIN_EXPERT_ITERATION, folder, [*TINY, *words], resume)
 
 
 def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from rlpost.extras import is_installed
 from rlpost.model.load import load_model, locate_model
 from rlpost.model.lora import MergedWeights
 from rlpost.settings import ModelSettings
-from rlpost.settings.run import RunRequest
-from rlpost.train.grpo import train
+from tests.trainings import train_in, untimed
 
 TINY = [
     "model=tiny",
@@ -50,14 +48,7 @@ def reward_short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> None:
-    composed = compose(TRAIN_GRPO, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert train(composed.settings, request) == 0
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    assert train_in(TRAIN_GRPO, folder, [*TINY, *words], resume) == 0
 
 
 def saved(folder: Path, part: str) -> dict[str, torch.Tensor]:
@@ -77,8 +68,8 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path, words: list[s
     run(whole, *words, "steps=4")
     run(broken, *words, "steps=2")
     run(broken, *words, "steps=4", resume="latest")
-    assert metrics(broken) == metrics(whole)
-    assert all(line["grad_norm"] > 0 for line in metrics(whole))
+    assert untimed(broken) == untimed(whole)
+    assert all(line["grad_norm"] > 0 for line in untimed(whole))
     state = saved(whole, "state/tensors.safetensors")
     assert same(saved(broken, "state/tensors.safetensors"), state)
     assert same(saved(broken, "model/model.safetensors"), saved(whole, "model/model.safetensors"))
@@ -120,7 +111,7 @@ def test_a_run_stands_for_its_merged_model_and_for_the_adapter_another_starts_fr
     for name, tensor in MergedWeights(parts.model).items():
         assert torch.allclose(tensor, merged.state_dict()[name], atol=1e-6), name
     run(tmp_path / "second", *words, "steps=2")
-    lines = metrics(tmp_path / "second")
+    lines = untimed(tmp_path / "second")
     assert lines[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy it starts from
     assert lines[1]["kl/ref"] > 1e-6
 
@@ -144,9 +135,9 @@ def test_a_run_goes_on_only_as_what_it_was(tmp_path: Path) -> None:
 def test_the_sampler_draws_from_the_adapted_model(tmp_path: Path) -> None:
     """policy=transformers shares the trainer's modules, so their log-probs agree while the adapter moves."""
     run(tmp_path, *LORA, "steps=3")
-    gaps = [line["sampler/logprob_gap"] for line in metrics(tmp_path)]
+    gaps = [line["sampler/logprob_gap"] for line in untimed(tmp_path)]
     assert max(gaps) < 1e-5
-    assert [line["policy/version"] for line in metrics(tmp_path)] == [0, 1, 2]
+    assert [line["policy/version"] for line in untimed(tmp_path)] == [0, 1, 2]
 
 
 @pytest.mark.usefixtures("peft_is_there")

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.config.compose import compose
 from rlpost.runs.rollouts import read_rollouts
-from rlpost.settings.run import RunRequest
-from rlpost.train.grpo import train
+from tests.trainings import train_in, untimed
 
 WORDS = [
     "model=tiny",
@@ -33,11 +31,8 @@ REWARD = "def length(completions, **columns):\n    return [len(text) + 0.5 for t
 def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
     """The figures of a run on own rows and countdown, but for those of time and memory."""
     sources = ["countdown weight=2", f"dataset path={rows} reward={rows.with_name('reward.py')}:length name=own"]
-    composed = compose(TRAIN_GRPO, [*WORDS, f"env.sources={json.dumps(sources)}", *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    assert train(composed.settings, request) == 0
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    assert train_in(TRAIN_GRPO, folder, [*WORDS, f"env.sources={json.dumps(sources)}", *words], resume) == 0
+    return untimed(folder)
 
 
 @pytest.fixture(scope="module")

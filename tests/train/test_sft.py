@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from rlpost.assemble_sft import assemble_sft
 from rlpost.catalog import TRAIN_SFT
 from rlpost.config.compose import compose
+from rlpost.data import row_store
+from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.settings.run import RunRequest
 from rlpost.train import sft
-from rlpost.train.sft import row_of, train
+from rlpost.train.sft import row_of
+from tests.trainings import metrics, train_in, untimed
 
 TINY = [
     "model=tiny",
@@ -35,21 +37,10 @@ TINY = [
     "optim.lr=3e-3",
     "checkpoint.every=0",
 ]
-TIMED = ("time/", "memory/")
 
 
 def run(folder: Path, *words: str, resume: str | None = None) -> int:
-    composed = compose(TRAIN_SFT, [*TINY, *words])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "sft"], composed.yaml)
-    return train(composed.settings, request)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
+    return train_in(TRAIN_SFT, folder, [*TINY, *words], resume)
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -267,3 +258,73 @@ def test_what_cannot_work_is_refused_on_one_line(words: list[str], message: str)
         compose(TRAIN_SFT, words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words that train on 40 rows, 5 looked at first; row 3 is malformed, 12 is cut, 30's prompt alone is too long."""
+    monkeypatch.setattr(row_store, "ALL_UP_TO", 10)
+    monkeypatch.setattr(row_store, "SAMPLE", 5)
+    rows: list[dict[str, Any]] = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(1, 41)]
+    rows[2] = {"prompt": 3, "completion": "x"}
+    rows[11] = {"prompt": "Long?", "completion": "a long answer " * 40}
+    rows[29] = {"messages": None, "prompt": "Nothing " * 200, "completion": "cut whole"}
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "env=dataset",
+        f"env.path={file}",
+        "env.held_out=0.0",
+        "env.limit=null",
+        "eval.enabled=false",
+        "max_tokens=120",
+        "max_bad_share=0.5",
+        "deterministic=true",
+    ]
+
+
+def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(
+    tmp_path: Path, many_rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoded: list[str] = []
+    original = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda self, d: encoded.append(d.where) or original(self, d))
+    parts = assemble_sft(compose(TRAIN_SFT, [*TINY, *many_rows]).settings)
+    assert [where.rpartition(" ")[2] for where in encoded] == ["3", "1", "10", "18", "26", "34"]  # the 3rd is malformed
+    assert parts.samples.count() == 39
+    seen: list[str] = []
+    monkeypatch.setattr(sft, "row_of", lambda sample: seen.append(sample.where) or row_of(sample))
+    assert run(tmp_path / "whole", *many_rows, "epochs=1") == 0
+    said = capsys.readouterr().out
+    file = tmp_path / "many.jsonl"
+    assert f"bad rows: malformed: 1 of 40 rows, such as {file}, row 3: " in said
+    assert f"bad row: {file}, row 12: cut: " in said
+    assert said.count(": the rest is trained on\n") == 1
+    assert f"bad row: {file}, row 30: cut: " in said
+    assert said.count(": skipped\n") == 1
+    assert "bad rows met in training: 2, 1 of all drawn were skipped\n" in said
+    assert f"{file}, row 30" not in seen
+    assert len(seen) == 39
+    assert len(set(seen)) == 38  # one of the next pass stands in for the row that was skipped
+
+
+def test_a_run_on_many_rows_goes_on_bitwise(
+    tmp_path: Path, many_rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*many_rows, "epochs=2", "minibatch_size=6", "optim.schedule=cosine"]
+    assert run(tmp_path / "whole", *words) == 0
+    with monkeypatch.context() as patch:
+        stop_in_step(9, patch)  # in the second pass
+        assert run(tmp_path / "broken", *words) == 130
+    assert run(tmp_path / "broken", *words, resume="latest") == 0
+    assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
+    assert torch.equal(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    with pytest.raises(DataError, match="resume with the data, the tokenizer and the env settings it began with"):
+        run(tmp_path / "broken", *words, "epochs=3", "env.system_prompt=Be brief.", resume="latest")
+
+
+def test_too_many_bad_rows_end_a_run_on_many_rows(tmp_path: Path, many_rows: list[str]) -> None:
+    with pytest.raises(DataError, match=r"1 of 24 rows are bad \(with 1 malformed more than the 5% allowed\)"):
+        run(tmp_path / "r", *many_rows, "max_bad_share=0.05", "epochs=1")  # 1 / 24 + 1 / 40
+    with pytest.raises(DataError, match=r"1 of 40 rows are bad \(more than the 2% allowed\)"):
+        run(tmp_path / "s", *many_rows, "max_bad_share=0.02", "epochs=1")
