@@ -343,11 +343,15 @@ class Collector(CollectorBase):
             self._number(..., where)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment's next trajectories, all with one seed if `static_seed`; the last seed that was used."""
+        """Seed the environment's next trajectories, those of several in one way if `static_seed`.
+
+        Returns the seed for the next collector of a chain: the last one that the environment counts, and another than
+        `seed` in any case, unless `static_seed`.
+        """
         with self.pause():
             self._begin_anew()
             used = asked_of(self.env, "set_seed", "set_seed seeds it")(seed, *([True] if static_seed else []))
-            return seed if used is None else used
+            return seed if static_seed else max(seed + 1, seed if used is None else used)
 
     def state_dict(self) -> dict[str, Any]:
         """`policy_state_dict` and `env_state_dict`, and what was delivered; trajectories under way are not kept."""

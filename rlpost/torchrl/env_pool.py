@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -91,11 +92,15 @@ class ParallelEnv(TensorDictEnv):
         return self._stacked(self._all(lambda i: self.envs[i].step(rows[i])["next"], range(len(rows))))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments with `seed`, `seed` + 1, ..., or all with `seed`; returns the last one used."""
-        used = [seed if static_seed else seed + i for i in range(len(self.envs))]
-        for env, own in zip(self.envs, used, strict=True):
-            env.set_seed(own)
-        return used[-1]
+        """Seed each environment with a hash of `seed` and its place, or all with `seed` itself if `static_seed`.
+
+        Returns the last of as many seeds as there are environments, `seed` being the first: two pools that were
+        given different ones have no environment alike.
+        """
+        for place, env in enumerate(self.envs):
+            digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest()
+            env.set_seed(seed if static_seed else int.from_bytes(digest, "big") >> 1)
+        return seed if static_seed else seed + len(self.envs) - 1
 
     def state_dict(self) -> dict[str, Any]:
         """See `TensorDictEnv.state_dict`: of each environment."""

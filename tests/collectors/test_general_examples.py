@@ -62,10 +62,17 @@ def test_environments_beside_each_other_are_seeded_one_after_the_other() -> None
     batch = next(iter(collector))
     assert batch is not None
     assert batch.batch_size == (6, 17)  # 100 frames, and two more that make the step whole
-    for i, first in enumerate(batch[:, 0]["observation"]):
-        alone = GymEnv("Pendulum-v1")
-        alone.set_seed(1 + i)
-        assert torch.equal(alone.reset()["observation"], first)
+    firsts = batch[:, 0]["observation"]
+    assert len({tuple(first.tolist()) for first in firsts}) == 6
+    again = ParallelEnv(6, env_fn)
+    again.set_seed(1)
+    assert torch.equal(again.reset()["observation"], firsts)
+    again.set_seed(out_seed)  # the next of a chain shares no environment with the first
+    assert not set(firsts.flatten().tolist()) & set(again.reset()["observation"].flatten().tolist())
+    again.set_seed(1, static_seed=True)
+    alone = GymEnv("Pendulum-v1")
+    alone.set_seed(1)
+    assert torch.equal(again.reset()["observation"], alone.reset()["observation"].expand(6, 3))
     collector.shutdown()
 
 
