@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -16,6 +16,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from rlpost.collectors.base import CollectorBase, postprocessed
 from rlpost.collectors.frame_parts import (
     Device,
+    Pool,
     TDPolicy,
     as_policy,
     asked_of,
@@ -31,18 +32,6 @@ from rlpost.errors import CheckpointError
 from rlpost.weight_sync.base import named_weights
 
 log = logging.getLogger("rlpost")
-
-
-@runtime_checkable
-class Pool(Protocol):
-    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
-
-    @property
-    def num_under_way(self) -> int: ...
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
-
-    def receive(self) -> tuple[int, Any]: ...
 
 
 class Collector(CollectorBase):
@@ -237,7 +226,8 @@ class Collector(CollectorBase):
         following = frame["next"]
         self._steps[place] += 1
         if self.max_frames_per_traj is not None:
-            cut = (self._steps[place] >= self.max_frames_per_traj).reshape(following["done"].shape).to(following.device)
+            over = self._steps[place] >= self.max_frames_per_traj
+            cut = over.reshape(following["done"].shape).to(following["done"].device)
             following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
             following.set("done", following["done"] | cut)
         current = following.exclude("reward")
@@ -316,6 +306,9 @@ class Collector(CollectorBase):
     def get_policy_version(self) -> PolicyVersionLabel | None:
         """`policy_version` as a method, for callers that cannot read a property."""
         return self.policy_version
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the weights are copied here, and there is no weight updater to tell anything."""
 
     def get_policy_model(self) -> Any:
         """The policy that is played with."""

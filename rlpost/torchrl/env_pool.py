@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -20,27 +21,27 @@ T = TypeVar("T")
 
 
 class _Worker:
-    """A thread that does one thing after the other, and keeps no process from ending."""
+    """A thread that does one thing after the other; it ends with this object, and keeps no process from ending."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.stop = weakref.finalize(self, self._work.put, None)
+        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._work.put((future, work))
         return future
 
-    def stop(self) -> None:
-        self._work.put(None)
 
-    def _run(self) -> None:
-        while (given := self._work.get()) is not None:
-            future, work = given
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-                future.set_exception(error)
+def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := queue.get()) is not None:
+        future, work = given
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+            future.set_exception(error)
+        del given, future, work  # the queue's next may be long in coming
 
 
 class ParallelEnv(TensorDictEnv):

@@ -246,6 +246,7 @@ def test_weights_arrive_whole_or_not_at_all_and_raise_the_version() -> None:
     batch = collector.rollout()
     assert torch.equal(batch["action"], batch["observation"] * 4)
     assert batch["policy_version"].unique().tolist() == [4]
+    collector.init_updater("anything")  # nothing, without an updater
     assert collector.get_policy_version() == collector.policy_version == 4
     with pytest.raises(TypeError, match="function has no weights"):
         make().update_policy_weights_(own)
