@@ -7,6 +7,7 @@ import pytest
 
 import rlpost
 
+ALIASES = ["WeightUpdaterBase", "SyncDataCollector", "ExplorationType"]  # as TorchRL's users know them
 ROOT = Path(rlpost.__file__).parent.parent
 PACKAGES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -22,6 +23,22 @@ def test_every_public_name_is_there_and_no_other(package: str) -> None:
     assert names
     for name in names:
         found = getattr(module, name)
-        assert name in (found.__name__.rpartition(".")[2], "WeightUpdaterBase"), found
+        assert name in (found.__name__.rpartition(".")[2], *ALIASES), found
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such_name'"):
         _ = module.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "instead"),
+    [
+        ("collectors", "MultiSyncCollector", "a Collector of rlpost.envs.ParallelEnv"),
+        ("collectors", "MultiAsyncCollector", "a Collector of rlpost.envs.AsyncEnvPool"),
+        ("envs", "set_gym_backend", "leave the line out"),
+        ("envs", "EnvCreator", "pass the function"),
+        ("data", "RayReplayBuffer", "lives in the trainer's process"),
+    ],
+)
+def test_a_name_of_torchrls_that_is_not_here_says_what_is(package: str, name: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=f"rlpost.{package} has no {name}: .*{instead}"):
+        exec(f"from rlpost.{package} import {name}")
+    assert name not in dir(import_module(f"rlpost.{package}"))

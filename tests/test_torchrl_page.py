@@ -204,6 +204,34 @@ def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
     assert len(buffer.take(1, None)) > 0
 
 
+@uses(
+    "Collector", "Collector.next", "Collector.set_seed", "Collector.state_dict", "Collector.update_policy_weights_",
+    "SyncDataCollector", "RandomPolicy", "ReplayBuffer.sample", "LazyTensorStorage", "MultiStep", "split_trajectories",
+    "GymEnv", "ParallelEnv", "AsyncEnvPool", "ExplorationType",
+)  # fmt: skip
+def test_frames_of_gymnasium_are_collected_stored_and_split() -> None:
+    pytest.importorskip("gymnasium")
+    from rlpost.collectors import Collector, RandomPolicy, SyncDataCollector
+    from rlpost.data import FrameBuffer, LazyTensorStorage, MultiStep, split_trajectories
+    from rlpost.envs import AsyncEnvPool, ExplorationType, GymEnv, ParallelEnv
+
+    make = lambda: GymEnv("Pendulum-v1")  # noqa: E731
+    policy = RandomPolicy(make().action_spec)
+    buffer = FrameBuffer(storage=LazyTensorStorage(10))
+    collecting = SyncDataCollector(ParallelEnv(2, make), policy, frames_per_batch=4, replay_buffer=buffer)
+    collecting.set_seed(0)
+    assert collecting.next() is None
+    assert buffer.sample(3).batch_size == (3,)
+    apart = Collector(AsyncEnvPool([make] * 2), policy, frames_per_batch=4, postproc=MultiStep(0.9, 2))
+    batch = apart.next()
+    assert batch is not None
+    assert split_trajectories(batch).batch_size[0] == len(set(batch["collector", "traj_ids"].tolist()))
+    linear = torch.nn.Linear(3, 1)
+    trained = Collector(make, linear, frames_per_batch=2, exploration_type=ExplorationType.MODE)
+    trained.update_policy_weights_(linear)
+    assert trained.state_dict()["policy_state_dict"].keys() == {"module.weight", "module.bias"}
+
+
 @uses("LLMEnv", "LLMEnv.from_dataloader", "LLMEnv.reset_dataloader", "DummyStrDataLoader")
 def test_plain_prompts_come_from_a_dataloader(tiny_tokenizer: Any) -> None:
     from rlpost.envs import LLMEnv

@@ -15,4 +15,9 @@ if TYPE_CHECKING:
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
     from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
 
-__getattr__, __dir__ = lazy_names(__name__, __file__)
+ELSEWHERE = {  # of TorchRL's names
+    "MultiSyncCollector": "a Collector of rlpost.envs.ParallelEnv plays several environments in step",
+    "MultiAsyncCollector": "a Collector of rlpost.envs.AsyncEnvPool takes each frame when it is there",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, __file__, ELSEWHERE)

@@ -49,7 +49,9 @@ class CollectorBase(ABC):
         else:
             self._background.check()
         if not self.wants_more:
-            raise PolicyError("the collector has collected all its total_dialog_turns: the buffer gets no more")
+            raise PolicyError(
+                "the collector has collected all its total_dialog_turns, or total_frames: the buffer gets no more"
+            )
         if self._background is None:
             self.collect_round()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import Any, cast, get_type_hints
+from typing import Any, Protocol, cast, get_type_hints, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -15,6 +15,18 @@ from rlpost.envs.base import EnvBase
 
 Device = torch.device | str | int
 TDPolicy = Callable[[TensorDictBase], TensorDictBase]
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
+
+    @property
+    def num_under_way(self) -> int: ...
+
+    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
+
+    def receive(self) -> tuple[int, Any]: ...
 
 
 class RandomPolicy:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -16,6 +16,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from rlpost.collectors.base import CollectorBase, postprocessed
 from rlpost.collectors.frame_parts import (
     Device,
+    Pool,
     TDPolicy,
     as_policy,
     asked_of,
@@ -31,18 +32,6 @@ from rlpost.errors import CheckpointError
 from rlpost.weight_sync.base import named_weights
 
 log = logging.getLogger("rlpost")
-
-
-@runtime_checkable
-class Pool(Protocol):
-    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
-
-    @property
-    def num_under_way(self) -> int: ...
-
-    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
-
-    def receive(self) -> tuple[int, Any]: ...
 
 
 class Collector(CollectorBase):
@@ -237,7 +226,8 @@ class Collector(CollectorBase):
         following = frame["next"]
         self._steps[place] += 1
         if self.max_frames_per_traj is not None:
-            cut = (self._steps[place] >= self.max_frames_per_traj).reshape(following["done"].shape).to(following.device)
+            over = self._steps[place] >= self.max_frames_per_traj
+            cut = over.reshape(following["done"].shape).to(following["done"].device)
             following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
             following.set("done", following["done"] | cut)
         current = following.exclude("reward")
@@ -317,6 +307,9 @@ class Collector(CollectorBase):
         """`policy_version` as a method, for callers that cannot read a property."""
         return self.policy_version
 
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the weights are copied here, and there is no weight updater to tell anything."""
+
     def get_policy_model(self) -> Any:
         """The policy that is played with."""
         return self.policy
@@ -343,11 +336,15 @@ class Collector(CollectorBase):
             self._number(..., where)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment's next trajectories, all with one seed if `static_seed`; the last seed that was used."""
+        """Seed the environment's next trajectories, those of several in one way if `static_seed`.
+
+        Returns the seed for the next collector of a chain: the last one that the environment counts, and another than
+        `seed` in any case, unless `static_seed`.
+        """
         with self.pause():
             self._begin_anew()
             used = asked_of(self.env, "set_seed", "set_seed seeds it")(seed, *([True] if static_seed else []))
-            return seed if used is None else used
+            return seed if static_seed else max(seed + 1, seed if used is None else used)
 
     def state_dict(self) -> dict[str, Any]:
         """`policy_state_dict` and `env_state_dict`, and what was delivered; trajectories under way are not kept."""

@@ -18,4 +18,8 @@ if TYPE_CHECKING:
     from rlpost.torchrl.llm_data import LLMData as LLMData
     from rlpost.torchrl.topk import TopKRewardSelector as TopKRewardSelector
 
-__getattr__, __dir__ = lazy_names(__name__, __file__)
+ELSEWHERE = {  # of TorchRL's names
+    "RayReplayBuffer": "a ReplayBuffer or FrameBuffer lives in the trainer's process, and is sent what is played",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, __file__, ELSEWHERE)

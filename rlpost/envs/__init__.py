@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from rlpost.torchrl.gym import GymEnv as GymEnv
     from rlpost.torchrl.hashing import LLMHashingEnv as LLMHashingEnv
     from rlpost.torchrl.llm_env import LLMEnv as LLMEnv
-    from rlpost.torchrl.log_prob import KLRewardTransform as KLRewardTransform
     from rlpost.torchrl.mlgym_env import MLGymWrapper as MLGymWrapper
     from rlpost.torchrl.mlgym_env import make_mlgym as make_mlgym
-    from rlpost.torchrl.template import TemplateTransform as TemplateTransform
-    from rlpost.torchrl.tokenizer import Tokenizer as Tokenizer
 
-__getattr__, __dir__ = lazy_names(__name__, __file__)
+ELSEWHERE = {  # of TorchRL's names
+    "set_gym_backend": "gymnasium is the only backend of GymEnv, so leave the line out",
+    "EnvCreator": "pass the function that makes the environment itself",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, __file__, ELSEWHERE)

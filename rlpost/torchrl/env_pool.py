@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -19,27 +21,27 @@ T = TypeVar("T")
 
 
 class _Worker:
-    """A thread that does one thing after the other, and keeps no process from ending."""
+    """A thread that does one thing after the other; it ends with this object, and keeps no process from ending."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.stop = weakref.finalize(self, self._work.put, None)
+        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._work.put((future, work))
         return future
 
-    def stop(self) -> None:
-        self._work.put(None)
 
-    def _run(self) -> None:
-        while (given := self._work.get()) is not None:
-            future, work = given
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-                future.set_exception(error)
+def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := queue.get()) is not None:
+        future, work = given
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+            future.set_exception(error)
+        del given, future, work  # the queue's next may be long in coming
 
 
 class ParallelEnv(TensorDictEnv):
@@ -91,11 +93,15 @@ class ParallelEnv(TensorDictEnv):
         return self._stacked(self._all(lambda i: self.envs[i].step(rows[i])["next"], range(len(rows))))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environments with `seed`, `seed` + 1, ..., or all with `seed`; returns the last one used."""
-        used = [seed if static_seed else seed + i for i in range(len(self.envs))]
-        for env, own in zip(self.envs, used, strict=True):
-            env.set_seed(own)
-        return used[-1]
+        """Seed each environment with a hash of `seed` and its place, or all with `seed` itself if `static_seed`.
+
+        Returns the last of as many seeds as there are environments, `seed` being the first: two pools that were
+        given different ones have no environment alike.
+        """
+        for place, env in enumerate(self.envs):
+            digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest()
+            env.set_seed(seed if static_seed else int.from_bytes(digest, "big") >> 1)
+        return seed if static_seed else seed + len(self.envs) - 1
 
     def state_dict(self) -> dict[str, Any]:
         """See `TensorDictEnv.state_dict`: of each environment."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -62,10 +64,21 @@ def test_environments_beside_each_other_are_seeded_one_after_the_other() -> None
     batch = next(iter(collector))
     assert batch is not None
     assert batch.batch_size == (6, 17)  # 100 frames, and two more that make the step whole
-    for i, first in enumerate(batch[:, 0]["observation"]):
-        alone = GymEnv("Pendulum-v1")
-        alone.set_seed(1 + i)
-        assert torch.equal(alone.reset()["observation"], first)
+    firsts = batch[:, 0]["observation"]
+    assert len({tuple(first.tolist()) for first in firsts}) == 6
+    again = ParallelEnv(6, env_fn)
+    again.set_seed(1)
+    assert torch.equal(again.reset()["observation"], firsts)
+    again.set_seed(out_seed)  # the next of a chain shares no environment with the first
+    assert not set(firsts.flatten().tolist()) & set(again.reset()["observation"].flatten().tolist())
+    state = again.state_dict()
+    second = again.reset()["observation"]
+    again.load_state_dict(state)
+    assert torch.equal(again.reset()["observation"], second)
+    again.set_seed(1, static_seed=True)
+    alone = GymEnv("Pendulum-v1")
+    alone.set_seed(1)
+    assert torch.equal(again.reset()["observation"], alone.reset()["observation"].expand(6, 3))
     collector.shutdown()
 
 
@@ -120,6 +133,23 @@ class GymLike:
 
     def start(self, seed: int) -> list[float]:
         return self.game.reset(seed=seed)[0].tolist()
+
+
+def test_the_threads_of_a_pool_end_with_it() -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith("rlpost-env") for thread in threading.enumerate())
+
+    before = threads()
+    closed, forgotten = (ParallelEnv(2, partial(GymEnv, "Pendulum-v1")) for _ in range(2))
+    assert threads() == before + 4
+    closed.close()
+    closed.close()
+    del forgotten
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() <= before
 
 
 def test_spaces_are_drawn_from_within_their_bounds_and_others_refused() -> None:

@@ -40,6 +40,12 @@ def test_the_oldest_frames_make_room() -> None:
     assert torch.equal(drawn["next", "number"], drawn["number"] + 1)
 
 
+def test_frames_lie_on_the_storages_device() -> None:
+    store = FrameBuffer(storage=LazyTensorStorage(2, device="meta"))
+    store.extend(frames(0, 3))
+    assert store.sample(4)["next", "number"].device == torch.device("meta")
+
+
 def test_drawing_is_even_and_repeats_with_its_seed() -> None:
     one, same, other = buffer(batch_size=4000), buffer(batch_size=4000), buffer(seed=1)
     for store in (one, same, other):
