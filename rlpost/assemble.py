@@ -12,14 +12,13 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from rlpost.catalog import row_of
+from rlpost.assemble_policy import build_policy, build_trained_policy
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, longest_conversation, longest_sampled
+from rlpost.envs.build import build_env, longest_sampled
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
@@ -34,14 +33,10 @@ from rlpost.policies.sampling import evaluation_sampling, training_sampling
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
     AsyncCollectorSettings,
-    EnvSettings,
     EvalSettings,
     ExpertIterationSettings,
     GRPOSettings,
-    ModelSettings,
     NoTrackingSettings,
-    PolicySettings,
-    SamplingSettings,
     ScriptedSettings,
     SFTSettings,
     TrackingSettings,
@@ -204,64 +199,6 @@ def _build_collector(
         replay_buffer=buffer,
         begin_ahead=settings.lag > 0,
     )
-
-
-def build_trained_policy(
-    settings: SampledSettings | SFTSettings,
-    tokenizer: Any,
-    trainable: Trainable,
-    sampling: SamplingSettings,
-) -> Policy:
-    """What samples from the model that is trained."""
-    return build_policy(
-        settings.policy,
-        trainable.folder,
-        tokenizer,
-        model=trainable.model,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=sampling,
-        seed=settings.seed,
-        adapter_rank=trainable.adapter_rank,
-        adapter=trainable.adapter,
-    )
-
-
-def build_policy(
-    settings: PolicySettings,
-    folder: Path,
-    tokenizer: Any,
-    *,
-    model: PreTrainedModel | None,
-    model_settings: ModelSettings,
-    env_settings: EnvSettings,
-    sampling: SamplingSettings,
-    seed: int,
-    adapter_rank: int | None = None,
-    adapter: Path | None = None,
-) -> Policy:
-    """The policy that `settings` asks for; `model` is the trainer's, which transformers samples from.
-
-    With an `adapter_rank` vLLM keeps the weights of `folder` and takes pushes of an adapter beside them,
-    the one of the folder `adapter` to begin with.
-    """
-    settings = chosen_policy(settings)
-    asked = longest_conversation(env_settings)
-    longest = min(asked, context_length(folder) or asked)
-    if adapter_rank is not None and not isinstance(settings, VLLMSettings):
-        raise ConfigError("lora.push=adapter is a way into vLLM, which is not installed: install it, or leave it out")
-    policy: Policy = row_of("policy", type(settings)).build(
-        settings,
-        folder,
-        tokenizer,
-        model=model,
-        model_settings=model_settings,
-        sampling=sampling,
-        seed=seed,
-        **({} if adapter_rank is None else {"adapter_rank": adapter_rank, "adapter": adapter}),
-    )
-    policy.max_model_len = longest  # so that a conversation has the same room whatever samples it
-    return policy
 
 
 def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlpost.assemble import build_policy
+from rlpost.assemble_policy import build_policy
 from rlpost.catalog import CHOICES
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.group_player import GroupPlayer

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.assemble import build_trained_policy
+from rlpost.assemble_policy import build_trained_policy
 from rlpost.data import row_store
 from rlpost.data.demonstrations import BadRows, Sample
 from rlpost.data.encoding import Encoder, LazySamples, encode_all

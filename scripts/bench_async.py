@@ -141,7 +141,7 @@ def steps() -> None:
         policy = RemotePolicy(player, tiny_tokenizer(), sampling=SamplingSettings())
         driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=PER_STEP, depth=lag, max_policy_lag=lag)
         policy.start()
-        ages, seconds = [], []
+        ages, seconds, counts = [], [], driver.counts()
         for _ in range(STEPS):
             began = time.perf_counter()
             batch = buffer.take(PER_STEP, lag)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost import assemble
+from rlpost import assemble, assemble_policy
 from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
 from rlpost.config.registry import all_keys, options
@@ -178,7 +178,7 @@ def start_vllm(folder: Path) -> None:
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings
-            policy = assemble.build_policy(
+            policy = assemble_policy.build_policy(
                 settings.policy,
                 folder,
                 None,

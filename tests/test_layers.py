@@ -35,7 +35,7 @@ LAYERS = [
     ["weight_sync", "tracking", "screen", "tools", "torchrl"],
     ["collectors", "runs"],
     ["evaluation", "chat", "sandbox", "starters", "testing"],
-    ["assemble", "assemble_sft", "assemble_async"],
+    ["assemble", "assemble_sft", "assemble_async", "assemble_policy"],
     ["train"],
     ["cli"],
     ["__main__"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.assemble import build_policy
+from rlpost.assemble_policy import build_policy
 from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
