@@ -13,18 +13,27 @@ from rlpost.errors import PolicyError
 class Background:
     """Calls `work` again and again in a thread, until it returns False, raises or is told to stop.
 
+    A round begins where nobody holds the work, and `may_begin` says so or somebody waits for one.
     What `work` raised is raised by the next call of `check`, `wait_for_round`, `held` or `stop`, in
     their caller's thread. A wait of more than `wait_seconds` raises PolicyError, which names `work_name`.
     """
 
-    def __init__(self, work: Callable[[], bool], work_name: str, wait_seconds: float) -> None:
+    def __init__(
+        self,
+        work: Callable[[], bool],
+        work_name: str,
+        wait_seconds: float,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.wait_seconds = wait_seconds
         self._work = work
         self._name = work_name
+        self._may_begin = may_begin
         self._changed = threading.Condition()  # of all that follows
         self._rounds = 0  # ended so far
         self._at_work = False
         self._holders = 0
+        self._is_asked = False  # for a round whatever `may_begin` says
         self._stopping = False
         self._ended = False
         self._failure: BaseException | None = None
@@ -46,6 +55,8 @@ class Background:
         """Return when one more round has ended, or no further will."""
         with self._changed:
             asked = self._rounds
+            self._is_asked = True
+            self._changed.notify_all()
             self._wait(lambda: self._rounds > asked or self._ended, self.wait_seconds)
         self.check()
 
@@ -63,6 +74,11 @@ class Background:
             with self._changed:
                 self._holders -= 1
                 self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Ask `may_begin` again: something that it looks at has changed."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self, timeout_seconds: float | None = None) -> None:
         """Begin no further round, and return when the one under way has ended."""
@@ -103,8 +119,11 @@ class Background:
                 self._changed.notify_all()
 
     def _begin(self) -> bool:
-        """Wait while somebody holds the work; False once it is to stop."""
+        """Wait until a round may begin; False once the work is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or not self._holders)
-            self._at_work = not self._stopping
+            self._changed.wait_for(lambda: self._stopping or (not self._holders and self._is_wanted()))
+            self._at_work, self._is_asked = not self._stopping, False
             return self._at_work
+
+    def _is_wanted(self) -> bool:
+        return self._is_asked or self._may_begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from rlpost.errors import PolicyError
 
 if TYPE_CHECKING:
     from rlpost.collectors.background import Background
+
+log = logging.getLogger("rlpost")
 
 
 class CollectorBase(ABC):
@@ -36,6 +39,11 @@ class CollectorBase(ABC):
     @abstractmethod
     def wants_more(self) -> bool:
         """Whether there is to be another batch."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether so much waits to be taken that the background rests until somebody takes it, or asks for more."""
+        return False
 
     def collect(self) -> None:
         """One more batch into the replay buffer; where the background fills it, return with its next one.
@@ -62,8 +70,10 @@ class CollectorBase(ABC):
         """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
         return False
 
-    def taken(self, groups: Sequence[int]) -> None:  # noqa: B027  not every source keeps account
-        """See `GroupSource.taken`; nothing follows from it here."""
+    def taken(self, groups: Sequence[int]) -> None:
+        """See `GroupSource.taken`: the background may go on."""
+        if self._background is not None:
+            self._background.look_again()
 
     def start(self) -> None:
         """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
@@ -83,19 +93,24 @@ class CollectorBase(ABC):
             collector.collect_round()
             return collector.wants_more
 
+        def may_begin() -> bool:
+            collector = mine()
+            return collector is None or not collector.is_ahead
+
         from rlpost.collectors.background import Background
 
-        self._background = Background(work, "the batch that is collected in the background", self.wait_seconds)
+        name = "the batch that is collected in the background"
+        self._background = Background(work, name, self.wait_seconds, may_begin)
 
     def pause(self) -> AbstractContextManager[None]:
         """A block in which nothing is collected in the background; the batch under way is waited for."""
         return nullcontext() if self._background is None else self._background.held()
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Collect no more, and close the environment; the policy stays its owner's. A second call does nothing.
 
         Raises what went wrong in the background, and PolicyError where the batch under way there has
-        not ended within `timeout` seconds (None: `wait_seconds`).
+        not ended within `timeout` seconds (None: `wait_seconds`); without `raise_on_error` that is logged.
         """
         if self._is_shut_down:
             return
@@ -103,11 +118,17 @@ class CollectorBase(ABC):
         try:
             if self._background is not None:
                 self._background.stop(timeout)
+        except Exception as error:
+            if raise_on_error:
+                raise
+            log.warning("the collector was shut down after an error: %s", error)
         finally:
             if close_env:
                 self.env.close()
 
-    async_shutdown = shutdown
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """`shutdown`, under the name that ends what was started in the background."""
+        self.shutdown(timeout, close_env)
 
     def is_initialized(self) -> bool:
         """Whether batches can be collected: until `shutdown`."""

@@ -28,7 +28,7 @@ class Issued:
     """A ticket that a player has, or had: the version it was begun under, and whether it was cancelled before."""
 
     ticket: Ticket
-    version: int
+    begun_under: int
     again: bool = False
 
 
@@ -228,7 +228,7 @@ class GroupDriver:
             else:
                 [ticket] = self.env.tickets(self.env.repeats)
                 each = Issued(ticket, 0)
-            each.version = self.policy_version
+            each.begun_under = self.policy_version
             self._running[each.ticket.group] = each
             tickets.append(each.ticket)
         self._counts["issued"] += len(tickets)
@@ -236,7 +236,7 @@ class GroupDriver:
             self.policy.worker.submit("play", tickets)
 
     def _too_old(self, each: Issued, version: int) -> bool:
-        return each.version < version - self.max_policy_lag
+        return each.begun_under < version - self.max_policy_lag
 
     def _cancel_old(self, version: int) -> None:
         """Take back the groups that are too old once `version` is pushed."""
@@ -328,4 +328,4 @@ class GroupDriver:
 
 
 def _issued(plain: Mapping[str, Any]) -> Issued:
-    return Issued(Ticket(**plain["ticket"]), plain["version"], plain["again"])
+    return Issued(Ticket(**plain["ticket"]), plain["begun_under"], plain["again"])

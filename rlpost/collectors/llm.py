@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.collectors.base import CollectorBase, postprocessed
+from rlpost.collectors.base import postprocessed
 from rlpost.collectors.player import Player
-from rlpost.data.conversation import Conversation, PolicyVersionLabel
+from rlpost.collectors.weights import WeightsCollector
+from rlpost.data.conversation import Conversation
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import WeightUpdater, begin_versions, default_updater
+from rlpost.weight_sync.base import WeightUpdater
 
 
-class LLMCollector(CollectorBase):
+class LLMCollector(WeightsCollector):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
@@ -44,7 +45,8 @@ class LLMCollector(CollectorBase):
 
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
     its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
-    thread of its own, until `shutdown`, the end of a `with` block or the collector's.
+    thread of its own, until `shutdown`, the end of a `with` block or the collector's; it rests while as many
+    rows as `batches_ahead` batches have wait there for somebody to take them (None: never).
 
     `weight_updater` is how the trainer's weights reach the policy; left out, it is the policy's own way:
     `SharedWeights` for one that samples from the trainer's tensors, `vLLMUpdater` for vLLM.
@@ -92,6 +94,7 @@ class LLMCollector(CollectorBase):
         track_policy_version: bool | PolicyVersion = False,
         begin_ahead: bool = True,
         verbose: bool = False,
+        batches_ahead: int | None = 2,
         wait_seconds: float = 600.0,
     ) -> None:
         if (policy is None) == (policy_factory is None):
@@ -109,8 +112,10 @@ class LLMCollector(CollectorBase):
         if last_only and (flatten_data or reset_at_each_iter):
             raise TypeError("yield_only_last_steps excludes flatten_data and reset_at_each_iter")
         completed = last_only if yield_completed_trajectories is None else yield_completed_trajectories
-        if replay_buffer is not None and flatten_data is False and not completed:
-            raise TypeError("a replay buffer holds rows on a single dimension: leave flatten_data=False out")
+        if batches_ahead is not None and batches_ahead < 1:
+            raise ValueError(
+                f"batches_ahead={batches_ahead} lets start() collect nothing: it must be at least 1, or None"
+            )
 
         super().__init__(_language_env(env), replay_buffer, wait_seconds=wait_seconds)
         self.policy = _policy(policy if policy is not None else policy_factory(), self.env)  # type: ignore[misc]
@@ -128,8 +133,9 @@ class LLMCollector(CollectorBase):
         self.policy_version_tracker = self._version_tracker(track_policy_version)
         self.player = Player(self.env, self.policy)
         self.weight_updater = self._updater(weight_updater)
+        self.batches_ahead = batches_ahead
         if replay_buffer is not None:
-            replay_buffer.source = self
+            self._become_source_of(replay_buffer)
         self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns of what is under way in each place
         self._ready: deque[list[Conversation]] = deque()  # complete trajectories not yet delivered
         self._turns_delivered = 0
@@ -143,6 +149,15 @@ class LLMCollector(CollectorBase):
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """What iterating over the collector gives."""
         return iter(self)
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch where iterating gives one; None where it is delivered elsewhere, and at the end."""
+        return next(iter(self), None)
+
+    @property
+    def frames_per_batch(self) -> int:
+        """`dialog_turns_per_batch`: a frame is a turn."""
+        return self.dialog_turns_per_batch
 
     def rollout(self) -> TensorDictBase:
         """One batch, whatever it is delivered into."""
@@ -163,8 +178,13 @@ class LLMCollector(CollectorBase):
 
     # State
 
-    def reset(self, index: int | Sequence[int] | None = None) -> None:
-        """Abandon the conversations under way, or those in the places `index`; complete ones are still delivered."""
+    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
+        """Abandon the conversations under way, or those in the places `index`; complete ones are still delivered.
+
+        Raises TypeError for anything else: conversations begin in one way.
+        """
+        if kwargs:
+            raise TypeError(f"reset takes the places to begin anew, and no {', '.join(kwargs)}: leave it out")
         with self.pause():
             if index is None:
                 self._abandon()
@@ -176,54 +196,6 @@ class LLMCollector(CollectorBase):
             for transform in self.env.transforms:
                 transform.on_end(abandoned)
 
-    # Weights and versions
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        worker_ids: int | Sequence[int] | None = None,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Push weights into the policy; its version rises once the push has wholly succeeded.
-
-        They come from a module, a TensorDict or a mapping, or as `state_dict`; without either they are
-        those of the policy's own model, where it has one that somebody trains. The only worker is
-        number 0. What is collected in the background waits meanwhile. Raises TypeError without weights
-        or with two sets of them, ValueError for a worker that is not there.
-        """
-        workers = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
-        if any(worker != 0 for worker in workers):
-            raise ValueError(f"worker_ids={worker_ids!r}: this collector is one worker, number 0")
-        if policy_or_weights is not None and state_dict is not None:
-            raise TypeError("update_policy_weights_ was given weights twice: leave policy_or_weights or state_dict out")
-        source = policy_or_weights if policy_or_weights is not None else state_dict
-        if source is None:
-            source = self.get_policy_model()
-            if not isinstance(source, torch.nn.Module):
-                raise TypeError(
-                    "update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict="
-                )
-        with self.pause():
-            self.weight_updater.push(source)
-
-    def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """`weight_updater.init` with these arguments."""
-        self.weight_updater.init(*args, **kwargs)
-
-    def get_policy_model(self) -> Any:
-        """What the policy samples with: its transformers model or vLLM engine; None where it has neither."""
-        return getattr(self.policy, "model", None)
-
-    @property
-    def policy_version(self) -> PolicyVersionLabel:
-        """The version the policy samples with now."""
-        return self.policy.version
-
-    def get_policy_version(self) -> PolicyVersionLabel:
-        """`policy_version` as a method, for callers that cannot read a property."""
-        return self.policy_version
-
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the postprocessing of batches. Raises RuntimeError if there is one already."""
         if self.postproc is not None:
@@ -231,46 +203,62 @@ class LLMCollector(CollectorBase):
         self.postproc = postproc
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the order of the environment's tasks, and return the last seed that was used.
+        """Seed the order of the environment's tasks and the randomness of completions.
 
-        There is one environment, so that is `seed`, whether or not the seeds of several were to be equal.
+        What is under way is abandoned, and the draws that follow have numbers that none had before. Returns the
+        seed for the next collector of a chain: `seed + 1`, with `static_seed` the same. A policy that several
+        collectors sample with has the seed that was set last.
         """
         with self.pause():
+            self._abandon()
+            self._ready.clear()
             self.env.set_seed(seed)
-        return seed
+            self.policy.seed = seed
+        return seed if static_seed else seed + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what is collected next, as JSON-compatible values."""
-        with self.pause():
-            return self._state()
+        """Everything that decides what is collected next, as JSON-compatible values; no weights.
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "env": self.env.state_dict(),
-            "live": [[asdict(turn) for turn in turns] for turns in self._live],
-            "ready": [[asdict(turn) for turn in turns] for turns in self._ready],
-            "turns_delivered": self._turns_delivered,
-            "trajectories_begun": self._trajectories_begun,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises CheckpointError if conversations were under way and the environment's size was another.
+        `env_state_dict` is the environment's, `policy_state_dict` the seed and version of the policy. While the
+        background collects, what is saved beside it, as the buffer is, belongs into the same block of `pause`.
         """
-        live = [[Conversation(**turn) for turn in turns] for turns in state["live"]]
-        if len(live) != len(self._live):
-            if any(live):
-                raise CheckpointError(
-                    f"the saved collector had {len(live)} conversations under way at once, and this environment has "
-                    f"{len(self._live)}: resume with the prompts_per_step and group_size the run began with"
-                )
-            live = [[] for _ in self._live]
-        self.env.load_state_dict(state["env"])
-        self._live = live
-        self._ready = deque([Conversation(**turn) for turn in turns] for turns in state["ready"])
-        self._turns_delivered = state["turns_delivered"]
-        self._trajectories_begun = state["trajectories_begun"]
+        with self.pause():
+            return {
+                "env_state_dict": self.env.state_dict(),
+                "policy_state_dict": {"seed": self.policy.seed, "version": self.policy.version},
+                "live": [[asdict(turn) for turn in turns] for turns in self._live],
+                "ready": [[asdict(turn) for turn in turns] for turns in self._ready],
+                "turns_delivered": self._turns_delivered,
+                "trajectories_begun": self._trajectories_begun,
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on where `state_dict` was taken; the weights of the policy's version are there already.
+
+        Without `strict` a part that is not there stays as it is. Raises CheckpointError for such a part otherwise,
+        and if conversations were under way and the environment's size was another.
+        """
+        own = ("env_state_dict", "policy_state_dict", "live", "ready", "turns_delivered", "trajectories_begun")
+        if strict and (missing := [name for name in own if name not in state_dict]):
+            raise CheckpointError(f"this is no whole state of an LLMCollector: it has no {' and no '.join(missing)}")
+        live = [[Conversation(**turn) for turn in turns] for turns in state_dict.get("live", [])]
+        if any(live) and len(live) != len(self._live):
+            raise CheckpointError(
+                f"the saved collector had {len(live)} conversations under way at once, and this environment has "
+                f"{len(self._live)}: resume with the prompts_per_step and group_size the run began with"
+            )
+        with self.pause():
+            if "env_state_dict" in state_dict:
+                self.env.load_state_dict(state_dict["env_state_dict"])
+            if "policy_state_dict" in state_dict:
+                self.policy.seed = state_dict["policy_state_dict"]["seed"]
+                self.weight_updater.restore_version(state_dict["policy_state_dict"]["version"])
+            if "live" in state_dict:
+                self._live = live if any(live) else [[] for _ in self._live]
+            if "ready" in state_dict:
+                self._ready = deque([Conversation(**turn) for turn in turns] for turns in state_dict["ready"])
+            self._turns_delivered = state_dict.get("turns_delivered", self._turns_delivered)
+            self._trajectories_begun = state_dict.get("trajectories_begun", self._trajectories_begun)
 
     # Collecting
 
@@ -278,6 +266,13 @@ class LLMCollector(CollectorBase):
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`: until `total_dialog_turns`, where there is an end."""
         return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
+
+    @property
+    def is_ahead(self) -> bool:
+        """See `CollectorBase.is_ahead`."""
+        if self.replay_buffer is None or self.batches_ahead is None:
+            return False
+        return self.replay_buffer.num_rows >= self.batches_ahead * self.dialog_turns_per_batch
 
     def collect_round(self) -> None:
         """See `CollectorBase.collect_round`."""
@@ -360,24 +355,6 @@ class LLMCollector(CollectorBase):
                 self._ready.append(trajectory)
             self._live[i] = [] if conversation.done else trajectory
         return conversations
-
-    def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
-        if track is False:
-            return None
-        tracker = PolicyVersion() if track is True else track
-        self.env = self.env.append_transform(tracker)
-        begin_versions(self.policy, tracker)
-        return tracker
-
-    def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater:
-        if updater is None:
-            return default_updater(self.policy)
-        built = updater if isinstance(updater, WeightUpdater) else updater()
-        if built.policy is None:
-            built.init(self.policy)
-        elif built.policy is not self.policy:
-            raise ValueError("the weight_updater pushes to another policy than the one this collector samples with")
-        return built
 
 
 def _language_env(env: Any) -> EnvBase:

@@ -141,7 +141,7 @@ class FolderUpdater(WeightUpdater):
                 save_one_by_one(named_weights(source).items(), folder)
             policy.push(folder, version, wait=self.wait, adapter=adapter)
 
-    def _send(self, policy: Policy, source: WeightSource) -> None:
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
         if not isinstance(policy, RemotePolicy):
             raise PolicyError(f"{type(self).__name__} pushes to a policy in another process: {type(policy).__name__}")
         self.send(policy, source, next_version(policy.version))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 from torch.nn.utils.rnn import pad_sequence
@@ -85,5 +86,7 @@ def column(tensordict: TensorDictBase, key: Key) -> list[Any]:
         return value.tolist()
     if isinstance(value, torch.Tensor):
         return ragged_rows(value) if value.is_nested else list(value.unbind(0))
-    plain = getattr(value, "data", None)  # one value that stands for every row
+    plain = getattr(value, "data", None)  # one value that stands for every row, or all of them as one object
+    if isinstance(plain, list | np.ndarray) and len(plain) == tensordict.batch_size[0]:
+        return list(plain) if isinstance(plain, list) else plain.tolist()
     return [plain if isinstance(plain, str | int | float) else value[i] for i in range(tensordict.batch_size[0])]

@@ -176,7 +176,7 @@ class EnvBase(ABC):
         """Conversations about `rows` from outside, one each, numbered like draws."""
 
     def set_seed(self, seed: int) -> None:  # noqa: B027
-        """Draw in the order of `seed`, from the beginning; nothing to do where nothing is drawn at random."""
+        """Draw in the order of `seed`, from its beginning, with numbers of draws not used before; else nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where drawing goes on, ready for JSON."""

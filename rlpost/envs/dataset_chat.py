@@ -157,7 +157,7 @@ class DatasetChatEnv(ChatEnv):
 
     def _place(self, drawn: Draw) -> str:
         own = self.primer is not None and self.primer.serves(self._rows)  # not one that was appended
-        return self.place_of(drawn.group) if own else ""
+        return self.place_of(drawn.group - self.primer.first_group) if own and self.primer else ""
 
     def place_of(self, position: int) -> str:
         """The place of the row at `position` of the order; empty where tasks are made rather than kept as rows."""
@@ -227,7 +227,8 @@ class DatasetChatEnv(ChatEnv):
         self.seed = seed
         if self._rows is not None:
             self._rows = self.open_rows(seed)
-            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+            first = self.primer.next_group if self.primer is not None else 0
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats, first_group=first)
 
     def state_dict(self) -> dict[str, Any]:
         """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""

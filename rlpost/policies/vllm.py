@@ -43,8 +43,8 @@ class vLLMWrapper(Policy):
     Log-probs are those of the distribution that was sampled from
     (`logprobs_mode="processed_logprobs"`), so they include the temperature and filters such as top-p; a given
     `vllm.LLM` that was built otherwise is refused where that makes a difference. After a weight push
-    that failed half-way the engine is closed, and sampling raises PolicyError: there is never a
-    mixture of old and new weights.
+    that failed half-way the engine is closed, or let go of where it was given, and sampling raises PolicyError:
+    there is never a mixture of old and new weights.
 
     With an `adapter_rank` the engine keeps the weights of `model` and applies a LoRA adapter of that
     rank: the one of the folder `adapter` once it has started, then what `load_adapter` brings.
@@ -121,7 +121,7 @@ class vLLMWrapper(Policy):
         if self._engine is not None:
             return
         if self._given is not None:
-            raise PolicyError(f"the engine this policy was given is closed ({self._closed_because}): build another")
+            raise PolicyError(f"this policy let go of the engine it was given ({self._closed_because}): build another")
         require_vllm()
         arguments = engine_arguments(
             self.folder, self.settings, max_model_len=self.max_model_len, seed=self.seed, adapter_rank=self.adapter_rank
@@ -295,7 +295,8 @@ class vLLMWrapper(Policy):
         except Exception as error:
             self._closed_because = f"vLLM failed while {doing}: {_first_line(error)}"
             self.close()
-            raise PolicyError(f"{self._closed_because}; the engine was closed{advice}") from error
+            ended = "the engine was closed" if self._given is None else "the engine, which was given, is let go of"
+            raise PolicyError(f"{self._closed_because}; {ended}{advice}") from error
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.

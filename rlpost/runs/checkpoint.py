@@ -28,7 +28,7 @@ from rlpost.runs.resumable import ADVICE, check_resumable, keep_the_model_alone,
 
 TENSORS = "state/tensors.safetensors"
 STATE = "state/state.json"
-FORMAT = 3  # of what lies in state/; another is not read
+FORMAT = 4  # of what lies in state/; another is not read
 NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
 
 

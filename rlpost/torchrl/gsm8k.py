@@ -43,10 +43,11 @@ class GSM8KPrepareQuestion(Transform):
         return self.template.format(question=question)
 
     def on_begin(self, conversations: Sequence[Conversation]) -> None:
-        """Rewrite the last message of each conversation."""
+        """Rewrite the last message of each conversation; alone, it is the prompt as it stands, and no chat."""
         for conversation in conversations:
             last = conversation.messages[-1]
             conversation.messages[-1] = {**last, "content": self.prepare(last["content"])}
+            conversation.chat = len(conversation.messages) > 1
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Rewrite `in_key` of a TensorDict that has it as plain text; what an environment returns has not."""

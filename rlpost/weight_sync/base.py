@@ -49,7 +49,7 @@ class WeightUpdater(ABC):
             raise PolicyError("the weight updater has no policy yet: call init(policy)")
         if self.model_metadata is not None:
             check_weights(named_weights(source), self.model_metadata)
-        self._send(self.policy, source)
+        self.send_weights(self.policy, source)
         self.policy.become(next_version(self.policy.version))
         return self.policy.version
 
@@ -59,7 +59,7 @@ class WeightUpdater(ABC):
         self.policy.version = version
 
     @abstractmethod
-    def _send(self, policy: Policy, source: WeightSource) -> None:
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
         """Bring the weights of `source` to `policy`, and leave `source` as it is."""
 
 
@@ -71,7 +71,7 @@ class SharedWeights(WeightUpdater):
     (`ScriptedPolicy`) takes any.
     """
 
-    def _send(self, policy: Policy, source: WeightSource) -> None:
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
         weights = named_weights(source)  # what holds no weights is refused here
         if not policy.shares_weights:
             raise PolicyError(

@@ -43,7 +43,7 @@ class vLLMUpdater(WeightUpdater):
         self.timeout_seconds = timeout_seconds  # for the workers to join, and for one weight
         self._group: WeightGroup | None = None
 
-    def _send(self, policy: Policy, source: WeightSource) -> None:
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
         wrapper, weights = _vllm(self, policy), named_weights(source)
         if self.master_address is None:
             wrapper.load_weights(weights)
@@ -71,7 +71,7 @@ class vLLMAdapterUpdater(WeightUpdater):
     the sampler's weights; sampling is slower, by the adapter's own matrix products.
     """
 
-    def _send(self, policy: Policy, source: WeightSource) -> None:
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
         wrapper = _vllm(self, policy)
         if not is_adapted(source):
             raise PolicyError(

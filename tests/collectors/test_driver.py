@@ -206,7 +206,7 @@ def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() 
     driver.update_policy_weights_(MODEL)  # version 2
     assert driver.counts()["groups/cancelled"] == 2.0
     assert under_way(driver) == [0, 3, 6, 7]  # the same draws, under the new weights
-    assert {each.version for each in driver._running.values()} == {2}
+    assert {each.begun_under for each in driver._running.values()} == {2}
     assert balance(driver) == 0
     assert not driver.owes
     driver.update_policy_weights_(MODEL)  # version 3: the last chance of 0 and 3
@@ -241,7 +241,7 @@ def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
             tickets = remote(driver).worker.tickets
             # the first begun is often the last to end
             group = rng.choice(sorted(tickets)[1:] or sorted(tickets)) if rng.random() < 0.8 else min(tickets)
-            remote(driver).end(group, driver._running[group].version)
+            remote(driver).end(group, driver._running[group].begun_under)
             return True
 
         driver._changed.wait = step_on  # type: ignore[method-assign]

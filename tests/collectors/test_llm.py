@@ -249,7 +249,6 @@ def test_verbose_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         (TypeError, "contradicts", {"yield_only_last_steps": True, "yield_completed_trajectories": False}),
         (TypeError, "excludes", {"yield_only_last_steps": True, "flatten_data": True}),
         (TypeError, "excludes", {"yield_only_last_steps": True, "reset_at_each_iter": True}),
-        (TypeError, "single dimension", {"replay_buffer": ReplayBuffer(), "flatten_data": False}),
         (TypeError, "int is no Transform", {"track_policy_version": 7}),
         (RuntimeError, "not into both", {"replay_buffer": ReplayBuffer(), "queue": queue.Queue()}),
         (RuntimeError, "raise its num_envs", {"async_envs": True}),

@@ -59,7 +59,7 @@ def test_versions_may_be_uuids() -> None:
 
 def test_a_push_that_fails_leaves_the_version() -> None:
     class Broken(SharedWeights):
-        def _send(self, policy: Policy, source: WeightSource) -> None:
+        def send_weights(self, policy: Policy, source: WeightSource) -> None:
             raise PolicyError("half of it arrived")
 
     collector = make(talk(), dialog_turns_per_batch=2, weight_updater=Broken, track_policy_version=True)

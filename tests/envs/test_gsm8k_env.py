@@ -10,11 +10,13 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from rlpost.envs.build import build_env
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError
+from rlpost.model.load import tiny_tokenizer
 from rlpost.rewards.score import Score
 from rlpost.settings import EnvSettings, GSM8KSettings
 
@@ -151,6 +153,8 @@ def test_the_environment_made_of_transforms_scores_like_the_whole_one() -> None:
     assert [c.group_id for c in drawn] == [0, 0, 1, 1]
     assert [m["role"] for m in drawn[0].messages] == ["user"]
     assert drawn[0].query.endswith("Assistant: <think>")
+    Continuation(tiny_tokenizer()).begin(drawn[0])
+    assert drawn[0].prompt_text == drawn[0].query  # nothing follows what the model is to go on from
     for conversation in drawn:
         conversation.add_completion(Completion([], [], f"<answer>{conversation.task['answer']}</answer>", "stop", 0))
     env.advance(drawn)

@@ -252,7 +252,7 @@ def test_an_engine_that_runs_may_be_given_and_stays_its_owners(case: tuple[Path,
         policy.generate(REQUESTS[:1], SamplingSettings(temperature=0.7))
     policy.close()
     assert owner.generate(REQUESTS[:1], SamplingSettings())
-    with pytest.raises(PolicyError, match="the engine this policy was given is closed"):
+    with pytest.raises(PolicyError, match="let go of the engine it was given"):
         policy.start()
 
 

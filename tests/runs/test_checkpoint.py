@@ -104,7 +104,7 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-000004"]
 
 
-@pytest.mark.parametrize("other", [1, 2, 4])
+@pytest.mark.parametrize("other", [1, 3, 5])
 def test_the_state_of_another_version_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_the_state_of_another_version_is_refused_in_one_line(
     for read in (verify, load_checkpoint):
         with pytest.raises(
             CheckpointError,
-            match=rf"another version of rlpost \(its state has format {other}, this one reads 3\).* with model\.path=",
+            match=rf"another version of rlpost \(its state has format {other}, this one reads 4\).* with model\.path=",
         ) as said:
             read(path)
         assert "\n" not in str(said.value)

@@ -236,3 +236,14 @@ def test_a_policy_with_weights_of_its_own_needs_an_updater_that_sends_them(
     with pytest.raises(PolicyError, match=r"TransformersWrapper samples with weights of its own.*`pushes`"):
         SharedWeights(policy).push(policy.model)
     assert policy.version == 0
+
+
+def test_a_failed_push_into_an_engine_that_was_given_leaves_it_to_its_owner(
+    adapted: torch.nn.Module, tiny_folder: Path
+) -> None:
+    pytest.importorskip("vllm")
+    policy = wrapper(tiny_folder, NotingEngine(fails=True))
+    policy._given = policy._engine
+    with pytest.raises(PolicyError, match=r"no room.*; the engine, which was given, is let go of, since it may hold"):
+        vLLMUpdater(policy).push(adapted)
+    assert policy.model is None

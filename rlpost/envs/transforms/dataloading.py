@@ -38,7 +38,7 @@ class DataLoadingPrimer(Transform):
     "as_padded_tensor" or a function of a list of mappings; where it is None tensors of equal shape
     are stacked. The result is moved to `device`.
 
-    `position` counts the elements served, repeats included, and is all there is to save. A
+    Draws are numbered from `first_group` on. `position` counts the elements served, repeats included. A
     dataloader with an `iter_from(index)` method is moved there at once; of any other the elements
     before it are read again, so it has to give the same order each time it is started.
 
@@ -56,6 +56,7 @@ class DataLoadingPrimer(Transform):
         group_repeats: bool = False,
         stack_method: str | StackMethod | None = None,
         device: torch.device | str | None = None,
+        first_group: int = 0,
     ) -> None:
         if (dataloader is None) == (dataloader_factory is None):
             raise ValueError("give exactly one of dataloader and dataloader_factory")
@@ -67,6 +68,7 @@ class DataLoadingPrimer(Transform):
         self.batch_size = _one_dimension(batch_size, self.repeats if group_repeats else 1)
         self.stack_method = stack_method
         self.device = device
+        self.first_group = first_group
         self.position = 0
         self._dataloader = dataloader
         self._factory = dataloader_factory
@@ -85,11 +87,16 @@ class DataLoadingPrimer(Transform):
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Draw:
-        group, sample = divmod(self.position, self.repeats)
+        number, sample = divmod(self.position, self.repeats)
         if self._element is None or sample == 0:
-            self._element = self._read(group)
+            self._element = self._read(number)
         self.position += 1
-        return Draw(self._element, group, sample)
+        return Draw(self._element, self.first_group + number, sample)
+
+    @property
+    def next_group(self) -> int:
+        """The number of the first draw that has not begun: those of another order begin there."""
+        return self.first_group - (-self.position // self.repeats)
 
     def _read(self, group: int) -> Mapping[str, Any]:
         if self._iterator is None:
@@ -109,16 +116,17 @@ class DataLoadingPrimer(Transform):
         return elements
 
     def reset_dataloader(self) -> None:
-        """Begin again with the first element."""
-        self.load_state_dict({"position": 0})
+        """Begin again with the first element, and its number."""
+        self.load_state_dict({"position": 0, "first_group": self.first_group})
 
     def state_dict(self) -> dict[str, int]:
-        """The position, ready for JSON."""
-        return {"position": self.position}
+        """The position, and the first number where it is not 0, ready for JSON."""
+        return {"position": self.position} | ({"first_group": self.first_group} if self.first_group else {})
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a saved position."""
         self.position = state["position"]
+        self.first_group = state.get("first_group", 0)
         self._iterator = self._element = None
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,0 +1,226 @@
+"""LLMCollector: whose draws are whose, how far the background runs ahead, and what it says to wrong calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from talk import ROWS, make, next_of, scripted, talk, told
+from test_llm_background import ONE_TURN, Gate, started, until
+
+from rlpost.collectors import LLMCollector, SharedWeights, WeightUpdaterBase
+from rlpost.data import ReplayBuffer
+from rlpost.envs import DatasetChatEnv
+from rlpost.errors import CheckpointError, PolicyError
+from rlpost.policies import ScriptedPolicy
+from rlpost.train.sampled import SamplingSession
+
+# Numbers of draws
+
+
+def test_a_second_collector_of_a_buffer_is_refused_until_the_first_is_shut_down() -> None:
+    buffer = ReplayBuffer(group_size=2)
+    first = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, replay_buffer=buffer)
+    with pytest.raises(RuntimeError, match="another collector fills this replay buffer, and both would number"):
+        make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, replay_buffer=buffer)
+    first.shutdown()
+    assert buffer.source is first
+    second = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, replay_buffer=buffer)
+    assert buffer.source is second
+
+
+def test_a_seed_in_mid_run_begins_groups_of_new_numbers() -> None:
+    buffer = ReplayBuffer(group_size=2)
+    env = DatasetChatEnv([{"question": f"q{i}"} for i in range(9)], num_envs=3, repeats=2)
+    collector = make(env, dialog_turns_per_batch=3, replay_buffer=buffer)
+    buffer.take(1)  # of 3 places, and a group has 2: group 1 is half there
+    collector.set_seed(5)
+    taken = buffer.take(3)
+    assert taken["group_id"].tolist() == [2, 2, 3, 3, 4, 4]
+    assert all(taken["query"][i] == taken["query"][i + 1] for i in (0, 2, 4))
+    in_order = DatasetChatEnv([{"question": f"q{i}"} for i in range(9)], num_envs=3, repeats=2, seed=5).draw(6)
+    assert list(taken["query"]) == [conversation.query for conversation in in_order]
+
+
+def test_what_was_under_way_before_a_seed_is_abandoned() -> None:
+    collector = make(talk(), dialog_turns_per_batch=2, yield_completed_trajectories=True)
+    next_of(collector)  # q1 has two turns more
+    collector.set_seed(0)
+    assert next_of(collector)["group_id"].tolist()[0] == 3
+
+
+def test_numbers_and_order_after_a_seed_survive_a_checkpoint() -> None:
+    def seeded() -> LLMCollector:
+        return make(DatasetChatEnv(ROWS, num_envs=2), dialog_turns_per_batch=2, flatten_data=True)
+
+    going_on, resumed = seeded(), seeded()
+    next_of(going_on)
+    going_on.set_seed(3)
+    next_of(going_on)
+    resumed.load_state_dict(json.loads(json.dumps(going_on.state_dict())))
+    batches = [next_of(each) for each in (going_on, resumed)]
+    assert batches[0]["group_id"].tolist() == batches[1]["group_id"].tolist() == [4, 5]
+    assert list(batches[0]["query"]) == list(batches[1]["query"])
+    assert resumed.policy.seed == 3
+
+
+def test_a_chain_of_collectors_is_seeded_apart_and_samples_apart() -> None:
+    asked: list[list[int]] = []
+
+    class Seeds(ScriptedPolicy):
+        def generate(self, requests: Any, sampling: Any) -> list[Any]:
+            asked.append([request.seed for request in requests])
+            return super().generate(requests, sampling)
+
+    seed = 7
+    one_prompt = [{"question": "the same", "turns": 1}]
+    for _ in range(2):
+        policy = Seeds(["x"], scripted("x").tokenizer)
+        collector = make(talk(rows=one_prompt), dialog_turns_per_batch=2, policy=policy)
+        seed = collector.set_seed(seed)
+        next_of(collector)
+    assert seed == 9
+    assert not set(asked[0]) & set(asked[1])
+    assert make(talk(), dialog_turns_per_batch=2).set_seed(7, static_seed=True) == 7
+
+
+# The background
+
+
+def test_the_background_rests_while_nobody_takes_and_goes_on_when_somebody_does() -> None:
+    collector, buffer = started(batches_ahead=3)  # of 2 rows
+    until(lambda: buffer.write_count == 6)
+    time.sleep(0.1)
+    assert buffer.write_count == 6
+    assert told(buffer.take(2)) == [("q0", 1), ("q1", 1)]
+    until(lambda: buffer.write_count == 8)
+    assert buffer.take(20).batch_size[0] == 20  # more than fits: whoever waits is served
+    collector.shutdown(timeout=5)
+    with pytest.raises(ValueError, match="batches_ahead=0 lets start"):
+        make(talk(), dialog_turns_per_batch=2, batches_ahead=0)
+
+
+def test_a_resting_background_ends_at_once() -> None:
+    collector, buffer = started()
+    until(lambda: buffer.write_count == 4)
+    collector.shutdown(timeout=5)
+    assert buffer.write_count == 4
+
+
+def test_what_is_saved_in_the_background_is_of_one_moment() -> None:
+    class Slow(ReplayBuffer):
+        def state_dict(self) -> dict[str, Any]:
+            end = time.monotonic() + 0.2
+            while self.write_count == written and time.monotonic() < end:
+                time.sleep(0.005)
+            return super().state_dict()
+
+    buffer, policy = Slow(), scripted("a", "b")
+    collector = LLMCollector(
+        talk(rows=ONE_TURN), policy=policy, dialog_turns_per_batch=2, replay_buffer=buffer, batches_ahead=None
+    )
+    collector.start()
+    until(lambda: buffer.write_count > 0)
+    written = buffer.write_count
+    session: Any = SimpleNamespace(parts=SimpleNamespace(collector=collector, buffer=buffer, policy=policy))
+    state = SamplingSession.state(session)
+    collector.shutdown()
+    drawn = state["collector"]["env_state_dict"]["primer"]["position"]
+    assert len(state["buffer"]["groups"]) == drawn  # every draw of a prompt is a group: none is drawn again
+
+
+def test_an_error_at_the_end_may_be_logged_instead(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Gate()
+    collector, _ = started(policy=policy, wait_seconds=0.05)
+    assert policy.asked.wait(10)
+    collector.shutdown(raise_on_error=False)
+    assert "the collector was shut down after an error: waited 0 s for the batch" in caplog.text
+    policy.open.set()
+
+
+# Weights
+
+
+class Told(WeightUpdaterBase):
+    """An updater as a user writes one."""
+
+    def send_weights(self, policy: Any, source: Any) -> None:
+        self.sent = source
+
+
+def test_weights_come_under_any_of_their_names_to_a_worker_by_number_or_device() -> None:
+    weights = torch.nn.Linear(1, 1)
+    collector = make(talk(), dialog_turns_per_batch=2, weight_updater=Told)
+    collector.policy.model = weights  # type: ignore[attr-defined]
+    named: list[dict[str, Any]] = [
+        {"weights": weights},
+        {"policy": weights, "worker_ids": torch.device("cpu")},
+        {"weights_dict": {"policy": weights}, "worker_ids": [torch.device("cpu"), 0]},
+        {"policy_or_weights": weights, "model_id": "policy"},
+    ]
+    for given in named:
+        collector.update_policy_weights_(**given)
+        assert collector.weight_updater.sent is weights  # type: ignore[attr-defined]
+    assert collector.get_policy_version() == 4
+    for wrong, message in [
+        ({"weights": weights, "policy": weights}, "given weights twice, as weights and policy"),
+        ({"weights_dict": {"policy": weights}, "model_id": "policy"}, "as weights_dict and model_id"),
+        ({"weights": weights, "model_id": "critic"}, "one model, 'policy', and not critic"),
+        ({"weights": weights, "worker_ids": torch.device("cuda", 3)}, "one worker, number 0, on cpu"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            collector.update_policy_weights_(**wrong)
+    assert collector.get_policy_version() == 4
+
+
+def test_workers_are_those_of_an_updater_that_was_given() -> None:
+    collector = make(talk(), dialog_turns_per_batch=2)
+    collector.update_policy_weights_(torch.nn.Linear(1, 1))  # the policy's own way
+    with pytest.raises(TypeError, match="worker_ids chooses among the workers of a weight_updater"):
+        collector.update_policy_weights_(torch.nn.Linear(1, 1), worker_ids=0)
+    assert collector.get_policy_version() == 1
+
+
+def test_weights_that_do_not_reach_the_policy_raise_no_version() -> None:
+    policy = scripted("a")
+    policy.shares_weights = False
+    collector = make(talk(), dialog_turns_per_batch=2, policy=policy, weight_updater=SharedWeights)
+    with pytest.raises(PolicyError, match="samples with weights of its own, and SharedWeights sends none"):
+        collector.update_policy_weights_(torch.nn.Linear(1, 1))
+    assert collector.get_policy_version() == 0
+
+
+# Smaller things
+
+
+def test_a_batch_can_be_asked_for_by_a_call() -> None:
+    collector = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, total_dialog_turns=4, flatten_data=True)
+    first, second = collector.next(), collector.next()
+    assert first is not None
+    assert second is not None
+    assert told(first) + told(second) == [(f"q{i}", 1) for i in range(4)]
+    assert collector.next() is None
+    assert collector.frames_per_batch == collector.dialog_turns_per_batch == 2
+    with pytest.raises(TypeError, match="reset takes the places to begin anew, and no options"):
+        collector.reset(0, options={})
+
+
+def test_a_part_of_a_state_is_loaded_where_that_is_asked_for() -> None:
+    going_on = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, flatten_data=True)
+    next_of(going_on)
+    part = {"env_state_dict": going_on.state_dict()["env_state_dict"]}
+    other = make(talk(rows=ONE_TURN), dialog_turns_per_batch=2, flatten_data=True)
+    with pytest.raises(CheckpointError, match="no whole state of an LLMCollector: it has no policy_state_dict"):
+        other.load_state_dict(part)
+    other.load_state_dict(part, strict=False)
+    assert told(next_of(other)) == [("q2", 1), ("q3", 1)]
+
+
+def test_rows_that_are_not_flattened_reach_a_buffer_row_after_row() -> None:
+    buffer = ReplayBuffer()
+    make(talk(rows=ONE_TURN), dialog_turns_per_batch=6, replay_buffer=buffer, flatten_data=False).collect()
+    assert buffer.take(6)["query"] == ["q0", "q2", "q4", "q1", "q3", "q5"]  # place 0 played the even ones
