@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from rlpost.policies.vllm_engines import unreached_by_the_terminal
+from rlpost.policies.vllm_process import unreached_by_the_terminal
 
 CHILD = """
 import signal, sys
