@@ -23,7 +23,7 @@ from rlpost.policies.face import Face
 from rlpost.policies.sampling import check_whole
 from rlpost.policies.vllm_arguments import SAMPLER_LOG_PROBS, engine_arguments, folder_of, sampling_params
 from rlpost.policies.vllm_engines import VLLMEngine, engine_around, start_engine
-from rlpost.policies.vllm_process import first_line, in_thread, tokenizer_of, wait_for
+from rlpost.policies.vllm_process import first_line, in_thread, tokenizer_of, wait_for, with_head
 from rlpost.policies.vllm_requests import RequestsUnderWay
 from rlpost.policies.vllm_worker import WeightGroup
 from rlpost.settings import SamplingSettings, VLLMSettings
@@ -352,15 +352,16 @@ class vLLMWrapper(Policy):
             engine.load_weights(weights.items())
 
     def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
-        """See `Policy.load_folder`: vLLM reads the folder itself, and no copy is made.
+        """See `Policy.load_folder`: vLLM reads the folder itself; of its weights a tied head alone is copied.
 
         Completions under way in an engine of its own process are kept: their later ids are sampled with the new
         weights, after the keys and values that the earlier ones have. Raises as `load_weights`.
         """
         self._running_engine()
-        self._check_complete(SavedWeights(folder))
-        with self._changing(*PUSH) as engine:
-            engine.load_folder(folder)
+        weights = SavedWeights(folder)
+        self._check_complete(weights)
+        with with_head(folder, weights) as whole, self._changing(*PUSH) as engine:
+            engine.load_folder(whole)
             self.become(version)  # before anything is sampled with them
 
     def load_adapter(self, folder: Path, version: PolicyVersionLabel | None = None) -> None:

@@ -11,16 +11,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from rlpost.errors import PolicyError
 from rlpost.loop_thread import LoopThread
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
+
+HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # how names of what it is tied to end
 
 _setting = threading.RLock()  # held while variables are set: again by the thread that sets several
 
@@ -141,3 +145,23 @@ def exchange_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """`folder`, whose tensors are `weights`; or links to its files, and the tied head that they leave out.
+
+    An engine may keep the head apart from the embedding (vLLM does on a CPU), and what no file holds stays as it was.
+    Raises PolicyError where no embedding is told by its name.
+    """
+    if HEAD in weights:
+        yield folder
+        return
+    embeddings = [name for name in weights if name.endswith(EMBEDDINGS)]
+    if len(embeddings) != 1:
+        raise PolicyError(f"{folder} holds no {HEAD}, and no one tensor that it could be tied to: write it there too")
+    with exchange_folder() as whole:
+        for file in folder.glob("*.safetensors"):
+            (whole / file.name).symlink_to(file.resolve())
+        save_file({HEAD: weights[embeddings[0]]}, whole / "tied-head.safetensors")
+        yield whole
