@@ -20,7 +20,7 @@ from rlpost.envs.build import build_env
 from rlpost.errors import DataError
 from rlpost.model.load import locate_model
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.policies import vllm, vllm_engines
+from rlpost.policies import vllm, vllm_arguments, vllm_engines
 from rlpost.policies.sampling import training_sampling
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.run import RunRequest
@@ -173,7 +173,7 @@ def start_vllm(folder: Path) -> None:
         patch.setattr(vllm_engines, "InProcessEngine", Engine)
         patch.setattr(vllm_engines, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
-        patch.setattr(vllm, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
+        patch.setattr(vllm_arguments, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
         patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)

@@ -95,7 +95,7 @@ class GroupPlayer:
 
     def set_version(self, version: PolicyVersionLabel) -> None:
         """The weights that are there are those of `version`: of a run that goes on."""
-        self.policy.version = version
+        self.policy.become(version)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> Future[list[Completion]]:
         """A completion for each request, beside what is played."""

@@ -13,7 +13,7 @@ from rlpost.data.conversation import Completion, PolicyVersionLabel, next_versio
 from rlpost.errors import PolicyError
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.policies.base import Policy, Request
-from rlpost.policies.vllm_engines import exchange_folder, save_one_by_one
+from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
 from rlpost.settings import SamplingSettings
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 

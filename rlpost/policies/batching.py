@@ -68,11 +68,11 @@ class Batching:
             self._waiting.clear()
             thread = self._thread
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread():  # whose batch ends by what it raises
             thread.join(CLOSE_SECONDS)
-        with self._changed:
-            left += self._at_work
-            self._at_work = []
+            with self._changed:
+                left += self._at_work
+                self._at_work = []
         for future in left:
             future.set_exception(PolicyError("the policy was closed before this completion was sampled"))
 

@@ -6,30 +6,34 @@ vLLM is imported when an engine starts, never before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 
-from rlpost.data.conversation import Completion
+from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import require_vllm
-from rlpost.model.precision import bfloat16_is_fast
+from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy, Request
+from rlpost.policies.batching import Batching
 from rlpost.policies.face import Face
-from rlpost.policies.kv_cache import kv_cache_arguments, longest_context
 from rlpost.policies.sampling import check_whole
-from rlpost.policies.vllm_engines import VLLMEngine, engine_around, in_thread, start_engine, tokenizer_of, wait_for
-from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
-from rlpost.settings import DType, SamplingSettings, VLLMSettings
+from rlpost.policies.vllm_arguments import SAMPLER_LOG_PROBS, engine_arguments, folder_of, sampling_params
+from rlpost.policies.vllm_engines import VLLMEngine, engine_around, start_engine
+from rlpost.policies.vllm_process import first_line, in_thread, tokenizer_of, wait_for, with_head
+from rlpost.policies.vllm_requests import RequestsUnderWay
+from rlpost.policies.vllm_worker import WeightGroup
+from rlpost.settings import SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
-SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and filters
+ADAPTING = (
+    "loading an adapter",
+    ": go on from the last checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model",
+)
 
 
 class vLLMWrapper(Policy):
@@ -74,11 +78,12 @@ class vLLMWrapper(Policy):
         self.max_model_len = max_model_len
         self.adapter_rank = adapter_rank
         self.adapter = adapter
-        self._applied: Any | None = None  # vLLM's request for the adapter that completions are sampled with
         self._engine: VLLMEngine | None = None
         self._given: Any = None  # an engine that somebody else built, and closes
         self._closed_because: str | None = None
         self._needed: set[str] = set()  # names that a complete weight push brings
+        self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
+        self._labels: dict[str, PolicyVersionLabel] = {}  # the version of earlier weights, by the engine's label
         self._log_probs_mode = SAMPLER_LOG_PROBS
         if isinstance(model, str | Path):
             self.folder = Path(model)
@@ -107,7 +112,7 @@ class vLLMWrapper(Policy):
             )
         self._given = model
         self._log_probs_mode = config.logprobs_mode
-        self.folder = _folder_of(config.model)
+        self.folder = folder_of(config.model)
         self.max_model_len = min(self.max_model_len or config.max_model_len, config.max_model_len)
         self._needed = self._checkpoint_names()
 
@@ -133,14 +138,14 @@ class vLLMWrapper(Policy):
         except Exception as error:
             adapting = "; if it cannot apply an adapter to this model, leave lora.push=adapter out"
             raise PolicyError(
-                f"vLLM could not start on {self.folder} ({_first_line(error)}); if memory ran out, lower "
+                f"vLLM could not start on {self.folder} ({first_line(error)}); if memory ran out, lower "
                 "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs; if vLLM does not know the "
                 "model, policy=transformers samples from it" + (adapting if self.adapter_rank else "")
             ) from error
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
         self._closed_because = None
-        self._applied = None
+        self.batching, self._labels = Batching(), {}
         self._needed = self._checkpoint_names()
         if self.adapter is not None:
             self.load_adapter(self.adapter)
@@ -148,59 +153,86 @@ class vLLMWrapper(Policy):
 
     def rest(self) -> None:
         """See `Policy.rest`: the pages of the KV cache, on a CPU, and the prefixes that lie there."""
-        if self._engine is not None and self._given is None and not torch.cuda.is_available():
+        if self._engine is not None and self._given is None and not self._under_way and not torch.cuda.is_available():
             self._engine.reset_prefix_cache()
             self._engine.call_workers("give_back_kv_cache")
 
     def close(self) -> None:
         """Stop the engine, or let go of one that was given; a second call does nothing."""
         engine, self._engine = self._engine, None
+        because = self._closed_because or "vLLM was closed"
+        self._under_way.end(PolicyError(f"a completion was not sampled to its end: {because}"))
+        super().close()
         if engine is not None and self._given is None:
             engine.close()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """See `Policy.generate`; `policy_version` is the one when the call began, weights never change inside it."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        """See `Policy.generate`; weights change inside it in an engine of its own process alone.
 
+        Each completion has the version its first id was sampled under, and where that changed.
+        """
         self._running_engine()
         self._check_log_probs_mode(sampling)
-        version = self.version
-        # the tokenizer may be told another end of turn than the folder that the engine reads
-        stops = None if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        params = [
-            SamplingParams(
-                **asdict(sampling),
-                max_tokens=request.max_tokens,
-                seed=request.seed,
-                logprobs=0,
-                stop_token_ids=stops,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for request in requests
-        ]
+        params = sampling_params(requests, sampling, self.tokenizer.eos_token_id)
         prompts = [request.prompt_ids for request in requests]
-        before, on_ended = self.tokens_sampled, self.on_ended
+        counted, on_ended = 0, self.on_ended
 
         def told(ended: int, tokens: int) -> None:
-            self.tokens_sampled = before + tokens
+            nonlocal counted
+            self._count(tokens - counted)
+            counted = tokens
             if on_ended is not None:
                 on_ended(ended)
 
-        outputs = self._ask(f"sampling {len(prompts)} completions", prompts, params, told if on_ended else None)
-        self.tokens_sampled = before + sum(len(output.outputs[0].token_ids) for output in outputs)
-        completions = []
-        for output in outputs:
-            sample = output.outputs[0]
-            if sample.finish_reason not in ("stop", "length"):
-                raise PolicyError(
-                    f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length"
-                )
-            ids = list(sample.token_ids)
-            log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            completions.append(Completion(ids, log_probs, text, sample.finish_reason, version))
-        return completions
+        with self._turn():
+            outputs = self._ask(f"sampling {len(prompts)} completions", prompts, params, told if on_ended else None)
+            self._count(sum(len(output.outputs[0].token_ids) for output in outputs) - counted)
+            return [self._completion(output) for output in outputs]
+
+    def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
+        """See `Policy.submit`; an engine of its own process gets each request as it comes."""
+        engine = self._running_engine()
+        if not engine.continuous:
+            return super().submit(request, sampling)
+        sampling = sampling or self.sampling
+        self._check_log_probs_mode(sampling)
+        [params] = sampling_params([request], sampling, self.tokenizer.eos_token_id)
+        try:
+            asked = engine.submit(request.prompt_ids, params)
+        except RuntimeError as error:  # closed by another thread just now
+            raise PolicyError(f"vLLM takes no request ({self._closed_because or error}): call start()") from error
+
+        def completed(output: Any) -> Completion:
+            completion = self._completion(output)
+            self._count(len(completion.token_ids))
+            return completion
+
+        return self._under_way.add(engine, asked, completed)
+
+    def _completion(self, output: Any) -> Completion:
+        """What vLLM's output says, with the versions it was sampled under."""
+        sample = output.outputs[0]
+        if sample.finish_reason not in ("stop", "length"):
+            raise PolicyError(f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length")
+        ids = list(sample.token_ids)
+        log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        spans = [(span.start, self._labels.get(span.version, self.version)) for span in sample.weight_versions or []]
+        (_, version), *changes = spans or [(0, self.version)]
+        return Completion(ids, log_probs, text, sample.finish_reason, version, changes)
+
+    def _count(self, tokens: int) -> None:
+        with self.batching.lock:  # several threads do
+            self.tokens_sampled += tokens
+
+    def _engine_failed(self, error: BaseException) -> None:
+        """Called where nothing more is to be had of requests under way."""
+        self._closed_because = f"vLLM failed while sampling: {first_line(error)}"
+        self.close()
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Nobody samples or brings weights meanwhile; with requests that come one by one, both may."""
+        return nullcontext() if self._running_engine().continuous else self.batching.lock
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; vLLM reads a sequence at temperature 1 alone."""
@@ -219,7 +251,8 @@ class vLLMWrapper(Policy):
             )
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         prompts = [list(ids) for ids in sequences]
-        outputs = self._ask(f"reading {len(prompts)} sequences", prompts, [params] * len(prompts))
+        with self._turn():
+            outputs = self._ask(f"reading {len(prompts)} sequences", prompts, [params] * len(prompts))
         read = []
         for output, ids in zip(outputs, prompts, strict=True):
             known = zip(output.prompt_logprobs[1:], ids[1:], strict=True)  # nothing predicts the first
@@ -233,7 +266,7 @@ class vLLMWrapper(Policy):
         engine = self._running_engine()
         engine.told = told
         with self._closed_at_failure(doing):
-            return engine.generate(prompts, params, self._applied)
+            return engine.generate(prompts, params)
 
     def _check_log_probs_mode(self, sampling: SamplingSettings) -> None:
         """Raise ConfigError where the engine's log-probs are not those of what `sampling` draws from."""
@@ -260,7 +293,7 @@ class vLLMWrapper(Policy):
         try:
             return engine.call_workers(method, *args)
         except Exception as error:
-            raise PolicyError(f"a worker of vLLM failed in {method}: {_first_line(error)}") from error
+            raise PolicyError(f"a worker of vLLM failed in {method}: {first_line(error)}") from error
 
     def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
         """Like `load_weights`, but each weight is sent through `group`, whose rank 0 this process is.
@@ -271,14 +304,13 @@ class vLLMWrapper(Policy):
         self._check_complete(weights)
         sent = [(name, weights[name]) for name in weights]
         metadata = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in sent]
-        with self._closed_at_failure(*PUSH):
+        with self._changing(*PUSH):
             receiving = in_thread(lambda: engine.call_workers("update_weights_broadcast", metadata))
             for _, weight in sent:
                 if receiving.done():
                     break  # for what it failed with is raised below
                 group.broadcast(weight.detach().contiguous(), src=0)
             wait_for(receiving, self.settings.timeout_seconds, "the workers to load the weights")
-            engine.reset_prefix_cache()
 
     def _check_complete(self, weights: Mapping[str, torch.Tensor]) -> None:
         missing = sorted(self._needed - weights.keys())
@@ -293,36 +325,63 @@ class vLLMWrapper(Policy):
         try:
             yield
         except Exception as error:
-            self._closed_because = f"vLLM failed while {doing}: {_first_line(error)}"
+            self._closed_because = f"vLLM failed while {doing}: {first_line(error)}"
             self.close()
             ended = "the engine was closed" if self._given is None else "the engine, which was given, is let go of"
             raise PolicyError(f"{self._closed_because}; {ended}{advice}") from error
 
+    @contextmanager
+    def _changing(self, doing: str, advice: str) -> Iterator[VLLMEngine]:
+        """Weights change in the block. Raises PolicyError where it fails, after closing the engine."""
+        with self._turn(), self._closed_at_failure(doing, advice):
+            engine = self._running_engine()
+            with engine.changing():
+                if engine.continuous:  # ids that were sampled until now are told apart by it
+                    self._labels[engine.weights_label] = self.version
+                yield engine
+
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace every weight of the engine and clear its prefix cache, or leave no engine behind.
+        """Replace every weight of the engine and forget its prefixes, or leave no engine behind.
 
         Only a weight updater calls this; it also raises `version`. Raises PolicyError: before
         anything changed if a weight of the checkpoint is missing, otherwise after closing the engine.
         """
-        engine = self._running_engine()
+        self._running_engine()
         self._check_complete(weights)
-        with self._closed_at_failure(*PUSH):
+        with self._changing(*PUSH) as engine:
             engine.load_weights(weights.items())
 
-    def load_adapter(self, folder: Path) -> None:
-        """Sample with the peft adapter in `folder` from now on, and clear the prefix cache.
+    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """See `Policy.load_folder`: vLLM reads the folder itself; of its weights a tied head alone is copied.
+
+        Completions under way in an engine of its own process are kept: their later ids are sampled with the new
+        weights, after the keys and values that the earlier ones have. Raises as `load_weights`.
+        """
+        self._running_engine()
+        weights = SavedWeights(folder)
+        self._check_complete(weights)
+        with with_head(folder, weights) as whole, self._changing(*PUSH) as engine:
+            engine.load_folder(whole)
+            self.become(version)  # before anything is sampled with them
+
+    def load_adapter(self, folder: Path, version: PolicyVersionLabel | None = None) -> None:
+        """Sample with the peft adapter in `folder` from now on, as `version` if given, and forget the prefixes.
 
         Only a weight updater calls this; it also raises `version`. Raises PolicyError, after closing
         the engine, where vLLM does not take the adapter.
         """
         from vllm.lora.request import LoRARequest
 
-        engine = self._running_engine()
-        advice = ": go on from the last checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model"
-        with self._closed_at_failure("loading an adapter", advice):
+        with self._changing(*ADAPTING) as engine:
             engine.load_adapter(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=True))
-        # the adapter is loaded and its folder may go; a request that said load_inplace would read it again
-        self._applied = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder))
+            if version is not None:
+                self.become(version)
+
+    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """See `Policy.load_adapter_folder`. Raises PolicyError for an engine that has no room for an adapter."""
+        if self.adapter_rank is None:
+            raise PolicyError("this vLLM was started without room for an adapter: give it adapter_rank, or load_folder")
+        self.load_adapter(folder, version)
 
     def _running_engine(self) -> VLLMEngine:
         if self._engine is None:
@@ -331,70 +390,4 @@ class vLLMWrapper(Policy):
 
     def _checkpoint_names(self) -> set[str]:
         """Names of the weights in the model folder: what a complete push has to bring."""
-        names: set[str] = set()
-        for file in self.folder.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as weights:
-                names.update(weights.keys())
-        return names
-
-
-def engine_arguments(
-    folder: Path,
-    settings: VLLMSettings,
-    *,
-    max_model_len: int | None,
-    seed: int,
-    adapter_rank: int | None = None,
-) -> dict[str, Any]:
-    """What vLLM is started with. Raises ConfigError for a folder that holds no model."""
-    on_gpu = torch.cuda.is_available()
-    settings = replace(settings, dtype=_format_of(settings, on_gpu))
-    eager = settings.enforce_eager
-    longest = max_model_len if max_model_len is not None else longest_context(folder)
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "tokenizer": str(folder),
-        "dtype": settings.dtype.value,
-        "max_model_len": longest,
-        "max_num_seqs": settings.max_num_seqs,
-        "enforce_eager": (not on_gpu) if eager is None else eager,
-        "logprobs_mode": SAMPLER_LOG_PROBS,
-        "enable_prefix_caching": True,
-        "seed": seed % 2**31,
-        "disable_log_stats": True,
-        "worker_extension_cls": EXTENSION,
-    }
-    if adapter_rank is not None:
-        room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-    if on_gpu:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    else:
-        # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(4096, longest or 0)
-        arguments |= kv_cache_arguments(folder, settings, longest or 4096)
-    return arguments
-
-
-def _format_of(settings: VLLMSettings, on_gpu: bool) -> DType:
-    """The format of the engine's weights: vLLM's own `auto` is that of the folder, ours what is fast here."""
-    if settings.dtype is not DType.auto:
-        return settings.dtype
-    fast, _ = bfloat16_is_fast(torch.device("cuda" if on_gpu else "cpu"))
-    return DType.bfloat16 if fast else DType.float32
-
-
-def _folder_of(model: str) -> Path:
-    """The local folder of what vLLM was given: a folder, or a hub id that it has downloaded."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
-
-
-def _first_line(error: Any) -> str:
-    """Why vLLM failed; of pydantic's errors, whose own first line is the number of them, what the first one says."""
-    text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+        return set(SavedWeights(self.folder)) if any(self.folder.glob("*.safetensors")) else set()

@@ -9,56 +9,86 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import itertools
 import os
-import shutil
-import signal
-import tempfile
-import threading
 import time
-import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from rlpost.loop_thread import LoopThread
+from rlpost.policies.vllm_process import (
+    SOCKETS,
+    NamedWeights,
+    environment,
+    exchange_folder,
+    in_thread,
+    save_one_by_one,
+    set_environment,
+    socket_folder,
+    stop_async_engine,
+    unreached_by_the_terminal,
+    wait_for,
+)
 from rlpost.settings import Engine, VLLMSettings
 
 TELL_EVERY = 0.5  # seconds
-SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
-
-_setting = threading.RLock()  # held while variables are set: again by the thread that sets several
-
-NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
 class VLLMEngine(ABC):
     """What `vLLMWrapper` asks of every way of running vLLM."""
 
+    continuous = False  # whether requests can be submitted one by one, and be under way while weights change
     llm: Any  # vLLM's own class
+    adapter: Any | None = None  # vLLM's request for the one that completions are sampled with
     told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
 
     @abstractmethod
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """vLLM's output for each prompt, in their order; tells how far it is."""
 
-    def load_weights(self, weights: NamedWeights) -> None:
-        """Replace every weight and clear the prefix cache; ends when both are done."""
-        with exchange_folder() as folder:
-            save_one_by_one(weights, folder)
-            path = {"weights_path": str(folder)}
-            self._do("the weight push", lambda: self.llm.collective_rpc("reload_weights", kwargs=path))
+    def submit(self, prompt: list[int], params: Any) -> concurrent.futures.Future[Any]:
+        """vLLM's output for a prompt beside others, where `continuous`; a request that is cancelled is aborted."""
+        raise NotImplementedError(f"{type(self).__name__} takes whole batches")
+
+    @property
+    def weights_label(self) -> str:
+        """What the spans of an output call the weights that sample now, where `continuous`."""
+        return "default"  # vLLM's own name for those it has begun with
+
+    def progress(self) -> tuple[Any, ...]:
+        """Something else whenever anything came of what was submitted."""
+        return ()
+
+    def died(self) -> bool:
+        """Whether the engine's process is known to be dead."""
+        return False
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Weights, or the adapter, change in the block: what begins later reads no keys and values of earlier ones."""
+        yield
         self.reset_prefix_cache()
 
+    def load_weights(self, weights: NamedWeights) -> None:
+        """Replace every weight, inside `changing`; ends when that is done."""
+        with exchange_folder() as folder:
+            save_one_by_one(weights, folder)
+            self.load_folder(folder)
+
+    def load_folder(self, folder: Path) -> None:
+        """Replace every weight by those in the *.safetensors of `folder`, inside `changing`."""
+        path = {"weights_path": str(folder)}
+        self._do("the weight push", lambda: self.llm.collective_rpc("reload_weights", kwargs=path))
+
     def load_adapter(self, adapter: Any) -> None:
-        """Load an adapter and clear the prefix cache; ends when both are done."""
+        """Load an adapter, inside `changing`, and sample with it from now on."""
         if not self._do("the adapter to be loaded", lambda: self._add_lora(adapter)):
             raise RuntimeError("it was not loaded")
-        self.reset_prefix_cache()
+        # its folder may go; a request that said load_inplace would read it again
+        self.adapter = type(adapter)(adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call `method` of each of the engine's workers; what each of them returned."""
@@ -88,17 +118,16 @@ class InProcessEngine(VLLMEngine):
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
         work = f"{len(prompts)} completions"
-        return self._do(work, lambda: generate_telling(self.llm, prompts, params, adapter, self.told))
+        return self._do(work, lambda: generate_telling(self.llm, prompts, params, self.adapter, self.told))
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
         self.llm.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(weights), "is_checkpoint_format": True}
         )
-        self.reset_prefix_cache()
 
     def close(self) -> None:
         """See `VLLMEngine`."""
@@ -126,13 +155,14 @@ class SeparateEngine(InProcessEngine):
 
     def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
         try:
-            return wait_for(in_thread(work), self._timeout, waited_for, self._died)
+            return wait_for(in_thread(work), self._timeout, waited_for, self.died)
         except Exception as error:
-            if self._died():  # which vLLM may call no more than "cancelled"
+            if self.died():  # which vLLM may call no more than "cancelled"
                 raise RuntimeError(f"the engine's process died during the wait for {waited_for}") from error
             raise
 
-    def _died(self) -> bool:
+    def died(self) -> bool:
+        """See `VLLMEngine`."""
         core = self.llm.llm_engine.engine_core
         return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
 
@@ -143,12 +173,18 @@ class OwnProcessEngine(VLLMEngine):
     It is stopped by `close`, and else when nobody holds it any more or when Python ends.
     """
 
+    continuous = True
+
     def __init__(self, arguments: dict[str, Any], timeout_seconds: float) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._timeout = timeout_seconds
-        self._requests_sent = 0
+        self._names = itertools.count()  # of requests
+        self._changes = 0  # of weights, so far
+        self._paused = False
+        self._again: set[str] = set()  # names of requests that were aborted to begin anew
+        self._ended = 0  # requests
         self._running: list[Any] = []  # the AsyncLLM, while it runs
         self._thread = LoopThread("rlpost-vllm")
         sockets = socket_folder()
@@ -156,7 +192,9 @@ class OwnProcessEngine(VLLMEngine):
 
         async def start() -> AsyncLLM:
             unreached_by_the_terminal()
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            await llm.get_supported_tasks()  # which it keeps: see `_one`
+            return llm
 
         try:
             with environment(SOCKETS, os.environ.get(SOCKETS, str(sockets))):
@@ -178,16 +216,14 @@ class OwnProcessEngine(VLLMEngine):
         """vLLM's configuration of the model that runs."""
         return self.llm.model_config
 
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
 
         ended = tokens = 0
 
-        async def one(ids: list[int], how: Any, name: str) -> Any:
+        async def one(ids: list[int], how: Any) -> Any:
             nonlocal ended, tokens
-            final: Any = None
-            async for output in self.llm.generate({"prompt_token_ids": ids}, how, name, lora_request=adapter):
-                final = output
+            final = await self._one(ids, how)
             ended += 1
             tokens += len(final.outputs[0].token_ids)
             if self.told is not None:
@@ -195,11 +231,76 @@ class OwnProcessEngine(VLLMEngine):
             return final
 
         async def all_of_them() -> list[Any]:
-            names = [str(self._requests_sent + i) for i in range(len(prompts))]
-            self._requests_sent += len(prompts)
-            return await asyncio.gather(*map(one, prompts, params, names))
+            return await asyncio.gather(*map(one, prompts, params))
 
         return self._do(f"{len(prompts)} completions", all_of_them)
+
+    def submit(self, prompt: list[int], params: Any) -> concurrent.futures.Future[Any]:
+        """See `VLLMEngine`."""
+        assert self.llm  # raises once it is closed
+        return self._thread.submit(self._one(prompt, params))
+
+    async def _one(self, ids: list[int], how: Any) -> Any:
+        """vLLM's output for a prompt, whose request begins anew where `_go_on` says so; aborted when cancelled."""
+        from vllm.inputs.engine import tokens_input
+
+        while True:
+            name = str(next(self._names))
+            # salted, so that no keys and values of other weights are read; an input that is made here is vLLM's to
+            # know before anything else runs in the loop, so `_go_on` finds every request that has the old salt
+            salted = tokens_input(ids, cache_salt=self.weights_label)
+            final: Any = None
+            try:
+                async for output in self.llm.generate(salted, how, name, lora_request=self.adapter):
+                    final = output
+            finally:
+                again = name in self._again
+                self._again.discard(name)
+            self._ended += 1
+            if not again:
+                return final
+
+    @property
+    def weights_label(self) -> str:
+        """See `VLLMEngine`."""
+        return str(self._changes) if self._changes else super().weights_label
+
+    def progress(self) -> tuple[Any, ...]:
+        """See `VLLMEngine`; the changes of weights have limits of their own."""
+        under_way = sum(tokens_under_way(llm) for llm in self._running[:1])
+        return self._ended, under_way, time.monotonic() if self._paused else 0.0
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """See `VLLMEngine`; requests under way are kept, and go on with the new weights after the block.
+
+        They do not where the block fails: the engine, which may hold a mixture of weights, is to be closed.
+        """
+        self._paused = True
+        self._do("generation to be paused", lambda: self.llm.pause_generation(mode="keep", clear_cache=False))
+        yield
+        self._do("generation to go on", self._go_on)
+        self._paused = False
+
+    async def _go_on(self) -> None:
+        """Let requests go on, and those of which nothing was sampled yet begin anew, with another salt.
+
+        The label is exact: the engine writes it into what each of its steps gives, and it is changed here
+        alone, when every step that was under way at the pause has ended. Nothing is counted in this process,
+        which some of those tokens may not have reached yet; a request whose first one is among them begins
+        anew too, and what was on its way is of no request any more.
+        """
+        llm = self.llm
+        self._changes += 1
+        states = llm.output_processor.request_states.values()
+        unfit = [state for state in states if self.adapter is not None and state.lora_request is None]
+        unbegun = [state for state in states if state.detokenizer is None or not state.detokenizer.num_output_tokens()]
+        names = {state.external_req_id for state in (*unfit, *unbegun)}
+        self._again |= names
+        await llm.update_weight_version(self.weights_label)
+        if names:
+            await llm.abort(names)
+        await llm.resume_generation()
 
     def close(self) -> None:
         """See `VLLMEngine`."""
@@ -207,9 +308,10 @@ class OwnProcessEngine(VLLMEngine):
         atexit.unregister(self._stop)
 
     def _do(self, waited_for: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return wait_for(self._thread.submit(work()), self._timeout, waited_for, self._died)
+        return wait_for(self._thread.submit(work()), self._timeout, waited_for, self.died)
 
-    def _died(self) -> bool:
+    def died(self) -> bool:
+        """See `VLLMEngine`."""
         return bool(self._running) and self.llm.errored
 
     def _add_lora(self, adapter: Any) -> Any:
@@ -241,86 +343,8 @@ def generate_telling(
 
 def tokens_under_way(engine: Any) -> int:
     """Tokens of the completions that an LLMEngine has begun and not ended."""
-    states = engine.output_processor.request_states.values()
+    states = list(engine.output_processor.request_states.values())  # which another thread may be adding to
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
-
-
-def unreached_by_the_terminal() -> None:
-    """Let what this thread starts from now on miss Ctrl-C and a closed terminal, which are for the whole program.
-
-    It ends when this process ends it: what is under way can be finished.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
-
-
-def stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:
-    """Shut the AsyncLLM in `running` down, which is let go of: vLLM's own end fails where it comes with Python's."""
-    thread.close()  # first: the tasks in it would take the end of the engine's process for its death
-    try:
-        if running:
-            running.pop().shutdown()
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
-
-
-def socket_folder() -> Path:
-    """A folder for an engine's sockets, which vLLM does not remove; the path of a socket has to be a short one."""
-    usual = Path(tempfile.gettempdir())
-    room = 107 - len("/rlpost-12345678/") - len(str(uuid.uuid4()))  # 107: Linux's longest path of a socket
-    return Path(tempfile.mkdtemp(prefix="rlpost-", dir=usual if len(bytes(usual)) <= room else "/tmp"))
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment that is set for a while, for the processes that start meanwhile.
-
-    The environment is that of all threads: another one that sets a variable waits until this one is set back.
-    """
-    with _setting:
-        before = os.environ.get(name)
-        os.environ[name] = value
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
-
-
-def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """`work`, under way in a thread that may never end."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()
-    return future
-
-
-def wait_for(
-    future: concurrent.futures.Future[Any],
-    timeout_seconds: float,
-    waited_for: str,
-    died: Callable[[], bool] = lambda: False,
-) -> Any:
-    """The future's result. Raises TimeoutError past the limit, RuntimeError once the engine's process has `died`."""
-    deadline = time.monotonic() + timeout_seconds
-    while not concurrent.futures.wait([future], timeout=1.0).done:
-        if died():
-            # a request sent to a process that has just died can be forgotten by vLLM, and never ends
-            future.cancel()
-            raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
-        if time.monotonic() > deadline:
-            future.cancel()
-            raise TimeoutError(
-                f"waited {timeout_seconds:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
-            )
-    return future.result()
 
 
 def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
@@ -333,41 +357,9 @@ def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngin
     return InProcessEngine(LLM(**arguments))
 
 
-def set_environment(*, in_process: bool) -> None:
-    """The variables that vLLM reads when an engine starts."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would replace what the arguments say
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-
-
 def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:
     """The engine of a `vllm.LLM` that somebody else built and closes."""
     from vllm.v1.engine.core_client import InprocClient
 
     in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
     return InProcessEngine(llm) if in_process else SeparateEngine(llm, timeout_seconds)
-
-
-def save_one_by_one(weights: NamedWeights, folder: Path) -> None:
-    """Write a file a weight: tensors cannot cross to another process, a folder can, and no two are held at once."""
-    for number, (name, weight) in enumerate(weights):
-        save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a model's folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-@contextlib.contextmanager
-def exchange_folder() -> Iterator[Path]:
-    """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

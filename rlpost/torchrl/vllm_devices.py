@@ -12,8 +12,9 @@ import torch
 
 from rlpost.errors import ConfigError
 from rlpost.extras import require_vllm
-from rlpost.policies.vllm import engine_arguments
-from rlpost.policies.vllm_engines import OwnProcessEngine, environment, set_environment, tokenizer_of
+from rlpost.policies.vllm_arguments import engine_arguments
+from rlpost.policies.vllm_engines import OwnProcessEngine
+from rlpost.policies.vllm_process import environment, set_environment, tokenizer_of
 from rlpost.settings import VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

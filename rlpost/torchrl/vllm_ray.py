@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlpost.extras import require
-from rlpost.policies.vllm_engines import NamedWeights, tokenizer_of
+from rlpost.policies.vllm_process import NamedWeights, tokenizer_of
 from rlpost.settings import VLLMSettings
 from rlpost.torchrl.vllm_devices import LLMOnDevice
 
@@ -17,6 +19,8 @@ class RayLLM:
     What `vLLMWrapper` asks of it is sent there; every wait has `settings.timeout_seconds` as its
     limit. `folder` has to be there on every node. Raises MissingExtraError without ray.
     """
+
+    continuous = False  # whole batches are sent
 
     def __init__(
         self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
@@ -47,9 +51,19 @@ class RayLLM:
         """The tokenizer in the model's folder."""
         return tokenizer_of(self.folder)
 
-    def generate(self, prompts: list[list[int]], params: list[Any], adapter: Any | None) -> list[Any]:
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
-        return self._call("call", "generate", prompts, params, adapter, waited_for=f"{len(prompts)} completions")
+        return self._call("call", "generate", prompts, params, waited_for=f"{len(prompts)} completions")
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """See `VLLMEngine`."""
+        yield
+        self.reset_prefix_cache()
+
+    def load_folder(self, folder: Path) -> None:
+        """See `VLLMEngine`; the folder has to be there on the actor's node."""
+        self._call("call", "load_folder", folder, waited_for="the weight push")
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""

@@ -308,6 +308,25 @@ def test_how_far_sampling_is_is_told_and_changes_nothing(
     assert (told[-1][0], policy.tokens_sampled - before) == (len(REQUESTS), sum(len(c.token_ids) for c in said))
 
 
+def test_what_is_submitted_is_sampled_with_the_weights_of_the_folder_that_came_last(
+    case: tuple[Path, vLLMWrapper], tmp_path: Path
+) -> None:
+    folder, policy = case
+    model = load_model(folder, ModelSettings(path=str(folder)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    policy.load_folder(tmp_path, 5)
+    done = [future.result(60) for future in [policy.submit(request) for request in REQUESTS]]
+    assert {(c.policy_version, len(c.version_changes)) for c in done} == {(5, 0)}
+    again = policy.generate(REQUESTS, SamplingSettings())
+    assert [c.token_ids for c in done] == [c.token_ids for c in again]
+    assert gap(policy, model, 1.0) < 1e-3
+    policy.load_folder(folder, 0)  # as it was
+    assert gap(policy, load_model(folder, ModelSettings(path=str(folder))), 1.0) < 1e-3
+
+
 def test_an_incomplete_push_is_refused_before_anything_changes(case: tuple[Path, vLLMWrapper]) -> None:
     folder, policy = case
     before = [c.token_ids for c in policy.generate(REQUESTS, SamplingSettings())]

@@ -12,7 +12,7 @@ import torch
 from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.extras import is_installed
 from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
-from rlpost.policies.vllm import engine_arguments
+from rlpost.policies.vllm_arguments import engine_arguments
 from rlpost.policies.vllm_engines import OwnProcessEngine
 from rlpost.settings import VLLMSettings
 from rlpost.torchrl.vllm_devices import check_devices

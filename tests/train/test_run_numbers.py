@@ -21,7 +21,7 @@ from rlpost.model.load import load_model
 from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.policies.vllm import engine_arguments
+from rlpost.policies.vllm_arguments import engine_arguments
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train import expert_iteration, grpo, sft, update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Mapping
@@ -31,6 +32,9 @@ class NotingEngine:
         self.fails = fails
         self.weights: dict[str, torch.Tensor] = {}
         self.adapter: dict[str, int] = {}  # file -> size, while the push lasts
+
+    changing = contextlib.nullcontext
+    continuous = False
 
     def load_weights(self, weights: Any) -> None:
         if self.fails:
@@ -201,8 +205,9 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
         )
 
     assert files_with(assigned) == ["policies/base.py", "weight_sync/base.py"]  # `become`, and how a run begins
-    loading = ["policies/scripted.py", "policies/transformers.py"]  # in `load_folder`
-    assert files_with(becoming) == [*loading, "weight_sync/base.py"]
+    loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
+    restoring = "collectors/group_player.py"  # where a run goes on: the updater's word, in the process that samples
+    assert files_with(becoming) == [restoring, *loading, "weight_sync/base.py"]
 
 
 def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:

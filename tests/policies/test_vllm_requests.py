@@ -1,0 +1,109 @@
+"""Requests under way in an engine that is a stand-in: each ends once, whatever becomes of the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from rlpost.data.conversation import Completion
+from rlpost.errors import PolicyError
+from rlpost.policies import vllm_requests
+from rlpost.policies.vllm_requests import RequestsUnderWay
+
+LIMIT = 20.0
+
+
+class StandIn:
+    """An engine that is dead, or whose requests get on, as it is told."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.tokens: Iterator[int] | None = iter(range(10**9))  # None: nothing comes
+
+    def died(self) -> bool:
+        return self.dead
+
+    def progress(self) -> tuple[Any, ...]:
+        return () if self.tokens is None else (next(self.tokens),)
+
+
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestsUnderWay, StandIn, list[Future[Any]], list[Any]]:
+    """The requests, their engine, what was asked of it, and the futures."""
+    monkeypatch.setattr(vllm_requests, "LOOK_EVERY", 0.01)
+
+    def failed(error: BaseException) -> None:
+        requests.end(PolicyError(f"all at once: {error}"))
+
+    requests, engine = RequestsUnderWay(0.1, failed), StandIn()
+    asked: list[Future[Any]] = [Future() for _ in range(3)]
+    futures = [requests.add(engine, one, completion) for one in asked]  # type: ignore[arg-type]
+    return requests, engine, asked, futures
+
+
+def completion(output: str) -> Completion:
+    return Completion([1], [0.0], output, "stop", 0)
+
+
+Parts = tuple[RequestsUnderWay, StandIn, list[Future[Any]], list[Any]]
+
+
+def test_an_answer_a_failure_and_a_cancellation_end_one_request_each(under_way: Parts) -> None:
+    requests, _, asked, futures = under_way
+    asked[0].set_result("said")
+    assert futures[0].result(LIMIT).text == "said"
+    asked[1].set_exception(ValueError("too long"))
+    with pytest.raises(PolicyError, match="vLLM failed at a completion: ValueError: too long"):
+        futures[1].result(LIMIT)
+    assert futures[2].cancel()
+    assert asked[2].cancelled()
+    assert len(requests) == 0
+    with pytest.raises(CancelledError):
+        futures[2].result(LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("forgotten", "all at once: the engine's process died"),
+        ("told", "all at once: no engine any more"),
+        ("hangs", r"all at once: nothing came of 3 requests for 0 s; policy\.timeout_seconds sets the limit"),
+        ("closed", "^closed$"),
+    ],
+)
+def test_an_engine_that_fails_ends_all_of_them_by_one_error(under_way: Parts, how: str, said: str) -> None:
+    requests, engine, asked, futures = under_way
+    if how == "forgotten":
+        engine.dead = True
+    elif how == "told":
+
+        class EngineDeadError(Exception):
+            pass
+
+        asked[1].set_exception(EngineDeadError("no engine any more"))
+    elif how == "hangs":
+        engine.tokens = None
+    else:
+        requests.end(PolicyError("closed"))
+    for future in futures:
+        with pytest.raises(PolicyError, match=said):
+            future.result(LIMIT)
+    assert asked[0].cancelled()
+    assert len(requests) == 0
+
+
+def test_what_is_added_after_all_have_ended_is_looked_after_again(under_way: Parts) -> None:
+    requests, engine, asked, _ = under_way
+    for one in asked:
+        one.set_result("said")
+    for thread in threading.enumerate():
+        if thread.name == "rlpost-vllm-requests":
+            thread.join(LIMIT)
+    late = requests.add(engine, Future(), completion)  # type: ignore[arg-type]
+    engine.dead = True
+    with pytest.raises(PolicyError, match="process died"):
+        late.result(LIMIT)
