@@ -197,12 +197,12 @@ def _build_collector(
         dialog_turns_per_batch=settings.prompts_per_step * settings.group_size,
         yield_only_last_steps=True,
         replay_buffer=buffer,
-        begin_ahead=settings.lag > 0,
+        begin_ahead=bool(settings.max_policy_lag),
     )
 
 
 def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Numbers]:
-    """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are.
+    """`settings` with no `auto` left in model.autocast and policy.dtype, and why they are what they are; the lag too.
 
     Every command calls this once, before it assembles anything. A run keeps the formats that its
     `checkpoint` was trained in.
@@ -216,6 +216,8 @@ def resolve_numbers(settings: S, checkpoint: Path | None = None) -> tuple[S, Num
         trains=not isinstance(settings, EvalSettings),
         samples=settings.uses_policy and not isinstance(policy, ScriptedSettings),
     )
+    if isinstance(settings, SampledSettings):
+        settings = replace(settings, max_policy_lag=settings.lag)
     if isinstance(policy, VLLMSettings):
         settings = replace(settings, policy=replace(policy, dtype=numbers.sampler))
     return replace(settings, model=replace(settings.model, autocast=numbers.autocast)), numbers

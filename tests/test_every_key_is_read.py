@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         train_once(folder / "game", "policy=scripted", *game)
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
+        assemble_beside(TRAIN_GRPO, assemble.assemble_grpo)
     with reads_noted(classes) as of_evaluation:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
@@ -105,6 +107,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         for words in instructed:
             iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
         iterate_once(folder / "iteration-game", "policy=scripted", *game)
+        assemble_beside(TRAIN_EXPERT_ITERATION, assemble.assemble_expert_iteration)
     return {
         TRAIN_GRPO.name: of_training | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
@@ -125,6 +128,13 @@ def train_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_GRPO, [*SMALL, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
     assert train(composed.settings, request) == 0
+
+
+def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
+    """The parts of collector=async, without the process that would sample."""
+    small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + ["topk_size=1"]
+    parts = make(compose(command, [*small, "collector=async", "policy=scripted"]).settings)
+    assert parts.collector.max_policy_lag == 1
 
 
 def tune_once(folder: Path, *words: str) -> None:

@@ -41,7 +41,7 @@ def learn(session: ExpertIterationSession) -> None:
     settings, parts, microbatches = session.settings, session.parts, session.microbatches
     learner = session.learner(settings.steps * most_updates(settings))
     for step in session.steps():
-        sampled = parts.buffer.take(settings.prompts_per_step, settings.lag)
+        sampled = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
         session.collected(sampled)
 
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)

@@ -40,7 +40,7 @@ def learn(session: GRPOSession) -> None:
     settings, parts, microbatches = session.settings, session.parts, session.microbatches
     learner = session.learner(settings.steps * updates_per_step(settings))
     for _ in session.steps():
-        batch = parts.buffer.take(settings.prompts_per_step, settings.lag)  # whole groups, each once
+        batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
         if settings.overlong.penalty_tokens:
             penalise_overlong(batch, settings.env.max_completion_tokens, settings.overlong.penalty_tokens)
         session.collected(batch)
