@@ -77,12 +77,13 @@ class GroupDriver:
         self._whole: dict[int, Issued] = {}  # in the buffer
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
+        self._told = False  # what is waited for
         self._pushing = False
         self._arrived = 0
         self._error: BaseException | None = None
         self._totals: dict[str, float] = {}  # of the process that samples
         self._taken_totals: dict[str, float] = {}
-        self._taken_at = time.monotonic()
+        self._began = (time.monotonic(), 0.0)  # the step: when, and the seconds of playing until then
         self._waited = 0.0
         policy.on_event = self._hear
         policy.on_death = self._wake
@@ -111,7 +112,9 @@ class GroupDriver:
         process that samples has died more than `max_restarts` times.
         """
         began = time.monotonic()
-        self.on_phase("sampling", f"{self.prompts_per_step} groups")
+        if not self._told:
+            self.on_phase("sampling", f"{self.prompts_per_step} groups")
+        self._told = True
         with self._changed:
             self._trainer_waits = True
             seen = self._arrived
@@ -132,7 +135,7 @@ class GroupDriver:
             for group in groups:
                 del self._whole[group]
             self._counts["trained"] += len(groups)
-            self._trainer_waits = False
+            self._trainer_waits = self._told = False
             self._admit()
 
     # What a training asks
@@ -194,16 +197,20 @@ class GroupDriver:
         """Tell `on_phase` what is waited for, and `on_sampled` how far it is, as `Player` does."""
         self.on_phase, self.on_sampled = on_phase, on_sampled
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds since the last call: of sampling, of scoring, with nothing to play, and waiting for groups here."""
+    def begin_step(self) -> None:
+        """A step begins: what has passed since the last one, evaluating and saving, is no idle time of it."""
         with self._changed:
-            totals, before, now = self._totals, self._taken_totals, time.monotonic()
-            rollout, reward, playing = (
-                totals.get(name, 0.0) - before.get(name, 0.0) for name in ("rollout", "reward", "playing")
-            )
-            idle = max(0.0, now - self._taken_at - playing)
+            self._began = (time.monotonic(), self._totals.get("playing", 0.0))
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of sampling and scoring since the last call; of the step, with nothing to play, and waiting here."""
+        with self._changed:
+            totals, before = self._totals, self._taken_totals
+            rollout, reward = (totals.get(name, 0.0) - before.get(name, 0.0) for name in ("rollout", "reward"))
+            began, played = self._began
+            idle = max(0.0, time.monotonic() - began - max(0.0, totals.get("playing", 0.0) - played))
             waited = self._waited
-            self._taken_totals, self._taken_at, self._waited = dict(totals), now, 0.0
+            self._taken_totals, self._waited = dict(totals), 0.0
             return {"time/rollout": rollout, "time/reward": reward, "time/idle": idle, "time/wait": waited}
 
     def counts(self) -> dict[str, float]:

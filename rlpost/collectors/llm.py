@@ -168,6 +168,9 @@ class LLMCollector(WeightsCollector):
         """Tell `on_phase` and `on_sampled` what is under way, as `Player` says."""
         self.player.on_phase, self.player.on_sampled = on_phase, on_sampled
 
+    def begin_step(self) -> None:
+        """A step of a training begins."""
+
     def take_seconds(self) -> dict[str, float]:
         """See `Player.take_seconds`."""
         return self.player.take_seconds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,12 @@ class SamplingSession(Session[S, P]):
         parts = super().load(assemble)
         self._opened.callback(self.screen.phase, "closing", "the policy")
         return parts
+
+    def steps(self) -> Iterator[int]:
+        """See `Session.steps`."""
+        for step in super().steps():
+            self.parts.collector.begin_step()
+            yield step
 
     def collected(self, batch: TensorDict) -> None:
         """A step's completions are there: describe them, and let the policy rest while the model learns.
