@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 
 from rlpost.assemble_policy import build_policy
 from rlpost.catalog import CHOICES
@@ -18,6 +20,7 @@ from rlpost.config.plugins import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.build import build_env, longest_conversation
 from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Trainable
@@ -57,6 +60,7 @@ def assemble_driver(
         max_model_len=min(longest, context_length(trainable.folder) or longest),
         name=f"{next(name for name, row in CHOICES['policy'].items() if row.cls is type(policy))} in its own process",
         pushes_adapter=trainable.adapter_rank is not None,
+        environment=_gpus(chosen.gpus),
     )
     return GroupDriver(
         env,
@@ -98,6 +102,17 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
     )
     policy.start()
     return GroupPlayer(env, policy)
+
+
+def _gpus(numbers: list[int]) -> dict[str, str]:
+    """The variable that leaves a process these GPUs, of those that this one sees."""
+    if not numbers:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+    if (missing := max(numbers)) >= len(names):
+        raise ConfigError(f"collector.gpus={numbers}: there is no GPU {missing}, this process sees {len(names)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
 
 
 def _own_engine(policy: PolicySettings) -> PolicySettings:

@@ -134,7 +134,7 @@ def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     """The parts of collector=async, without the process that would sample."""
     small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + ["topk_size=1"]
     parts = make(compose(command, [*small, "collector=async", "policy=scripted"]).settings)
-    assert parts.collector.max_policy_lag == 1
+    assert (parts.collector.max_policy_lag, parts.policy.environment) == (1, {})
 
 
 def tune_once(folder: Path, *words: str) -> None:

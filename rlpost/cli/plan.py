@@ -74,7 +74,8 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
 def _policy(composed: Composed[Any]) -> str:
     from rlpost.policies.sampling import training_sampling
 
-    return f"policy  {composed.choices['policy']}, {training_sampling(composed.settings)}"
+    beside = ", beside training" if composed.choices["collector"] == "async" else ""
+    return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"
 
 
 def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
@@ -101,6 +102,7 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
         *settings.tools.told(settings.env),
+        *settings.told_of_lag(),
         f"select  the best {settings.topk_size} of each prompt, {bar}",
         f"steps   {settings.steps}, seed {settings.seed}",
     ]

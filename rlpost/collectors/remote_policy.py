@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class RemotePolicy(Policy):
         max_model_len: int | None = None,
         name: str = "RemotePolicy",
         pushes_adapter: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(sampling=sampling, seed=seed)
         self.tokenizer = tokenizer
@@ -50,6 +51,7 @@ class RemotePolicy(Policy):
         self.on_event: Callable[[str, Any], None] = lambda kind, content: None
         self.on_death: Callable[[], None] = lambda: None
         self.revive: Callable[[], None] | None = None
+        self.environment = environment
         self._build = build
         self._worker: WorkerProcess | None = None
         self._output: int | None = None
@@ -72,6 +74,7 @@ class RemotePolicy(Policy):
             name="the process that samples",
             on_event=self._take,
             on_death=lambda: self.on_death(),
+            environment=self.environment,
             output=self._output,
         )
         self._worker = worker.start()

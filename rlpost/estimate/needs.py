@@ -9,6 +9,7 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.shape import Shape
 from rlpost.settings import (
     AdamW8bitSettings,
+    AsyncCollectorSettings,
     Autocast,
     DType,
     EnvSettings,
@@ -44,6 +45,7 @@ class Work:
     eight_bit: bool
     reference: bool  # a second copy of the starting weights
     sampler: str | None  # vllm, transformers, or None where no model samples
+    beside: bool  # it has a process of its own, and a copy of the weights there
     sampler_bytes: int  # of one of vLLM's weights
     kv_cache_bytes: int  # that vLLM is given on a CPU
     gpu_share: float  # of the GPU that vLLM is given
@@ -101,6 +103,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
         reference=_needs_reference(settings) and not lora.enabled,
         sampler=sampler,
+        beside=isinstance(getattr(settings, "collector", None), AsyncCollectorSettings),
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
         gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
@@ -128,7 +131,7 @@ def parts_of(work: Work) -> list[Part]:
         Part("reference", shape.parameters * work.weight_bytes if work.reference else 0, gpu),
         *_sampler_parts(work),
         Part("activations", _activations(work), gpu, lasting=False),
-        Part("program", PROGRAM + (VLLM_PROGRAM if work.sampler == "vllm" else 0), on_gpu=False),
+        Part("program", PROGRAM * (1 + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0), on_gpu=False),
     ]
     return [part for part in parts if part.bytes]
 
@@ -189,7 +192,9 @@ def _sampler_parts(work: Work) -> list[Part]:
         number = 2 if work.autocast else work.weight_bytes
         cache = shape.kv_bytes(number) * work.together * work.longest
         logits = 3 * 4 * shape.vocab * work.together
-        return [Part("sampling", cache + logits + _cast_weights(work), work.on_gpu, lasting=False)]
+        passing = Part("sampling", cache + logits + _cast_weights(work), work.on_gpu, lasting=work.beside)
+        copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
+        return [copy, passing]
     return []
 
 

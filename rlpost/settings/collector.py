@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
+from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
 
 
@@ -19,17 +21,29 @@ class PushMode(Enum):
 class CollectorSettings(Settings, group="collector"):
     """What every way of collecting is."""
 
+    name: ClassVar[str] = ""  # by which collector= chooses it
+
 
 @dataclass
 class SyncCollectorSettings(CollectorSettings):
     """In this process, in turn with training."""
+
+    name: ClassVar[str] = "sync"
 
 
 @dataclass
 class AsyncCollectorSettings(CollectorSettings):
     """In a process of its own, beside training: within max_policy_lag, 1 where nothing else is said."""
 
+    name: ClassVar[str] = "async"
+
     depth: int | None = limited(None, at_least=0)  # steps ahead that groups begin; None: max_policy_lag, its most
     push: PushMode = PushMode.wait  # groups under way at a push end first, or go on with the new weights
     max_restarts: int = limited(3, at_least=0)  # of a process that dies; one more ends the run
     wait_seconds: float = limited(900.0, above=0.0)  # longest wait for one more group
+    gpus: list[int] = field(default_factory=list)  # that it samples on, of those there are; []: all, training's too
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if twice := sorted({gpu for gpu in self.gpus if self.gpus.count(gpu) > 1 or gpu < 0}):
+            raise ConfigError(f"collector.gpus={self.gpus}: {twice[0]} is no number of one GPU: name each once, from 0")

@@ -117,6 +117,17 @@ class SampledSettings(TrainingSettings):
             )
         self._check_split(self.eval.enabled)
 
+    def told_of_lag(self) -> list[str]:
+        """A line of a plan where completions can be older than the policy: how old, and what is done about it."""
+        if not self.lag:
+            return []
+        older = f"completions may be {counted(self.lag, 'version')} older than the policy"
+        return [f"lag     {older}{self.correction_told()}"]
+
+    def correction_told(self) -> str:
+        """What is done about completions that are older than the policy, behind how old they may be."""
+        return ""
+
     def _check_collector(self) -> None:
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
@@ -172,14 +183,11 @@ class GRPOSettings(SampledSettings):
         usual = SamplerCorrection.tis_token if self.lag else SamplerCorrection.none
         return replace(self.loss, sampler_correction=self.loss.sampler_correction or usual)
 
-    def told_of_lag(self) -> list[str]:
-        """A line of a plan where completions can be older than the policy: how old, and what is done about it."""
-        if not self.lag:
-            return []
+    def correction_told(self) -> str:
+        """See `SampledSettings.correction_told`."""
         chosen = self.corrected_loss.sampler_correction
         done = "nothing corrects for it" if chosen is SamplerCorrection.none else "pi_old / mu corrects for it"
-        older = f"completions may be {counted(self.lag, 'version')} older than the policy"
-        return [f"lag     {older}; {done} (loss.sampler_correction={chosen and chosen.name})"]
+        return f"; {done} (loss.sampler_correction={chosen and chosen.name})"
 
     def _check_advantage(self) -> None:
         if isinstance(self.env, EnvSettings) and self.overlong.penalty_tokens > self.env.max_completion_tokens:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 from rlpost.assemble import ExpertIterationParts, GRPOParts, SamplingParts
-from rlpost.errors import RewardError
+from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
@@ -97,7 +97,7 @@ class SamplingSession(Session[S, P]):
             f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
             f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
             *settings.tools.told(env),
-            *(settings.told_of_lag() if isinstance(settings, GRPOSettings) else []),
+            *settings.told_of_lag(),
             *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
             f"lr      {settings.optim.lr:g}, seed {settings.seed}",
         ]
@@ -131,7 +131,10 @@ class SamplingSession(Session[S, P]):
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Session.restore`."""
+        """See `Session.restore`. Raises ConfigError where the run was collected in the other way."""
+        began, now = ("async" if "issued" in state["collector"] else "sync"), self.settings.collector.name
+        if began != now:
+            raise ConfigError(f"--resume: the run began with collector={began}, not {now}; keep it")
         self.parts.buffer.load_state_dict(state["buffer"])
         self.parts.collector.load_state_dict(state["collector"])
         self.parts.collector.weight_updater.restore_version(state["policy_version"])

@@ -17,8 +17,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
 from rlpost.child import python_module
+from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
 from rlpost.settings.run import RunRequest
@@ -102,6 +104,8 @@ def test_a_run_learns_beside_sampling_and_goes_on_where_it_was(
     assert 0 < third["sampler/ess"] <= 1
     assert run(folder, words, "steps=5", "max_policy_lag=2", "collector.depth=1", resume="latest") == 0
     check_accounts(folder, 5)
+    with pytest.raises(ConfigError, match="the run began with collector=async, not sync; keep it"):
+        run(folder, [word for word in words if word != "collector=async"], "steps=6", resume="latest")
     assert [row["policy/version"] for row in metrics(folder)] == [0, 1, 2, 3, 4]
 
 
@@ -136,11 +140,22 @@ def test_expert_iteration_takes_the_same_collector(words: list[str], tmp_path: P
         (["deterministic=true"], "deterministic=true promises bitwise equal runs, and with collector=async"),
         (["collector.depth=2"], "collector.depth=2 begins groups that would be too old .* max_policy_lag=1"),
         (["max_policy_lag=0", "collector.depth=1"], "at most max_policy_lag=0"),
+        (["collector.gpus=[1,1]"], "1 is no number of one GPU"),
     ],
 )
 def test_what_cannot_be_together_is_refused(words: list[str], more: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         compose(TRAIN_GRPO, [*words, *more])
+
+
+def test_the_player_sees_the_gpus_that_it_is_given(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    given = compose(TRAIN_GRPO, [*words, "collector.gpus=[2,0]"]).settings
+    policy = assemble_grpo(given).policy
+    assert isinstance(policy, RemotePolicy)
+    assert policy.environment == {"CUDA_VISIBLE_DEVICES": "7,4"}
+    with pytest.raises(ConfigError, match="there is no GPU 3, this process sees 3"):
+        assemble_grpo(compose(TRAIN_GRPO, [*words, "collector.gpus=[3]"]).settings)
 
 
 # By the dozen: rlpost's own end, and its player's, at any moment
