@@ -68,7 +68,7 @@ def assemble_driver(
         buffer,
         model=trainable.model,
         prompts_per_step=settings.prompts_per_step,
-        depth=settings.lag if chosen.depth is None else chosen.depth,
+        depth=min(1, settings.lag) if chosen.depth is None else chosen.depth,
         max_policy_lag=settings.lag,
         wait_for_groups=chosen.push is PushMode.wait,
         max_restarts=chosen.max_restarts,

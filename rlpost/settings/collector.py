@@ -37,7 +37,7 @@ class AsyncCollectorSettings(CollectorSettings):
 
     name: ClassVar[str] = "async"
 
-    depth: int | None = limited(None, at_least=0)  # steps ahead that groups begin; None: max_policy_lag, its most
+    depth: int | None = limited(None, at_least=0)  # steps ahead that groups begin, max_policy_lag at most; None: 1
     push: PushMode = PushMode.wait  # groups under way at a push end first, or go on with the new weights
     max_restarts: int = limited(3, at_least=0)  # of a process that dies; one more ends the run
     wait_seconds: float = limited(900.0, above=0.0)  # longest wait for one more group
