@@ -313,17 +313,17 @@ class GroupDriver:
     def _restart(self) -> None:
         """Start another process. Raises the failure of the one before, after `max_restarts`."""
         failure = self.policy.worker.failure
-        assert failure is not None
         with self._changed:
-            if self._counts["restarts"] >= self.max_restarts:
-                raise failure
-            self._counts["restarts"] += 1
             self._again.extendleft(reversed(self._running.values()))
             self._counts["issued"] -= len(self._running)
             self._running.clear()
             self._totals, self._taken_totals = {}, {}
-        log.warning("%s; starting another one (%d of %d)", failure, self._counts["restarts"], self.max_restarts)
-        self.policy.restart()
+        while failure is not None:
+            if self._counts["restarts"] >= self.max_restarts:
+                raise failure
+            self._counts["restarts"] += 1
+            log.warning("%s; starting another one (%d of %d)", failure, self._counts["restarts"], self.max_restarts)
+            failure = self.policy.restart()
 
     def _check_wait(self, began: float) -> None:
         if time.monotonic() - began > self.wait_seconds:

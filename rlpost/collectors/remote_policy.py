@@ -77,14 +77,23 @@ class RemotePolicy(Policy):
             environment=self.environment,
             output=self._output,
         )
-        self._worker = worker.start()
-        self._worker.call("set_version", self.version)
+        self._worker = worker
+        worker.start()
+        worker.call("set_version", self.version)
 
-    def restart(self) -> None:
-        """Another process in the place of one that has died; its weights are those it was first built with."""
+    def restart(self) -> PolicyError | None:
+        """Another process in the place of one that has died, with the weights it was first built with.
+
+        Returns how it died, if it did so before it was ready.
+        """
         self.worker.close()
         self._worker = None
-        self.start()
+        try:
+            self.start()
+        except PolicyError:
+            if self.worker.failure is None:
+                raise
+        return self.worker.failure
 
     def close(self) -> None:
         """See `Policy.close`."""

@@ -69,14 +69,19 @@ class Remote(RemotePolicy):
         self.workers = [Worker(self)]
         self.rewards: Callable[[int], list[float]] = lambda group: [1.0, 0.0]
         self.dies_at_push = False
+        self.stillborn = 0  # processes that die while they start
         self.begun: dict[int, Any] = {}
 
     @property
     def worker(self) -> Any:
         return self.workers[-1]
 
-    def restart(self) -> None:
+    def restart(self) -> PolicyError | None:
         self.workers.append(Worker(self))
+        if self.stillborn:
+            self.stillborn -= 1
+            self.worker.kill("died while it started")
+        return self.worker.failure
 
     def end(self, group: int, version: int | None = None) -> None:
         ticket = self.worker.tickets.pop(group)
@@ -294,6 +299,14 @@ def test_a_process_that_dies_at_a_push_gets_the_new_weights_alone() -> None:
     driver.update_policy_weights_(MODEL)
     assert [version for version, _, _ in remote(driver).worker.pushed] == [1]
     assert (driver.policy_version, under_way(driver), balance(driver)) == (1, [2, 3, 4, 5], 0)
+
+
+def test_a_process_that_dies_while_it_starts_is_replaced_too() -> None:
+    driver = driven()
+    remote(driver).stillborn = 2
+    remote(driver).worker.kill("was ended by SIGKILL")
+    assert taken(driver, 0, 1) == [0, 1]
+    assert (driver.counts()["collector/restarts"], balance(driver)) == (3.0, 0)
 
 
 def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
