@@ -124,6 +124,7 @@ LATE_DOORS = {
     "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
     "data/continuation.py": ["rlpost.data.chat_mask"],
     "collectors/llm.py": ["rlpost.torchrl.called"],
+    "collectors/async_plan.py": ["rlpost.torchrl.called"],
     "collectors/base.py": ["rlpost.collectors.background", "rlpost.collectors.ray"],
     "model/families.py": ["rlpost.model.family_probe"],
 }

@@ -232,6 +232,39 @@ def test_frames_of_gymnasium_are_collected_stored_and_split() -> None:
     assert trained.state_dict()["policy_state_dict"].keys() == {"module.weight", "module.bias"}
 
 
+@uses(
+    "AsyncCollector", "AsyncCollector.next", "AsyncCollector.shutdown", "AsyncCollector.set_seed",
+    "AsyncCollector.state_dict", "AsyncCollector.load_state_dict", "AsyncCollector.update_policy_weights_",
+    "aSyncDataCollector",
+)  # fmt: skip
+def test_a_process_of_its_own_fills_a_buffer() -> None:
+    pytest.importorskip("gymnasium")
+    from rlpost.collectors import AsyncCollector, aSyncDataCollector
+    from rlpost.data import FrameBuffer, LazyTensorStorage
+    from rlpost.envs import GymEnv
+
+    rb = FrameBuffer(storage=LazyTensorStorage(1000))
+    policy = torch.nn.Linear(3, 1)
+    with pytest.warns(DeprecationWarning, match="is called AsyncCollector now"):
+        collecting = aSyncDataCollector(
+            lambda: GymEnv("Pendulum-v1"), policy, replay_buffer=rb, frames_per_batch=50, total_frames=-1
+        )
+    assert isinstance(collecting, AsyncCollector)
+    assert collecting.set_seed(1) == 2
+    state = collecting.state_dict()
+    assert collecting.next() is None
+    first = rb.sample(1).clone()
+    assert torch.allclose(policy(first["observation"]), first["action"], atol=1e-6)
+    collecting.update_policy_weights_(torch.nn.Linear(3, 1))
+    collecting.load_state_dict(state)
+    collecting.start()
+    while rb.write_count < 1000:
+        collecting.collect()
+    collecting.async_shutdown()
+    collecting.shutdown()
+    assert len(rb) == 1000
+
+
 @uses("LLMEnv", "LLMEnv.from_dataloader", "LLMEnv.reset_dataloader", "DummyStrDataLoader")
 def test_plain_prompts_come_from_a_dataloader(tiny_tokenizer: Any) -> None:
     from rlpost.envs import LLMEnv

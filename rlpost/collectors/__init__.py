@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.collectors.async_process import AsyncCollector as AsyncCollector
+    from rlpost.collectors.async_process import aSyncDataCollector as aSyncDataCollector
     from rlpost.collectors.frame_parts import RandomPolicy as RandomPolicy
     from rlpost.collectors.general import Collector as Collector
     from rlpost.collectors.general import Collector as SyncDataCollector  # noqa: F401  its name in older examples

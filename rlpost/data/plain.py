@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.content import ContentBase
 from rlpost.data.conversation import Message
@@ -16,7 +16,9 @@ _KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
 
 
 def to_plain(batch: TensorDictBase) -> dict[str, Any]:
-    """Nested dicts and lists that hold everything of `batch`; floats keep every bit."""
+    """Nested dicts and lists that hold everything of `batch` (B,), or of a stack of such; floats keep every bit."""
+    if isinstance(batch, LazyStackedTensorDict):
+        return {_KIND: "stack", "dim": batch.stack_dim, _VALUES: [to_plain(each) for each in batch.tensordicts]}
     return {
         _KIND: "batch",
         "size": batch.batch_size[0],
@@ -24,8 +26,10 @@ def to_plain(batch: TensorDictBase) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: dict[str, Any]) -> TensorDict:
+def from_plain(plain: dict[str, Any]) -> TensorDictBase:
     """The batch that `to_plain` was given."""
+    if plain[_KIND] == "stack":
+        return LazyStackedTensorDict.lazy_stack([from_plain(each) for each in plain[_VALUES]], plain["dim"])
     values = {key: _value(value) for key, value in plain[_VALUES].items()}
     return TensorDict(values, batch_size=[plain["size"]])
 

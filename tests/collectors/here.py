@@ -1,0 +1,66 @@
+"""What `WorkerProcess` does, with its object on a thread of this process: for what needs no process to be seen."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Self
+
+import cloudpickle
+
+
+class Here:
+    """Takes orders as `WorkerProcess` does, and is their object's `host`; everything goes over as a copy."""
+
+    failure = None
+    pid = None
+
+    def __init__(self, build: Any, *, on_event: Callable[[str, Any], None], **_: Any) -> None:
+        self.build = cloudpickle.dumps(build)
+        self.tell = lambda kind, content: on_event(kind, copied(content))
+        self.work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def start(self) -> Self:
+        self.object = cloudpickle.loads(self.build)()
+        self.object.host = self
+        threading.Thread(target=lambda: [each() for each in iter(self.work.get, None)], daemon=True).start()
+        return self
+
+    def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+                future.set_exception(error)
+
+        self.work.put(run)
+        return future
+
+    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+        arguments = copied(arguments)
+        return self.in_main_thread(lambda: copied(getattr(self.object, method)(*arguments)))
+
+    def call(self, method: str, *arguments: Any, seconds: float | None = None) -> Any:
+        return self.submit(method, *arguments).result(seconds)
+
+    def kill(self, why: str) -> None:
+        self.work.put(None)
+
+    def close(self) -> None:
+        pass
+
+
+def copied(content: Any) -> Any:
+    return content if isinstance(content, BaseException) else cloudpickle.loads(cloudpickle.dumps(content))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,263 @@
+"""AsyncCollector: batches of a collector in a process of its own, and every argument's effect there or its refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from here import wait_until
+from moody import Moody, Scaled
+from processes import children, is_gone
+from talk import make as make_llm
+from talk import scripted, talk, told
+from tensordict import TensorDictBase
+
+from rlpost.collectors import AsyncCollector, Collector
+from rlpost.errors import PolicyError
+
+WEIGHTS = {"scale": torch.tensor(3.0)}
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
+    collector = AsyncCollector(
+        lambda lengths: Moody(lengths=lengths),
+        Scaled(),
+        create_env_kwargs=[{"lengths": (3, 9)}],
+        frames_per_batch=8,
+        total_frames=48,
+        max_frames_per_traj=4,
+        exploration_type="mode",
+        num_threads=2,
+        num_sub_threads=3,
+        storing_device="cpu",
+        track_policy_version=True,
+        postproc=lambda batch: batch.set("seen_in", torch.full(batch.batch_size, os.getpid())),
+    )
+    yield collector, collector.state_dict()
+    collector.shutdown(raise_on_error=False)
+
+
+@pytest.fixture
+def frames(started: tuple[AsyncCollector, dict[str, Any]]) -> AsyncCollector:
+    """A collector that has collected nothing."""
+    collector, state = started
+    collector.set_seed(0)
+    collector.load_state_dict(state)
+    return collector
+
+
+def plain(**options: Any) -> Collector:
+    """The same in this process."""
+    options = {"frames_per_batch": 8, "max_frames_per_traj": 4, "track_policy_version": True, **options}
+    return Collector(Moody(lengths=(3, 9)), lambda td: td.set("action", td["observation"] / 2), **options)
+
+
+def seen(batch: TensorDictBase | None) -> list[Any]:
+    assert batch is not None
+    return batch["observation"].squeeze(-1).tolist()
+
+
+# Batches
+
+
+def test_batches_are_those_that_the_collector_gives_here(frames: AsyncCollector) -> None:
+    here = plain()
+    trajectories = []
+    for batch in frames.iterator():
+        same = here.next()
+        assert batch is not None
+        assert same is not None
+        trajectories.append(same["collector", "traj_ids"].max().item())
+        assert {"threads", "seen_in", *same.keys(include_nested=True)} == set(batch.keys(include_nested=True))
+        assert all((value == batch[key]).all() for key, value in same.items(include_nested=True, leaves_only=True))
+        assert batch["threads"].reshape(-1, 2).unique(dim=0).tolist() == [[3, 3]]  # there
+        assert torch.get_num_threads() == 2  # here
+        assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc
+        assert batch.device == torch.device("cpu")
+    assert len(trajectories) == 6  # the total
+    assert trajectories == sorted(trajectories)  # which go on from batch to batch
+    assert (frames.next(), list(frames), frames.wants_more) == (None, [], False)
+
+
+def test_no_more_is_collected_ahead_than_two_batches(frames: AsyncCollector) -> None:
+    frames.next()
+    wait_until(lambda: frames.state_dict()["frames"] == 24)
+    for _ in range(3):
+        assert frames.state_dict()["frames"] == 24
+    with frames.pause():
+        assert seen(frames.next()) == [[1, 2, 0, 1], [0, 1, 2, 3]]
+        frames.next()
+        with pytest.raises(RuntimeError, match="inside a block of pause"):
+            frames.next()
+    assert frames.next() is not None
+
+
+def test_seeds_reach_the_environment_and_what_waited_is_not_of_another(frames: AsyncCollector) -> None:
+    frames.next()
+    assert frames.set_seed(7) == plain().set_seed(7)
+    assert seen(frames.next())[0] == [70, 71, 72, 70]
+    frames.set_seed(7, static_seed=True)
+    assert seen(frames.next())[0] == [7, 8, 9, 7]
+
+
+def test_places_begin_anew(frames: AsyncCollector) -> None:
+    batches = [frames.next(), frames.next()]
+    frames.reset()
+    batches += list(frames)
+    assert len(batches) == 6
+    assert [seen(batch)[0][0] for batch in batches].count(0) >= 2
+
+
+def test_what_is_raised_there_is_raised_here_once_and_then_it_goes_on(frames: AsyncCollector) -> None:
+    frames.set_seed(66)
+    with pytest.raises(OSError, match="went away") as raised:
+        frames.next()
+    assert "in act" in raised.value.__notes__[0]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'seconds'"):
+        frames.reset(seconds=2)
+    frames.set_seed(2)
+    assert seen(frames.next())[0] == [20, 21, 22, 20]
+
+
+# Weights
+
+
+def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> None:
+    tracker = frames.policy_version_tracker
+    assert tracker is not None
+    frames.update_policy_weights_(WEIGHTS)
+    frames.update_policy_weights_(weights_dict={"policy": WEIGHTS})
+    assert tracker.version == frames.policy_version == frames.get_policy_version() == 2
+    batch = frames.next()
+    assert batch is not None
+    assert torch.equal(batch["action"], batch["observation"] * 3)
+    assert batch["policy_version"].unique().tolist() == [2]
+    with pytest.raises(ValueError, match="do not fit the policy at bias"):
+        frames.update_policy_weights_(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="no weights to push"):
+        frames.update_policy_weights_(torch.nn.Identity())
+    with pytest.raises(TypeError, match="worker_ids"):
+        frames.update_policy_weights_(WEIGHTS, worker_ids=0)
+    assert frames.policy_version == 2
+    frames.update_policy_weights_()  # those of the policy that was given
+    model = frames.get_policy_model()
+    assert [seen(b) for b in frames if b is not None and not torch.equal(b["action"], b["observation"] * 3)]
+    assert (frames.policy_version, model.scale.item()) == (3, 0.5)
+
+
+def test_weights_may_follow_each_batch(frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "update_at_each_batch", True)
+    model = frames.get_policy_model()
+    pushed = [0.5]  # by version
+    used = []
+    for i, batch in enumerate(frames):
+        assert batch is not None
+        pushed.append(model.scale.item())
+        [version] = batch["policy_version"].unique().tolist()
+        assert torch.equal(batch["action"], batch["observation"] * pushed[version])
+        used.append(version)
+        model.scale.data.fill_(i + 1.0)  # goes over with the next
+    model.scale.data.fill_(0.5)
+    assert used == sorted(used)
+    assert used[0] == 0 < used[-1]
+    assert frames.state_dict()["version"] == 6
+    with pytest.raises(RuntimeError, match="fills a replay buffer, and this collector has none"):
+        frames.start()
+
+
+# State
+
+
+@pytest.fixture(scope="module")
+def talks() -> Iterator[AsyncCollector]:
+    def with_child() -> Any:
+        import subprocess
+
+        subprocess.Popen(["sleep", "1000"])
+        return talk()
+
+    collector = AsyncCollector(with_child, policy_factory=lambda: scripted("a", "b"), frames_per_batch=6)
+    yield collector
+    collector.shutdown()
+
+
+def turns(batch: Any) -> list[Any]:
+    return [told(step) for step in batch.unbind(1)]
+
+
+def test_a_saved_collector_draws_nothing_twice_and_leaves_nothing_out(talks: AsyncCollector) -> None:
+    here = make_llm(talk(), dialog_turns_per_batch=6)
+    assert talks.frames_per_batch == 6
+    batches: list[Any] = []
+    for wanted in (0, 1, 2):  # batches that wait, saved by the way of JSON
+        batches.append(turns(talks.next()))
+        wait_until(lambda: len(talks.state_dict()["waiting"]) == 2)
+        with talks.pause():
+            batches += [turns(talks.next()) for _ in range(2 - wanted)]
+            state = json.loads(json.dumps(talks.state_dict()))
+        talks.next()
+        assert len(state["waiting"]) == wanted
+        talks.load_state_dict(state)
+    batches += [turns(talks.next()) for _ in range(3)]
+    assert batches == [turns(here.next()) for _ in batches]
+
+
+def test_the_policy_of_a_language_environment_takes_up_weights_and_versions(talks: AsyncCollector) -> None:
+    version = talks.policy_version
+    assert isinstance(version, int)
+    talks.update_policy_weights_({"any": torch.ones(1)})
+    assert talks.policy_version == version + 1
+    sampled = [talks.next() for _ in range(4)]
+    assert [b["policy_version"].unique().tolist() for b in sampled if b is not None][-1] == [version + 1]
+    talks.init_updater(model_metadata={"any": (torch.float32, [2])})
+    with pytest.raises(PolicyError, match=r"any is float32 \(1,\) in this push"):
+        talks.update_policy_weights_({"any": torch.ones(1)})
+    assert talks.policy_version == version + 1
+    talks.init_updater(model_metadata={})
+
+
+# The end
+
+
+def test_a_death_is_named_and_wakes_whoever_waits_and_leaves_nothing_running(talks: AsyncCollector) -> None:
+    pid = talks._batches.worker.pid
+    assert pid is not None
+    [child] = [process.pid for process, command in children().items() if command == "sleep 1000"]
+    killing = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    with pytest.raises(PolicyError, match="the collector's process was ended by SIGKILL"):
+        for _ in talks:
+            pass
+    killing.join()
+    assert (is_gone(child), is_gone(pid)) == (True, True)
+    for use in (talks.next, talks.state_dict, lambda: talks.update_policy_weights_({"any": torch.ones(1)})):
+        with pytest.raises(PolicyError, match="was ended by SIGKILL"):
+            use()
+    assert not talks.is_initialized()
+    talks.shutdown()  # whoever asked was told
+
+
+def test_what_takes_too_long_is_named_and_ended_by_force(
+    frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    frames.set_seed(99)
+    monkeypatch.setattr(frames._batches, "wait_seconds", 0.1)
+    with pytest.raises(PolicyError, match="waited 0 s for a batch of the collector's process"):
+        frames.next()
+    pid = frames._batches.worker.pid
+    with pytest.raises(PolicyError, match="waited 0 s for finish"):
+        frames.shutdown(timeout=0.1)
+    assert pid is not None
+    assert is_gone(pid)
+    assert torch.get_num_threads() != threads  # as it was
+    assert not frames.is_initialized()
+    with pytest.raises(RuntimeError, match="shut down: build another"):
+        frames.next()

@@ -1,0 +1,400 @@
+"""AsyncCollector's arguments and methods: what they do there, or why they are refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import Here, wait_until
+from moody import Moody
+from talk import make as make_llm
+from talk import scripted, talk, told
+from tensordict import TensorDictBase
+
+from rlpost.collectors import AsyncCollector, Collector, LLMCollector, SharedWeights, aSyncDataCollector
+from rlpost.data import FrameBuffer, LazyTensorStorage, ReplayBuffer
+from rlpost.envs.transforms import PolicyVersion
+from rlpost.errors import DataError, PolicyError
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.collectors.child_batches.WorkerProcess", Here)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # there is here
+
+
+def half(tensordict: TensorDictBase) -> TensorDictBase:
+    return tensordict.set("action", tensordict["observation"] / 2)
+
+
+def frames(**options: Any) -> AsyncCollector:
+    return AsyncCollector(Moody, options.pop("policy", half), **{"frames_per_batch": 8, **options})
+
+
+def talks(**options: Any) -> AsyncCollector:
+    return AsyncCollector(talk, options.pop("policy", scripted("a", "b")), **{"frames_per_batch": 2, **options})
+
+
+def there(collector: AsyncCollector) -> Any:
+    """The collector that it has."""
+    return collector._batches.worker.object.collector  # type: ignore[attr-defined]
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"total_frames": 12}, "total_frames=12 is no multiple of frames_per_batch=8"),
+        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch"),
+        ({"policy_factory": lambda: half}, "policy or policy_factory, not both"),
+        ({"create_env_kwargs": [{}, {}]}, "2 create_env_kwargs for one environment"),
+        ({"batches_ahead": 0}, "at least 1"),
+        ({"num_sub_threads": 0}, "at least 1"),
+        ({"num_threads": 0}, "at least 1"),
+        ({"storing_device": ["cpu", "cpu"]}, "storing_device lists 2 devices"),
+        ({"policy_device": ["cpu", "cpu"]}, "policy_device lists 2 devices"),
+        ({"update_at_each_batch": True}, "give one that is a module"),
+        ({"preemptive_threshold": 0.5}, "preemptive_threshold has no effect on one process: there is one worker"),
+        ({"num_workers": 1}, "num_workers has no effect on one process"),
+        ({"weight_sync_schemes": {}}, "weights go over as a folder"),
+        ({"speed": 3}, "AsyncCollector takes no speed"),
+        ({"weight_updater": SharedWeights}, "weight_updater has no effect on frames"),
+        ({"weight_updater": SharedWeights()}, "pass its constructor"),
+        ({"flatten_data": True}, "flatten_data has no effect on frames"),
+        ({"split_trajs": True, "replay_buffer": []}, "split_trajs pads trajectories"),
+        ({"async_envs": True}, "needs an rlpost.envs.AsyncEnvPool"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        frames(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu"}, "device has no effect on a language environment"),
+        ({"env_device": "cpu"}, "conversations are no tensors"),
+        ({"policy_device": "cpu"}, "build it there"),
+        ({"max_frames_per_traj": 3}, "give that max_steps"),
+        ({"init_random_frames": 8}, "random tokens are no reply"),
+        ({"split_trajs": True}, "give yield_completed_trajectories=True"),
+        ({"set_truncated": True}, "goes on in the next batch"),
+        ({"trust_policy": True}, "never wrapped"),
+        ({"async_envs": True}, "raise its num_envs"),
+        ({"reset_when_done": False}, "has no further turn"),
+        ({"exploration_type": "mean"}, "tokens have no mean"),
+        ({"exploration_type": "mode", "policy": lambda td: td}, "a callable policy samples as it likes"),
+        ({"policy": None}, "exactly one of policy and policy_factory"),
+        ({"collector_class": Collector}, "play it with LLMCollector"),
+    ],
+)
+def test_conversations_have_no_use_for_some_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        talks(**options)
+
+
+def test_what_cannot_be_sent_or_makes_no_environment_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"policy cannot be sent to the collector's process \(cannot pickle"):
+        frames(policy=lambda td: lock and td)
+    for env in (talk(), [Moody]):
+        with pytest.raises(TypeError, match="pass one function"):
+            AsyncCollector(env, half, frames_per_batch=8)  # type: ignore[arg-type]
+
+
+# Arguments of frames
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_frames_per_traj": 2},
+        {"max_frames_per_traj": -1, "init_random_frames": -1},
+        {"reset_at_each_iter": True},
+        {"split_trajs": True},
+        {"reset_when_done": False},
+        {"set_truncated": True},
+        {"device": "cpu"},
+        {"env_device": "cpu", "policy_device": ["cpu"]},
+        {"postproc": lambda batch: batch["next"]},
+        {"trust_policy": True},
+        {"total_frames": None},
+    ],
+    ids=str,
+)
+def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, Any]) -> None:
+    collector = frames(**options)
+    same = Collector(Moody, half, frames_per_batch=8, **{k: v for k, v in options.items() if v is not None})
+    for _ in range(2):
+        batch, wanted = collector.next(), same.next()
+        assert batch is not None
+        assert wanted is not None
+        assert (batch.batch_size, batch.device) == (wanted.batch_size, wanted.device)
+        assert set(batch.keys(True)) == set(wanted.keys(True))
+        assert all((value == batch[key]).all() for key, value in wanted.items(True, True))
+    collector.shutdown()
+
+
+def test_the_first_frames_are_random_and_batches_are_moved_when_they_have_come() -> None:
+    collector = frames(init_random_frames=9, storing_device="meta")
+    assert there(collector).init_random_frames == 16
+    assert there(collector).storing_device == torch.device("cpu")  # through the pipe
+    batch = collector.next()
+    assert batch is not None
+    assert batch["next", "reward"].device == torch.device("meta")
+    assert there(frames(policy=None)).policy.action_spec.high == 1
+
+
+def test_a_rollout_is_collected_now_and_leaves_what_waits() -> None:
+    collector, same = frames(), Collector(Moody, half, frames_per_batch=8)
+    wanted = [same.rollout()["observation"] for _ in range(4)]
+    batches = [collector.next()]
+    wait_until(lambda: len(collector._batches.waiting) == 2)
+    rollout = collector.rollout()
+    batches += [collector.next(), collector.next(), rollout]
+    assert all(torch.equal(b["observation"], w) for b, w in zip(batches, wanted, strict=True) if b is not None)
+
+
+def test_a_class_of_ones_own_may_collect() -> None:
+    class Loud(Collector):
+        def __init__(self, *args: Any, loudness: float, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.loudness = loudness
+
+    assert there(frames(collector_class=Loud, loudness=11.0)).loudness == 11.0
+
+
+def test_the_documents_loop_runs_with_changed_imports() -> None:
+    pytest.importorskip("gymnasium")
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+
+    from rlpost.envs import GymEnv
+
+    def env_maker() -> Any:
+        return GymEnv("Pendulum-v1", device="cpu")
+
+    policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    distributed_collector = AsyncCollector(
+        create_env_fn=env_maker,
+        policy=policy,
+        collector_class=Collector,
+        max_frames_per_traj=50,
+        init_random_frames=-1,
+        reset_at_each_iter=False,
+        device="cpu",
+        storing_device="cpu",
+        total_frames=10000,
+        frames_per_batch=200,
+    )
+    data: Any = None
+    for i, data in enumerate(distributed_collector):  # noqa: B007
+        if i == 2:
+            break
+    distributed_collector.shutdown()
+    assert data.batch_size == (200,)
+    assert data["collector", "traj_ids"].unique().tolist() == [8, 9, 10, 11]
+    assert torch.allclose(data["action"], policy.module(data["observation"]), atol=1e-6)
+
+
+# Arguments of conversations
+
+
+def test_arguments_of_conversations_reach_their_collector() -> None:
+    inner = there(
+        talks(
+            exploration_type="deterministic",
+            yield_completed_trajectories=True,
+            reset_at_each_iter=True,
+            begin_ahead=False,
+            verbose=True,
+            flatten_data=True,
+            frames_per_batch=3,
+            total_frames=6,
+            max_frames_per_traj=-1,
+        )
+    )
+    assert isinstance(inner, LLMCollector)
+    assert inner.policy.sampling.temperature == 0
+    assert (inner.yield_completed_trajectories, inner.begin_ahead, inner.reset_at_each_iter) == (True, False, True)
+    assert (inner.verbose, inner.flatten_data, inner.frames_per_batch, inner.total_dialog_turns) == (True, True, 4, 6)
+    assert there(talks()).policy.sampling.temperature == 1
+
+
+class Copying(SharedWeights):
+    """Says what it was given."""
+
+    def send_weights(self, policy: Any, source: Any) -> None:
+        policy.taken = {name: weight.tolist() for name, weight in source.items()}
+
+
+def test_an_updater_of_ones_own_takes_weights_up_and_versions_are_counted_here() -> None:
+    tracker = PolicyVersion("uuid")
+    collector = talks(weight_updater=Copying, track_policy_version=tracker)
+    first = collector.policy_version
+    collector.update_policy_weights_({"x": torch.tensor([1.0, 2.0])}, worker_ids=0)
+    inner = there(collector)
+    assert inner.policy.taken == {"x": [1.0, 2.0]}
+    assert inner.policy.version == inner.policy_version_tracker.version == collector.policy_version == tracker.version
+    assert [change[1:] for change in tracker.version_history] == [(first, tracker.version)]
+    assert isinstance(tracker.version, str)
+    batch = collector.next()
+    assert batch is not None
+    assert list(batch[:, 0]["policy_version"]) == [tracker.version] * 2
+    collector.init_updater(model_metadata={"x": (torch.float32, [3])})
+    assert inner.weight_updater.model_metadata == {"x": (torch.float32, [3])}
+    frames().init_updater("anything")  # which has none
+
+
+def test_a_model_samples_with_the_weights_that_were_pushed(tiny_folder: Path) -> None:
+    def with_model() -> Any:
+        from rlpost.model.load import load_model, tiny_tokenizer
+        from rlpost.policies import TransformersWrapper
+        from rlpost.settings import DType, ModelSettings
+
+        model = load_model(tiny_folder, ModelSettings(path=str(tiny_folder), dtype=DType.float32))
+        return TransformersWrapper(model, tiny_tokenizer())
+
+    collector = talks(policy=None, policy_factory=with_model)
+    assert collector.get_policy_model() is None
+    with pytest.raises(TypeError, match="was given no weights"):
+        collector.update_policy_weights_()
+    trained = with_model().model
+    with torch.no_grad():
+        for weight in trained.parameters():
+            weight.mul_(1.5)
+    collector.update_policy_weights_(trained)
+    own = there(collector).policy.model.state_dict()
+    assert all(torch.equal(own[name], weight) for name, weight in trained.state_dict().items())
+    assert (there(collector).policy.version, collector.policy_version) == (1, 1)
+    with pytest.raises(PolicyError, match="the policy's model has no weight x"):
+        collector.update_policy_weights_({"x": torch.ones(1), **own})
+    assert collector.policy_version == 1
+
+
+# Buffers
+
+
+def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
+    buffer = ReplayBuffer()
+    collector = talks(
+        replay_buffer=buffer, yield_completed_trajectories=True, postproc=lambda batch: batch.set("by", batch["turns"])
+    )
+    assert there(collector).postproc is not None  # there, where a buffer is written
+    assert [collector.next(), next(iter(collector))] == [None, None]
+    taken = buffer.take(1)["group_id"].tolist()
+    collector.start()
+    for _ in range(20):
+        wait_until(lambda: collector.is_ahead)
+        time.sleep(0.002)
+        assert buffer.num_rows <= 1 + 2 * 4  # beside a row two batches of two, or with three turns at the end of four
+        taken += buffer.take(2)["group_id"].tolist()
+    assert sorted(set(taken)) == list(range(41))  # each group once
+    with collector.pause():  # one moment
+        state = {"collector": collector.state_dict(), "buffer": buffer.state_dict()}
+    following = [buffer.take(2)["group_id"].unique().tolist() for _ in range(5)]
+    with collector.pause():
+        buffer.load_state_dict(state["buffer"])
+        collector.load_state_dict(state["collector"])
+    assert [buffer.take(2)["group_id"].unique().tolist() for _ in range(5)] == following
+    with pytest.raises(RuntimeError, match="started in the background: read its replay buffer"):
+        collector.next()
+    with pytest.raises(RuntimeError, match="another collector fills"):
+        make_llm(talk(), replay_buffer=buffer)
+
+
+def test_frames_are_written_until_their_total() -> None:
+    buffer = FrameBuffer(storage=LazyTensorStorage(100))
+    collector = frames(replay_buffer=buffer, total_frames=160)
+    collector.start()
+    wait_until(lambda: buffer.write_count == 160)
+    wait_until(lambda: not collector.wants_more)
+    with pytest.raises(Exception, match="has collected all its total_frames"):
+        collector.collect()
+    with pytest.raises(RuntimeError, match="iterate over it instead"):
+        frames().collect()
+    with pytest.raises(RuntimeError, match="nobody takes one"):
+        frames(policy=torch.nn.Linear(1, 1), update_at_each_batch=True, replay_buffer=buffer).start()
+
+
+def test_what_cannot_be_written_is_raised_by_the_next_call_and_on_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    collector = frames(replay_buffer=ReplayBuffer())
+    for _ in range(2):
+        with pytest.raises(DataError, match="group_id"):
+            collector.next()
+    collector.shutdown(raise_on_error=False)
+    other = frames(replay_buffer=ReplayBuffer())
+    other.start()
+    wait_until(lambda: other._batches._error is not None)
+    with pytest.raises(DataError, match="group_id"):
+        other.shutdown()
+    quiet = frames(replay_buffer=ReplayBuffer())
+    quiet.start()
+    wait_until(lambda: quiet._batches._error is not None)
+    with caplog.at_level("WARNING", "rlpost"):
+        quiet.shutdown(raise_on_error=False)
+    assert "the collector was shut down after an error" in caplog.text
+
+
+# State, and the end
+
+
+def test_the_state_of_a_collector_here_is_taken_up() -> None:
+    alone = make_llm(talk(), dialog_turns_per_batch=2)
+    alone.policy.version = 3
+    alone.next()
+    collector = talks()
+    collector.load_state_dict(alone.state_dict())
+    assert collector.policy_version == 3
+    for _ in range(3):
+        batch, wanted = collector.next(), alone.next()
+        assert batch is not None
+        assert wanted is not None
+        assert told(batch[:, 0]) == told(wanted[:, 0])
+    partial_state = {"policy_state_dict": alone.state_dict()["policy_state_dict"]}
+    with pytest.raises(Exception, match="no whole state of an LLMCollector"):
+        collector.load_state_dict(partial_state)
+    collector.load_state_dict(partial_state, strict=False)
+
+
+@pytest.mark.parametrize("close_env", [True, False])
+def test_the_environment_is_closed_unless_that_is_not_wanted(close_env: bool) -> None:
+    collector = frames()
+    inner = there(collector)
+    with collector as same:
+        assert same.is_initialized()
+        collector.shutdown(close_env=close_env)
+    assert inner.env.closed == close_env
+    with pytest.raises(RuntimeError, match="shut down: build another"):
+        collector.set_seed(1)
+    other = talks()
+    other.async_shutdown(timeout=5)
+    with pytest.raises(Exception, match="is closed and samples no more"):
+        there(other).policy.submit(None)
+
+
+def test_a_collector_that_nobody_holds_goes() -> None:
+    gc.disable()
+    try:
+        collector = frames()
+        collector.next()
+        seen = weakref.ref(collector)
+        del collector
+        wait_until(lambda: seen() is None)
+    finally:
+        gc.enable()
+
+
+def test_the_older_name_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="is called AsyncCollector now"):
+        collector = aSyncDataCollector(Moody, half, frames_per_batch=8)
+    assert isinstance(collector, AsyncCollector)
