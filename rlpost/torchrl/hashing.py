@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.ragged import column, ragged, strings
 from rlpost.envs.base import one_dimension
+from rlpost.envs.transforms.base import Transform
 from rlpost.errors import DataError
+from rlpost.torchrl.frames import Categorical
 
 _BYTES = 8  # of a hash, and of a token in it
 
@@ -22,7 +24,8 @@ class LLMHashingEnv:
     The hash of a sequence is h(hash of the sequence without its last token, last token), with
     BLAKE2b of 64 bits keyed by `seed`: the same in every process, equal for equal sequences however
     they came about, and different for two different ones but for a chance of 2^-64. It does not
-    score or end anything, and keeps no state: what a step needs travels in the TensorDict.
+    score or end anything, and keeps no state: what a step needs travels in the TensorDict. A `Collector` plays it
+    as it plays any other, with random tokens where it has no policy.
 
     Ids lie below `vocab_size`, by default the number of `tokenizer`'s tokens; with a tokenizer the text
     is written too. Raises TypeError where there is neither.
@@ -51,6 +54,9 @@ class LLMHashingEnv:
         self.hashing_key = hashing_key
         self.action_key = action_key
         self.text_key = text_key
+        self.action_spec = Categorical(self.vocab_size)
+        self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
+        self.transforms: list[Transform] = []
         self._key = seed.to_bytes(_BYTES, "big", signed=True)
 
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
@@ -104,6 +110,33 @@ class LLMHashingEnv:
             current = steps[-1]["next"].copy()
         return lazy_stack(steps, dim=1)
 
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: no sequence ever ends here."""
+        stepped = self.step(tensordict)
+        return stepped, stepped["next"].copy()
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment.
+
+        Raises TypeError if it is none.
+        """
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
+            )
+        transform.start()
+        self.transforms.append(transform)
+        return self
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay what they are."""
+        return seed if static_seed else seed + 1
+
+    def close(self) -> None:
+        """Give back what transforms hold; a second call does nothing."""
+        for transform in self.transforms:
+            transform.close()
+
     def hash_of(self, ids: Sequence[int]) -> int:
         """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
         hash_ = 0  # of the empty sequence
@@ -121,7 +154,7 @@ class LLMHashingEnv:
         if wrong is not None:
             raise DataError(f"token {wrong} is outside the vocabulary: ids lie between 0 and {self.vocab_size - 1}")
 
-    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDict:
+    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
         over = torch.zeros(len(rows), 1, dtype=torch.bool)
         observed: dict[str, Any] = {
             self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
@@ -131,4 +164,7 @@ class LLMHashingEnv:
         }
         if self.tokenizer is not None:
             observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
-        return TensorDict(observed, batch_size=[len(rows)])
+        shown: TensorDictBase = TensorDict(observed, batch_size=[len(rows)])
+        for transform in self.transforms:
+            shown = transform(shown)
+        return shown

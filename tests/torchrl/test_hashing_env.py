@@ -7,8 +7,10 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from rlpost.collectors import Collector
 from rlpost.data.ragged import strings
 from rlpost.envs import LLMHashingEnv
+from rlpost.envs.transforms import Transform
 from rlpost.errors import DataError
 
 
@@ -104,3 +106,28 @@ def test_what_cannot_be_is_refused() -> None:
         env.step(env.reset().set("action", torch.tensor([[1, 2]])))
     with pytest.raises(DataError, match="no tokenizer"):
         env.reset(TensorDict({"text": strings(["a"])}, batch_size=[1]))
+
+
+def test_it_is_an_environment_like_any_other_to_a_collector() -> None:
+    class Count(Transform):
+        closed = 0
+
+        def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+            return tensordict.set("length", torch.tensor([len(row) for row in tensordict["observation"].unbind()]))
+
+        def close(self) -> None:
+            self.closed += 1
+
+    env = LLMHashingEnv(5, batch_size=2).append_transform(count := Count())
+    torch.manual_seed(0)
+    with Collector(lambda: env, frames_per_batch=6, total_frames=12) as collector:
+        assert collector.set_seed(3) == 4
+        first, second = (batch for batch in collector if batch is not None)
+    assert first.batch_size == (2, 3)
+    assert [first[0, t]["next", "length"].item() for t in range(3)] == [1, 2, 3]
+    assert second[1, 2]["next", "length"].item() == 6  # it goes on in the next batch
+    ids = [first[1, t]["action"].item() for t in range(3)]
+    assert first[1, 2]["next", "hashing"].item() == env.hash_of(ids)
+    assert count.closed == 1
+    with pytest.raises(TypeError, match="str is no Transform"):
+        env.append_transform("count")  # type: ignore[arg-type]
