@@ -129,7 +129,7 @@ def test_what_cannot_be_sent_or_makes_no_environment_is_named() -> None:
         {"trust_policy": True},
         {"total_frames": None},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_arguments_of_frames_are_those_of_a_collector_here(options: dict[str, Any]) -> None:
     collector = frames(**options)
