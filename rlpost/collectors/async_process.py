@@ -170,17 +170,6 @@ class AsyncCollector(WeightsCollector):
         while (taken := self._take()) is not None:
             yield taken[0]
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        """What iterating over the collector gives."""
-        return iter(self)
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch; None where it is in the buffer, and at the end.
-
-        Raises what was raised in the process, and PolicyError where it has died or brings none in `wait_seconds`.
-        """
-        return next(iter(self), None)
-
     def rollout(self) -> TensorDictBase:
         """One batch that is collected now, whatever batches are delivered into; those that wait are still given."""
         with self.pause():
@@ -208,9 +197,9 @@ class AsyncCollector(WeightsCollector):
         """See `CollectorBase.is_ahead`."""
         return self._batches.room <= 0
 
-    def collect_round(self) -> None:
-        """See `CollectorBase.collect_round`."""
-        self._take()
+    def collect_round(self) -> TensorDictBase | None:
+        """See `CollectorBase.collect_round`; raises what was raised in the process, and how it died."""
+        return next(iter(self), None)
 
     def collect(self) -> None:
         """See `CollectorBase.collect`."""

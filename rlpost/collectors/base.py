@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,8 +32,8 @@ class CollectorBase(ABC):
         self._is_shut_down = False
 
     @abstractmethod
-    def collect_round(self) -> None:
-        """Collect one more batch and deliver it."""
+    def collect_round(self) -> TensorDictBase | None:
+        """Collect one more batch and deliver it: here, or where it goes instead, and then this is None."""
 
     @property
     @abstractmethod
@@ -44,6 +44,19 @@ class CollectorBase(ABC):
     def is_ahead(self) -> bool:
         """Whether so much waits to be taken that the background rests until somebody takes it, or asks for more."""
         return False
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while self.wants_more:
+            self._check_foreground("iterate over")
+            yield self.collect_round()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """What iterating over the collector gives."""
+        return iter(self)
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch where iterating gives one; None where it is delivered elsewhere, and at the end."""
+        return next(iter(self), None)
 
     def collect(self) -> None:
         """One more batch into the replay buffer; where the background fills it, return with its next one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil
@@ -133,20 +133,6 @@ class Collector(CollectorBase):
 
     # Batches
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.wants_more:
-            self._check_foreground("iterate over")
-            yield self._deliver()
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        """What iterating over the collector gives."""
-        return iter(self)
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch, for callers that cannot iterate from afar; None after the last, or into a buffer."""
-        self._check_foreground("take a batch of")
-        return self._deliver() if self.wants_more else None
-
     def rollout(self) -> TensorDictBase:
         """One batch, whatever it is delivered into."""
         self._check_foreground("take a rollout of")
@@ -157,11 +143,8 @@ class Collector(CollectorBase):
         """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
         return self.total_frames < 0 or self._frames < self.total_frames
 
-    def collect_round(self) -> None:
+    def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
-        self._deliver()
-
-    def _deliver(self) -> TensorDictBase | None:
         batch = self._collected()
         if self.replay_buffer is None:
             return batch

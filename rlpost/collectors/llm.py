@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
 from queue import Empty
@@ -141,19 +141,6 @@ class LLMCollector(WeightsCollector):
         self._turns_delivered = 0
         self._trajectories_begun = 0
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
-        while self.wants_more:
-            self._check_foreground("iterate over")
-            yield self._deliver()
-
-    def iterator(self) -> Iterator[TensorDictBase | None]:
-        """What iterating over the collector gives."""
-        return iter(self)
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch where iterating gives one; None where it is delivered elsewhere, and at the end."""
-        return next(iter(self), None)
-
     @property
     def frames_per_batch(self) -> int:
         """`dialog_turns_per_batch`: a frame is a turn."""
@@ -277,16 +264,13 @@ class LLMCollector(WeightsCollector):
             return False
         return self.replay_buffer.num_rows >= self.batches_ahead * self.dialog_turns_per_batch
 
-    def collect_round(self) -> None:
-        """See `CollectorBase.collect_round`."""
-        self._deliver()
-
     def _collected(self) -> TensorDictBase:
         batch = self._completed_batch() if self.yield_completed_trajectories else self._plain_batch()
         self._turns_delivered += batch.numel()
         return postprocessed(batch, self.postproc)
 
-    def _deliver(self) -> TensorDictBase | None:
+    def collect_round(self) -> TensorDictBase | None:
+        """See `CollectorBase.collect_round`."""
         batch = self._collected()
         if self.verbose:
             print(f"collected {batch.numel()} turns, {self._turns_delivered} in all", flush=True)

@@ -367,12 +367,14 @@ def test_an_environment_is_made_here_from_what_it_takes() -> None:
     batch = make(Counting, create_env_kwargs={"size": 1, "lengths": (2,)}, frames_per_batch=4).rollout()
     assert seen(batch) == [[0, 1, 0, 1]]
     assert make(Counting, create_env_kwargs=[{"size": 1, "lengths": (2,)}]).frames_per_batch == 8
+    without_a_space = LLMHashingEnv(5)
+    del without_a_space.action_spec
     for refused, message in (
         ({"env": Counting(), "create_env_kwargs": {"size": 1}}, "this is one already"),
         ({"env": ChatEnv()}, "play it with LLMCollector"),
         ({"env": object()}, "it has no reset and no step and no batch_size"),
         ({"async_envs": True}, "needs an rlpost.envs.AsyncEnvPool, and this is one Counting"),
-        ({"env": LLMHashingEnv(5), "policy": None}, "LLMHashingEnv has no action_spec"),
+        ({"env": without_a_space, "policy": None}, "LLMHashingEnv has no action_spec"),
     ):
         with pytest.raises(TypeError, match=message):
             make(**refused)
