@@ -247,6 +247,7 @@ class AsyncCollector(WeightsCollector):
         """
         with self.pause():
             following = self._batches.ask("set_seed", seed, static_seed)
+            self._batches.ask("give_back", sum(batch.numel() for batch in self._batches.waiting))
             self._batches.begin_anew()
         return following
 

@@ -143,6 +143,10 @@ class Collector(CollectorBase):
         """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
         return self.total_frames < 0 or self._frames < self.total_frames
 
+    def give_back(self, frames: int) -> None:
+        """So many frames were thrown away untaken: they count towards no total."""
+        self._frames -= frames
+
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
         batch = self._collected()

@@ -158,6 +158,7 @@ def test_what_is_played_is_what_lock_step_plays(playing: Playing) -> None:
 
 def test_a_cancelled_group_does_not_come_back_and_what_it_holds_is_given_back(playing: Playing) -> None:
     env = gated()
+    env.second_is_over.set()  # nothing waits for anything
     player = playing(env, Folders(hold := threading.Event()))
     [first, second] = tickets(env, 2)
     player.play([first])

@@ -58,6 +58,7 @@ def test_the_defaults_are_smollm2_on_sums() -> None:
     assert (settings.env.split, training_sampling(settings).temperature, settings.steps) == ("train", 1.2, 60)
     assert composed.choices == {
         "model": "smollm2",
+        "collector": "sync",
         "env": "arithmetic",
         "policy": "auto",
         "loss": "grpo",

@@ -72,7 +72,7 @@ def test_a_dataset_answer_without_final_number_is_refused(answer: str) -> None:
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<think><answer>", "<answer></answer>", "1,"])
 def test_hostile_replies_take_linear_time(piece: str) -> None:
     reply = piece * (100_000 // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     score(reply, "1")
-    assert time.perf_counter() - started < 0.2
+    assert time.process_time() - started < 0.2
     assert first_block(reply, "nothing") is None

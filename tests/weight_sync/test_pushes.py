@@ -204,10 +204,12 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
             if any(sought.search(line) and "self.version: PolicyVersionLabel" not in line for line in file.open())
         )
 
-    assert files_with(assigned) == ["policies/base.py", "weight_sync/base.py"]  # `become`, and how a run begins
+    # `become`, and how a run or a collector begins and goes on
+    assert files_with(assigned) == ["collectors/async_process.py", "policies/base.py", "weight_sync/base.py"]
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
-    restoring = "collectors/group_player.py"  # where a run goes on: the updater's word, in the process that samples
-    assert files_with(becoming) == [restoring, *loading, "weight_sync/base.py"]
+    # of a policy in another process: what the trainer's updater says there, and here
+    beyond = ["collectors/child_weights.py", "collectors/group_player.py"]
+    assert files_with(becoming) == [*beyond, *loading, "weight_sync/base.py"]
 
 
 def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:
