@@ -16,7 +16,7 @@ from rlpost.assemble_policy import build_policy, build_trained_policy
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.data.template_choice import thinking_cut_short
-from rlpost.envs.build import build_env, longest_sampled
+from rlpost.envs.build import build_env, build_training_env, longest_sampled
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.estimate.machine import chosen_policy
@@ -143,13 +143,7 @@ def assemble_sampling(
     with_reference: bool,
 ) -> SamplingParts:
     """What every loop needs that samples: see `SamplingParts`. The policy is not started yet."""
-    env = build_env(
-        settings.env,
-        num_prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        seed=settings.seed,
-        tools=settings.tools,
-    )
+    env = build_training_env(settings)
     check_rewards(env)
     held_out = replace(settings.env, split="test", limit=None)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)

@@ -18,7 +18,7 @@ from rlpost.collectors.group_player import GroupPlayer
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.plugins import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs.build import build_env, longest_conversation
+from rlpost.envs.build import build_training_env, longest_conversation
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
@@ -81,13 +81,7 @@ def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
     load_plugins(plugins)
     asked: PlayerOrder = cloudpickle.loads(order)
     settings = asked.settings
-    env = build_env(
-        settings.env,
-        num_prompts=settings.prompts_per_step,
-        group_size=settings.group_size,
-        seed=settings.seed,
-        tools=settings.tools,
-    )
+    env = build_training_env(settings)
     policy = build_policy(
         asked.policy,
         asked.folder,

@@ -83,6 +83,9 @@ class CollectorBase(ABC):
         """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
         return False
 
+    def give_back(self, count: int) -> None:  # noqa: B027  a collector without a total has nothing to do
+        """So many turns or frames were thrown away untaken: they count towards no total."""
+
     def taken(self, groups: Sequence[int]) -> None:
         """See `GroupSource.taken`: the background may go on."""
         if self._background is not None:

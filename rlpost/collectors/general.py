@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -30,8 +29,6 @@ from rlpost.data.frames import TRAJ_IDS, dense, mark_truncated, split_trajectori
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
 from rlpost.weight_sync.base import named_weights
-
-log = logging.getLogger("rlpost")
 
 
 class Collector(CollectorBase):
@@ -143,9 +140,9 @@ class Collector(CollectorBase):
         """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
         return self.total_frames < 0 or self._frames < self.total_frames
 
-    def give_back(self, frames: int) -> None:
-        """So many frames were thrown away untaken: they count towards no total."""
-        self._frames -= frames
+    def give_back(self, count: int) -> None:
+        """See `CollectorBase.give_back`."""
+        self._frames -= count
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""
@@ -364,15 +361,8 @@ class Collector(CollectorBase):
                 self.policy_version_tracker.load_state_dict({"version": version})
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See `CollectorBase.shutdown`; without `raise_on_error` what went wrong is logged."""
-        try:
-            super().shutdown(timeout, close_env and hasattr(self.env, "close"))
-        except Exception:
-            if raise_on_error:
-                raise
-            log.warning("a collector was shut down after it had failed", exc_info=True)
-
-    async_shutdown = shutdown
+        """See `CollectorBase.shutdown`; an environment without `close` is left as it is."""
+        super().shutdown(timeout, close_env and hasattr(self.env, "close"), raise_on_error)
 
     def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
         """`policy`, copied where its weights lie on another device than the policy's."""

@@ -269,9 +269,9 @@ class LLMCollector(WeightsCollector):
         self._turns_delivered += batch.numel()
         return postprocessed(batch, self.postproc)
 
-    def give_back(self, turns: int) -> None:
-        """So many turns were thrown away untaken: they count towards no total."""
-        self._turns_delivered -= turns
+    def give_back(self, count: int) -> None:
+        """See `CollectorBase.give_back`."""
+        self._turns_delivered -= count
 
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`."""

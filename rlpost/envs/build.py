@@ -6,6 +6,7 @@ from rlpost.catalog import row_of
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
+from rlpost.settings.commands import SampledSettings
 
 
 def build_env(
@@ -29,6 +30,17 @@ def build_env(
                 f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
             )
     return env
+
+
+def build_training_env(settings: SampledSettings) -> DatasetChatEnv:
+    """The environment that a step of training samples from: see `build_env`."""
+    return build_env(
+        settings.env,
+        num_prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        tools=settings.tools,
+    )
 
 
 def make_env(settings: EnvSettings, *, num_prompts: int, group_size: int, seed: int) -> DatasetChatEnv:

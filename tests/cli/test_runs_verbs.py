@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,21 +188,20 @@ def test_tail_of_a_value_that_was_not_finite_and_of_no_steps(capsys: pytest.Capt
     assert capsys.readouterr() == ("", "runs/b: no step is recorded yet\n")
 
 
-def test_following_prints_new_steps_until_the_lock_is_let_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_prints_new_steps_until_the_lock_is_let_go(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(Path("runs/a"), ROWS[:2], log=verdict(BEGAN))
     lock = (run / ".lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
 
-    def train() -> None:
-        time.sleep(0.2)
+    def train(seconds: float) -> None:  # while the steps that were there have been read
         with (run / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps(ROWS[2]) + "\n")
         lock.close()
 
-    training = threading.Thread(target=train)
-    training.start()
+    monkeypatch.setattr("rlpost.cli.run_tail.time", SimpleNamespace(sleep=train))
     assert rlpost(["runs", "tail", "a", "-f", "--lines", "0"]) == 0
-    training.join()
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-2].startswith("step 2/2  reward 0.75")
     assert captured.err == "runs/a: killed\n"

@@ -27,6 +27,12 @@ THREADS: list[int] = []  # of torch, here, before there is a collector and with 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # vLLM in this process takes it away
+        yield from begun()
+
+
+def begun() -> Iterator[tuple[AsyncCollector, dict[str, Any]]]:
     THREADS.append(torch.get_num_threads())
     collector = AsyncCollector(
         lambda lengths: Moody(lengths=lengths),
