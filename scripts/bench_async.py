@@ -11,6 +11,8 @@ vllm   SmolLM2 writes Python programs for sums, two turns, 8 x 8 completions: gr
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import queue
 import random
 import statistics
@@ -29,6 +31,7 @@ from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
+from rlpost.loop_thread import LoopThread
 from rlpost.model.load import load_tokenizer, locate_model, tiny_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
@@ -43,16 +46,19 @@ CONVERSATIONS, TURNS = 64, 3
 
 
 class Slow(ScriptedPolicy):
-    """Takes `SECONDS` for each call, whatever is in it, as an engine with room for all does."""
+    """Takes `SECONDS` for each request, whatever else is under way, as an engine with room for all does."""
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """See `Policy.generate`."""
-        time.sleep(SECONDS)
-        return super().generate(requests, sampling)
+    def __init__(self, *replies: Any, **options: Any) -> None:
+        super().__init__(*replies, **options)
+        self._loop = LoopThread("bench-engine")
 
-    def load_folder(self, folder: Any, version: Any) -> None:
-        """See `Policy.load_folder`."""
-        self.become(version)
+    def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
+        """See `Policy.submit`."""
+        return self._loop.submit(self._later(request, sampling or self.sampling))
+
+    async def _later(self, request: Request, sampling: SamplingSettings) -> Completion:
+        await asyncio.sleep(SECONDS)
+        return self.generate([request], sampling)[0]
 
 
 class Lottery(DatasetChatEnv):
@@ -134,10 +140,10 @@ def player() -> GroupPlayer:
 
 
 def steps() -> None:
-    """Seconds a step with a trainer that takes `SECONDS`, for each lag."""
+    """Seconds a step with a trainer that takes `SECONDS`, for each lag, without and with dynamic sampling."""
     model = torch.nn.Linear(2, 1)
-    for lag in (0, 1, 4):
-        env, buffer = lottery(), ReplayBuffer(group_size=GROUP, accept=has_spread, oldest_first=True)
+    for lag, accept in itertools.product((0, 1, 4), (None, has_spread)):
+        env, buffer = lottery(), ReplayBuffer(group_size=GROUP, accept=accept, oldest_first=True)
         policy = RemotePolicy(player, tiny_tokenizer(), sampling=SamplingSettings())
         driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=PER_STEP, depth=lag, max_policy_lag=lag)
         policy.start()
@@ -153,10 +159,11 @@ def steps() -> None:
             ended = ("trained", "turned_down", "cancelled", "failed", "waiting")
             assert counts["groups/issued"] == sum(counts[f"groups/{name}"] for name in ended)
         policy.close()
+        sampling = "with dynamic sampling" if accept else "every group taken"
         print(
-            f"lag {lag}: {statistics.mean(seconds[1:]):.3f} s a step (median {statistics.median(seconds):.3f}), "
-            f"oldest group {max(ages)} pushes old, {counts['groups/turned_down']:.0f} of "
-            f"{counts['groups/issued']:.0f} groups turned down, {counts['groups/cancelled']:.0f} cancelled, "
+            f"lag {lag}, {sampling}: {statistics.mean(seconds[1:]):.3f} s a step "
+            f"(median {statistics.median(seconds):.3f}), oldest group {max(ages)} pushes old, "
+            f"{counts['groups/turned_down']:.0f} of {counts['groups/issued']:.0f} groups turned down, {counts['groups/cancelled']:.0f} cancelled, "
             f"{buffer.num_dropped_by_age} dropped by age"
         )
 

@@ -30,7 +30,7 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
     from rlpost.testing import DummyStrDataLoader
 
     threads = torch.get_num_threads()
-    llm_model = vllm.LLM(str(tiny_folder), max_model_len=512, enforce_eager=True)  # a small machine, and no compiling
+    llm_model = vllm.LLM(str(tiny_folder), dtype="float32", max_model_len=512, enforce_eager=True)  # for any CPU
     tokenizer: Any = llm_model.get_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     policy = vLLMWrapper(llm_model)

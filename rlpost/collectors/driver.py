@@ -106,7 +106,7 @@ class GroupDriver:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
     def collect(self) -> None:
-        """Let as many groups begin as may, and return when one more has come back.
+        """Let as many groups begin as may, and return when one more has come back, or a step's groups are there.
 
         Raises what went wrong in playing one, and PolicyError where none comes for `wait_seconds`, or where the
         process that samples has died more than `max_restarts` times.
@@ -119,7 +119,7 @@ class GroupDriver:
             self._trainer_waits = True
             seen = self._arrived
             self._admit()
-            while self._arrived == seen and self._error is None:
+            while self._arrived == seen and self._error is None and not self._has_step():
                 if self.policy.worker.failure is not None:
                     self._revive()
                 self._changed.wait(LOOK_SECONDS)
@@ -241,6 +241,10 @@ class GroupDriver:
         self._counts["issued"] += len(tickets)
         if tickets:
             self.policy.worker.submit("play", tickets)
+
+    def _has_step(self) -> bool:
+        """Whether the buffer holds what a step takes: the last of it may have come just before this was asked."""
+        return len(self._whole) >= self.prompts_per_step and not self.owes
 
     def _too_old(self, each: Issued, version: int) -> bool:
         return each.begun_under < version - self.max_policy_lag

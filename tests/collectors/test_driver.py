@@ -193,6 +193,20 @@ def test_a_step_without_a_push_lets_the_next_begin_all_the_same() -> None:
     assert taken(driver, 2, 3) == [2, 3]
 
 
+def test_a_step_whose_last_group_comes_just_before_it_is_waited_for_is_not_missed() -> None:
+    driver = driven(depth=0, lag=0, wait_seconds=0.0)
+    driver.update_policy_weights_(MODEL)
+    collect = driver.collect
+
+    def late() -> None:
+        for group in under_way(driver):
+            remote(driver).end(group)
+        collect()
+
+    driver.collect = late  # type: ignore[method-assign]
+    assert taken(driver) == [0, 1]
+
+
 def test_a_group_that_is_turned_down_gives_its_place_back_at_once() -> None:
     driver = driven(depth=1, accept=has_spread)
     remote(driver).rewards = lambda group: [1.0, 1.0] if group < 2 else [1.0, 0.0]
