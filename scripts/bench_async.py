@@ -33,6 +33,7 @@ from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
 from rlpost.loop_thread import LoopThread
 from rlpost.model.load import load_tokenizer, locate_model, tiny_tokenizer
+from rlpost.model.memory import frozen_heap
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
@@ -139,6 +140,7 @@ def player() -> GroupPlayer:
     return GroupPlayer(lottery(), Slow(["a"], tiny_tokenizer(), sampling=SamplingSettings()))
 
 
+@frozen_heap()  # as in a training
 def steps() -> None:
     """Seconds a step with a trainer that takes `SECONDS`, for each lag, without and with dynamic sampling."""
     model = torch.nn.Linear(2, 1)
@@ -163,8 +165,8 @@ def steps() -> None:
         print(
             f"lag {lag}, {sampling}: {statistics.mean(seconds[1:]):.3f} s a step "
             f"(median {statistics.median(seconds):.3f}), oldest group {max(ages)} pushes old, "
-            f"{counts['groups/turned_down']:.0f} of {counts['groups/issued']:.0f} groups turned down, {counts['groups/cancelled']:.0f} cancelled, "
-            f"{buffer.num_dropped_by_age} dropped by age"
+            f"{counts['groups/turned_down']:.0f} of {counts['groups/issued']:.0f} groups turned down, "
+            f"{counts['groups/cancelled']:.0f} cancelled, {buffer.num_dropped_by_age} dropped by age"
         )
 
 

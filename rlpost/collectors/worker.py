@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -92,6 +93,8 @@ class Host:
             self._object = cloudpickle.loads(content)()
             if hasattr(self._object, "host"):
                 self._object.host = self
+            gc.collect()
+            gc.freeze()  # what was loaded stays: a collection that looks through it stops every thread for 0.1 s
             return None
         if kind == "close":
             self._ended = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
@@ -32,13 +33,19 @@ class Continuation:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._last: tuple[Any, str, list[int]] | None = None  # that was begun: what it was of, its prompt's text, ids
 
     def begin(self, conversation: Conversation) -> None:
         """Set `prompt_text` and `prompt_ids`. Raises DataError where the template refuses the messages."""
-        conversation.prompt_text = self._render(conversation, len(conversation.messages), asking=True)
-        # a template writes what a text begins with itself; for plain text the tokenizer does
-        encoded = self.tokenizer(conversation.prompt_text, add_special_tokens=not conversation.chat)
-        conversation.prompt_ids = encoded["input_ids"]
+        begun = (conversation.messages, conversation.tools, conversation.chat)
+        last = self._last
+        if last is None or last[0] != begun:  # the samples of a group begin alike, one after the other
+            text = self._render(conversation, len(conversation.messages), asking=True)
+            # a template writes what a text begins with itself; for plain text the tokenizer does
+            ids = self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
+            self._last = last = (deepcopy(begun), text, ids)
+        _, conversation.prompt_text, ids = last
+        conversation.prompt_ids = list(ids)
 
     def observation_ids(self, conversation: Conversation) -> list[int]:
         """The ids of what the environment said since the model's last turn, and of the next turn's opening.

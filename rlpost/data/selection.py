@@ -94,13 +94,12 @@ class Selection:
 
     def copied(self) -> TensorDict:
         """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
-        copies = [
-            batch.copy()
-            if isinstance(batch, TensorDict) and places == tuple(range(batch.batch_size[0]))
-            else select_rows(batch, places)
-            for batch, places in self.parts
-        ]
-        return copies[0] if len(copies) == 1 else concat_rows(copies)
+
+        def is_whole(batch: TensorDictBase, places: Sequence[int]) -> bool:
+            return isinstance(batch, TensorDict) and tuple(places) == tuple(range(batch.batch_size[0]))
+
+        rows = [batch if is_whole(batch, places) else select_rows(batch, places) for batch, places in self.parts]
+        return rows[0].copy() if len(rows) == 1 else concat_rows(rows)
 
 
 class Waiting(dict[L, G]):

@@ -32,7 +32,7 @@ from rlpost.estimate.report import needs_of
 from rlpost.estimate.shape import shape_of_folder
 from rlpost.model.load import locate_tokenizer, pick_device, save_model
 from rlpost.model.lora import is_adapted, save_adapter
-from rlpost.model.memory import give_back_freed_memory, keep_freed_memory
+from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, restore_optimizer, set_learning_rate
 from rlpost.model.precision import Numbers
 from rlpost.output import output_into
@@ -153,6 +153,7 @@ class Session(ABC, Generic[S, P]):
             self.run.keep_numbers(numbers.record())
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
             self.parts.start()
+            self._opened.enter_context(frozen_heap())
             if checkpoint is not None:
                 self._restore(checkpoint)
         self.run.plan(self.progress.step if self.why_ended() else self.total_steps())
