@@ -32,7 +32,6 @@ from rlpost.policies.base import Policy
 from rlpost.policies.sampling import evaluation_sampling, training_sampling
 from rlpost.runs.checkpoint import kept_numbers
 from rlpost.settings import (
-    AsyncCollectorSettings,
     EvalSettings,
     ExpertIterationSettings,
     GRPOSettings,
@@ -113,7 +112,7 @@ def assemble_grpo(settings: GRPOSettings, checkpoint: Path | None = None) -> GRP
     buffer = ReplayBuffer(
         group_size=settings.group_size,
         accept=has_spread if settings.dynamic.enabled else None,
-        oldest_first=isinstance(settings.collector, AsyncCollectorSettings),
+        oldest_first=settings.samples_elsewhere,
         draw_limit=settings.dynamic.draw_limit,
     )
     with_reference = settings.loss.kl_coef > 0
@@ -128,9 +127,7 @@ def assemble_expert_iteration(
     from rlpost.objectives.sft_objective import SFTObjective
 
     objective = SFTObjective(settings.loss)
-    buffer = ReplayBuffer(
-        group_size=settings.group_size, oldest_first=isinstance(settings.collector, AsyncCollectorSettings)
-    )
+    buffer = ReplayBuffer(group_size=settings.group_size, oldest_first=settings.samples_elsewhere)
     parts = assemble_sampling(settings, checkpoint, buffer, with_reference=objective.needs_reference)
     return ExpertIterationParts(**vars(parts), objective=objective)
 
@@ -179,7 +176,7 @@ def _build_collector(
     settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
 ) -> tuple[Policy, LLMCollector | GroupDriver]:
     """What samples, and what fills `buffer` with it: in turn with training, or beside it in a process of its own."""
-    if isinstance(settings.collector, AsyncCollectorSettings):
+    if settings.samples_elsewhere:
         from rlpost.assemble_async import assemble_driver
 
         driver = assemble_driver(settings, env, tokenizer, trainable, buffer)

@@ -48,7 +48,7 @@ class Command(Generic[S]):
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
-SAMPLED = {**USUAL, "collector": "sync"}
+SAMPLED = {**USUAL, "collector": "sync", "cluster": "none"}
 TRAIN_GRPO = Command(
     "train grpo",
     "grpo",
@@ -206,6 +206,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "collector": {
         "async": Choice("collector:AsyncCollectorSettings", "Beside training, in a process with an engine of its own"),
         "sync": Choice("collector:SyncCollectorSettings", "In turn with training: completions are never old"),
+    },
+    "cluster": {
+        "none": Choice("cluster:NoClusterSettings", "This machine alone"),
+        "ray": Choice("cluster:RayClusterSettings", "Workers of a Ray cluster sample, this machine trains"),
     },
     # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
     "loss": {

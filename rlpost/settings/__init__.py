@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlpost.settings.advantage import *
+    from rlpost.settings.cluster import *
     from rlpost.settings.collector import *
     from rlpost.settings.commands import *
     from rlpost.settings.env import *

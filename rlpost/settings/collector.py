@@ -9,6 +9,8 @@ from typing import ClassVar
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
 
+MAX_RESTARTS = 3  # where nothing else is said
+
 
 class PushMode(Enum):
     """What becomes of groups under way when weights are pushed: waited for, or kept with the new weights."""
@@ -39,7 +41,7 @@ class AsyncCollectorSettings(CollectorSettings):
 
     depth: int | None = limited(None, at_least=0)  # steps ahead that groups begin, max_policy_lag at most; None: 1
     push: PushMode = PushMode.wait  # groups under way at a push end first, or go on with the new weights
-    max_restarts: int = limited(3, at_least=0)  # of a process that dies; one more ends the run
+    max_restarts: int = limited(MAX_RESTARTS, at_least=0)  # of a process that dies; one more ends the run
     wait_seconds: float = limited(900.0, above=0.0)  # longest wait for one more group
     gpus: list[int] = field(default_factory=list)  # that it samples on, of those there are; []: all, training's too
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
 from rlpost.settings.checks import MISSING, Settings, limited
+from rlpost.settings.cluster import ClusterSettings, RayClusterSettings
 from rlpost.settings.code import CODE
-from rlpost.settings.collector import AsyncCollectorSettings, CollectorSettings
+from rlpost.settings.collector import MAX_RESTARTS, AsyncCollectorSettings, CollectorSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.learning import GRPO_RATES, SFT_RATES, OptimSettings, UsualRates
@@ -85,6 +86,7 @@ class SampledSettings(TrainingSettings):
     """What every training has that learns from groups of completions of its own policy."""
 
     collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
+    cluster: ClusterSettings = MISSING  # whose machines sample
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
@@ -102,6 +104,16 @@ class SampledSettings(TrainingSettings):
         """`max_policy_lag`, chosen where the user left that open."""
         usual = 1 if isinstance(self.collector, AsyncCollectorSettings) else 0
         return usual if self.max_policy_lag is None else self.max_policy_lag
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether other processes than the training's sample."""
+        return isinstance(self.collector, AsyncCollectorSettings) or self.on_cluster
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether workers of a cluster sample."""
+        return isinstance(self.cluster, RayClusterSettings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,12 +141,18 @@ class SampledSettings(TrainingSettings):
         return ""
 
     def _check_collector(self) -> None:
+        elsewhere = f"cluster={self.cluster.name}" if self.on_cluster else f"collector={self.collector.name}"
+        if self.samples_elsewhere and self.deterministic:
+            raise ConfigError(
+                f"deterministic=true promises bitwise equal runs, and with {elsewhere} groups come in the order in "
+                "which they happen to end: leave one out"
+            )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
-        if self.deterministic:
+        if self.on_cluster and (self.collector.gpus or self.collector.max_restarts != MAX_RESTARTS):
             raise ConfigError(
-                "deterministic=true promises bitwise equal runs, and with collector=async groups come in the order in "
-                "which they happen to end: leave one out"
+                "collector.gpus and collector.max_restarts are of one machine's sampler: with cluster=ray they are "
+                "cluster.gpus_per_worker and cluster.max_restarts"
             )
         if self.collector.depth is not None and self.collector.depth > self.lag:
             raise ConfigError(
