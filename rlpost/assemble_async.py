@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,8 @@ from rlpost.assemble_policy import build_policy
 from rlpost.catalog import CHOICES
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.group_player import GroupPlayer
+from rlpost.collectors.players import Players
+from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.plugins import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -25,7 +29,14 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
 from rlpost.model.trainable import Trainable
 from rlpost.policies.sampling import training_sampling
-from rlpost.settings import AsyncCollectorSettings, Engine, PolicySettings, PushMode, VLLMSettings
+from rlpost.settings import (
+    AsyncCollectorSettings,
+    Engine,
+    PolicySettings,
+    PushMode,
+    RayClusterSettings,
+    VLLMSettings,
+)
 from rlpost.settings.commands import SampledSettings
 
 
@@ -44,23 +55,30 @@ class PlayerOrder:
 def assemble_driver(
     settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
 ) -> GroupDriver:
-    """What draws for a training and fills `buffer`; the process that plays is not started yet."""
-    chosen = settings.collector
-    assert isinstance(chosen, AsyncCollectorSettings)
+    """What draws for a training and fills `buffer`; the processes that play are not started yet."""
+    own = settings.collector
+    chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
     env.check_halves()
     policy = _own_engine(chosen_policy(settings.policy))
     order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
-    build = partial(build_player, list(settings.plugin), cloudpickle.dumps(order))
     longest = longest_conversation(settings.env)
+    engine = next(name for name, row in CHOICES["policy"].items() if row.cls is type(policy))
+    if isinstance(settings.cluster, RayClusterSettings):
+        from rlpost.assemble_cluster import ray_players
+
+        players, where = ray_players(settings.cluster, order)
+        max_restarts = settings.cluster.max_restarts
+    else:
+        players, where = Players(partial(_local_worker, order, _gpus(chosen.gpus), Output())), "in its own process"
+        max_restarts = chosen.max_restarts
     remote = RemotePolicy(
-        build,
+        players,
         tokenizer,
         sampling=training_sampling(settings),
         seed=settings.seed,
         max_model_len=min(longest, context_length(trainable.folder) or longest),
-        name=f"{next(name for name, row in CHOICES['policy'].items() if row.cls is type(policy))} in its own process",
+        name=f"{engine} {where}",
         pushes_adapter=trainable.adapter_rank is not None,
-        environment=_gpus(chosen.gpus),
     )
     return GroupDriver(
         env,
@@ -71,9 +89,36 @@ def assemble_driver(
         depth=min(1, settings.lag) if chosen.depth is None else chosen.depth,
         max_policy_lag=settings.lag,
         wait_for_groups=chosen.push is PushMode.wait,
-        max_restarts=chosen.max_restarts,
+        max_restarts=max_restarts,
         wait_seconds=chosen.wait_seconds,
     )
+
+
+class Output:
+    """Where this process's output goes when the first worker starts: that of those that follow one that died too."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """Of a file of its own, which stays as it is when this process's output goes elsewhere."""
+        if self._descriptor is None:
+            self._descriptor = os.dup(1)
+            weakref.finalize(self, os.close, self._descriptor)
+        return self._descriptor
+
+
+def _local_worker(order: PlayerOrder, environment: Mapping[str, str], output: Output, seat: int) -> WorkerProcess:
+    """The process of a player on this machine, which is not started yet."""
+    return WorkerProcess(
+        player_builder(order), name="the process that samples", environment=environment, output=output.descriptor
+    )
+
+
+def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
+    """What builds the player of `order` in a process that knows no plugin yet."""
+    return partial(build_player, list(order.settings.plugin), cloudpickle.dumps(order))
 
 
 def build_player(plugins: list[str], order: bytes) -> GroupPlayer:

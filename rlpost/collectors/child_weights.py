@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rlpost.collectors.players import PUSH_SECONDS
 from rlpost.collectors.process import WorkerProcess
-from rlpost.collectors.remote_policy import PUSH_SECONDS
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.policies.base import Policy, Request

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlpost.collectors.player_times import PlayerTimes
+from rlpost.collectors.players import Seat
+from rlpost.collectors.process import RemoteObject
 from rlpost.collectors.remote_policy import FolderUpdater, RemotePolicy
 from rlpost.data.conversation import Conversation, Ticket
 from rlpost.data.replay_buffer import ReplayBuffer
@@ -25,15 +28,20 @@ LOOK_SECONDS = 1.0
 
 @dataclass
 class Issued:
-    """A ticket that a player has, or had: the version it was begun under, and whether it was cancelled before."""
+    """A ticket that a player has, or had: the version it was begun under, and whether it was cancelled before.
+
+    `deaths` are the players that died while they had it, `seat` is that of the one that has it.
+    """
 
     ticket: Ticket
     begun_under: int
     again: bool = False
+    deaths: int = 0
+    seat: int = -1
 
 
 class GroupDriver:
-    """The one owner of draws, versions and the buffer; the player in `policy`'s process keeps nothing.
+    """The one owner of draws, versions and the buffer; the players of `policy` keep nothing.
 
     A training takes `prompts_per_step` groups a step. While it works on them, at most `depth` steps' groups are
     sampled or wait in `buffer`; while it waits for the next ones, one step's more. So a group begins only where it
@@ -80,14 +88,15 @@ class GroupDriver:
         self._told = False  # what is waited for
         self._pushing = False
         self._arrived = 0
+        self._progress: dict[int, tuple[int, int]] = {}  # of each seat: conversations that have ended, of those begun
         self._error: BaseException | None = None
-        self._totals: dict[str, float] = {}  # of the process that samples
-        self._taken_totals: dict[str, float] = {}
-        self._began = (time.monotonic(), 0.0)  # the step: when, and the seconds of playing until then
+        self._times = PlayerTimes(len(policy.players.seats))
         self._waited = 0.0
         policy.on_event = self._hear
-        policy.on_death = self._wake
-        policy.revive = self._revive
+        policy.bring_up = self._bring_up
+        policy.players.on_death = self._lost
+        policy.players.on_ready = self._wake
+        policy.players.may_restart = self._may_restart
         buffer.source = self
 
     # What the buffer asks
@@ -109,21 +118,22 @@ class GroupDriver:
         """Let as many groups begin as may, and return when one more has come back, or a step's groups are there.
 
         Raises what went wrong in playing one, and PolicyError where none comes for `wait_seconds`, or where the
-        process that samples has died more than `max_restarts` times.
+        last player has died after `max_restarts`.
         """
         began = time.monotonic()
         if not self._told:
             self.on_phase("sampling", f"{self.prompts_per_step} groups")
         self._told = True
         with self._changed:
-            self._trainer_waits = True
-            seen = self._arrived
-            self._admit()
-            while self._arrived == seen and self._error is None and not self._has_step():
-                if self.policy.worker.failure is not None:
-                    self._revive()
-                self._changed.wait(LOOK_SECONDS)
+            self._trainer_waits, seen = True, self._arrived
+        while not self._has_more_than(seen):
+            self._bring_up()
+            with self._changed:
+                self._admit()
+                if not self._has_more_than(seen):
+                    self._changed.wait(LOOK_SECONDS)
                 self._check_wait(began)
+        with self._changed:
             self._waited += time.monotonic() - began
             error, self._error = self._error, None
         if error is not None:
@@ -143,21 +153,14 @@ class GroupDriver:
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:
         """Push weights; the version rises once they have arrived, and groups begin that the new version lets begin.
 
-        Groups that would be too old are cancelled before, and begun again after it. A process that dies meanwhile
-        is replaced, and what it had is begun again.
+        Groups that would be too old are cancelled before, and begun again after it. A player that dies meanwhile
+        is replaced by one that gets these weights before it plays.
         """
         with self._changed:
             self._pushing = True
             self._cancel_old(self.policy_version + 1)
         try:
-            while True:
-                try:
-                    self.weight_updater.push(policy_or_weights)
-                    break
-                except PolicyError:
-                    if self.policy.worker.failure is None:
-                        raise
-                    self._restart()
+            self.weight_updater.push(policy_or_weights)
         finally:
             self._pushing = False
         with self._changed:
@@ -200,18 +203,13 @@ class GroupDriver:
     def begin_step(self) -> None:
         """A step begins: what has passed since the last one, evaluating and saving, is no idle time of it."""
         with self._changed:
-            self._began = (time.monotonic(), self._totals.get("playing", 0.0))
+            self._times.begin()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of sampling and scoring since the last call; of the step, with nothing to play, and waiting here."""
+        """Seconds since the last call: of a player sampling and scoring, with nothing to play, and of waiting here."""
         with self._changed:
-            totals, before = self._totals, self._taken_totals
-            rollout, reward = (totals.get(name, 0.0) - before.get(name, 0.0) for name in ("rollout", "reward"))
-            began, played = self._began
-            idle = max(0.0, time.monotonic() - began - max(0.0, totals.get("playing", 0.0) - played))
-            waited = self._waited
-            self._taken_totals, self._waited = dict(totals), 0.0
-            return {"time/rollout": rollout, "time/reward": reward, "time/idle": idle, "time/wait": waited}
+            waited, self._waited = self._waited, 0.0
+            return self._times.taken() | {"time/wait": waited}
 
     def counts(self) -> dict[str, float]:
         """The counts since the run began, under the names of metrics.jsonl."""
@@ -219,32 +217,53 @@ class GroupDriver:
             names = ("issued", "trained", "turned_down", "cancelled", "failed")
             counts = {f"groups/{name}": float(self._counts[name]) for name in names}
             waiting = len(self._running) + len(self._whole)
-            return counts | {"groups/waiting": float(waiting), "collector/restarts": float(self._counts["restarts"])}
+            counts |= {"groups/waiting": float(waiting), "collector/restarts": float(self._counts["restarts"])}
+            return counts | {"collector/players": float(len(self.policy.current))}
 
     # Admission
 
     def _admit(self) -> None:
-        """Issue as many tickets as may be under way now."""
-        if self._pushing or self.policy.worker.failure is not None:
+        """Issue as many tickets as may be under way now, each to the player that has fewest."""
+        seats = {seat.number: seat for seat in self.policy.current}
+        if self._pushing or not seats:
             return
         room = (self.depth + self._trainer_waits) * self.prompts_per_step - len(self._running) - len(self._whole)
-        tickets: list[Ticket] = []
-        while room > len(tickets):
-            if self._again:
-                each = self._again.popleft()
-            else:
-                [ticket] = self.env.tickets(self.env.repeats)
-                each = Issued(ticket, 0)
-            each.begun_under = self.policy_version
+        load = Counter(dict.fromkeys(seats, 0))
+        load.update(each.seat for each in self._running.values() if each.seat in seats)
+        under_suspicion = {each.seat for each in self._running.values() if each.deaths}
+        begun: dict[int, list[Ticket]] = {}
+        for _ in range(room):
+            each = self._next(may_be_suspect=bool(seats.keys() - under_suspicion))
+            able = [number for number in seats if not each.deaths or number not in under_suspicion]
+            each.seat, each.begun_under = min(able, key=lambda number: load[number]), self.policy_version
+            if each.deaths:
+                under_suspicion.add(each.seat)
+            load[each.seat] += 1
             self._running[each.ticket.group] = each
-            tickets.append(each.ticket)
-        self._counts["issued"] += len(tickets)
-        if tickets:
-            self.policy.worker.submit("play", tickets)
+            begun.setdefault(each.seat, []).append(each.ticket)
+            self._counts["issued"] += 1
+        for number, tickets in begun.items():
+            self._worker(number).submit("play", tickets)
 
-    def _has_step(self) -> bool:
-        """Whether the buffer holds what a step takes: the last of it may have come just before this was asked."""
-        return len(self._whole) >= self.prompts_per_step and not self.owes
+    def _next(self, *, may_be_suspect: bool) -> Issued:
+        """What is to be begun next: what was begun before, and else a draw."""
+        for place, each in enumerate(self._again):
+            if may_be_suspect or not each.deaths:
+                del self._again[place]
+                return each
+        [ticket] = self.env.tickets(self.env.repeats)
+        return Issued(ticket, 0)
+
+    def _worker(self, seat: int) -> RemoteObject:
+        worker = self.policy.players.seats[seat].worker
+        assert worker is not None
+        return worker
+
+    def _has_more_than(self, seen: int) -> bool:
+        """Whether something has come back beyond the first `seen`, or a step's groups have: just before, perhaps."""
+        with self._changed:
+            has_step = len(self._whole) >= self.prompts_per_step and not self.owes
+            return self._arrived > seen or self._error is not None or has_step
 
     def _too_old(self, each: Issued, version: int) -> bool:
         return each.begun_under < version - self.max_policy_lag
@@ -255,37 +274,44 @@ class GroupDriver:
         late = [group for group, each in self._whole.items() if self._too_old(each, version)]
         for group in late:
             self.buffer.remove(group)
+        theirs: dict[int, list[int]] = {}
+        for group in old:
+            theirs.setdefault(self._running[group].seat, []).append(group)
         for group in (*old, *late):
             each = self._running.pop(group, None) or self._whole.pop(group)
             each.again = True
             self._again.append(each)
         self._counts["cancelled"] += len(old) + len(late)
-        if old and self.policy.worker.failure is None:
-            self.policy.worker.submit("cancel", old)
+        for seat, groups in theirs.items():
+            self._worker(seat).submit("cancel", groups)
 
-    # What the process that samples says, in the thread that listens to it
+    # What players say, in the threads that listen to them
 
-    def _hear(self, kind: str, content: Any) -> None:
+    def _hear(self, seat: Seat, kind: str, content: Any) -> None:
         if kind == "progress":
-            ended, begun, self._totals = content
-            self.policy.tokens_sampled = int(self._totals["tokens"])
+            ended, begun, totals = content
+            with self._changed:
+                self._times.told(seat.number, totals)
+                self._progress[seat.number] = ended, begun
+                told = [sum(each) for each in zip(*self._progress.values(), strict=True)]
+            self.policy.count_tokens(seat, int(totals["tokens"]))
             if self._trainer_waits and self.on_sampled is not None:
-                self.on_sampled(ended, begun, self.policy.tokens_sampled)
+                self.on_sampled(told[0], told[1], self.policy.tokens_sampled)
             return
         with self._changed:
             try:
-                self._take_back(kind, *content)
+                self._take_back(seat, kind, *content)
             except Exception as error:  # noqa: BLE001  raised again in the training's thread
                 self._error = self._error or error
             self._arrived += 1
             self._changed.notify_all()
 
-    def _take_back(self, kind: str, group: int, came: Any, totals: dict[str, float] | None = None) -> None:
+    def _take_back(self, seat: Seat, kind: str, group: int, came: Any, totals: dict[str, float] | None = None) -> None:
         """A ticket has come back: with its conversations, or with an error."""
-        if group not in self._running:
+        if group not in self._running or self._running[group].seat != seat.number:
             return  # it was cancelled when it was on its way
         if kind == "failed" and isinstance(came, PolicyError):  # of the engine: all it had is played by another
-            self.policy.worker.kill(f"was stopped, since {came}")
+            self._worker(seat.number).kill(f"was stopped, since {came}")
             return
         if kind == "failed":
             self._counts["failed"] += 1
@@ -293,7 +319,8 @@ class GroupDriver:
             self._error = self._error or came
             return
         conversations: list[Conversation] = came
-        self._totals = totals or self._totals
+        if totals is not None:
+            self._times.told(seat.number, totals)
         self.buffer.extend(self.env.build_batch(conversations))
         each = self._running.pop(group)
         if group in self.buffer.group_numbers:
@@ -306,28 +333,52 @@ class GroupDriver:
         with self._changed:
             self._changed.notify_all()
 
-    def _revive(self) -> None:
-        """Replace the process that has died by one with the present weights, which plays what the other had."""
-        with self._changed:
-            self._restart()
-            if self.policy_version:
-                self.weight_updater.send(self.policy, self.model, self.policy_version)
-            self._admit()
+    # Players that die, and those that come
 
-    def _restart(self) -> None:
-        """Start another process. Raises the failure of the one before, after `max_restarts`."""
-        failure = self.policy.worker.failure
+    def _lost(self, seat: Seat) -> None:
+        """A player has died: what it had is begun again, but for a ticket that has ended two."""
         with self._changed:
-            self._again.extendleft(reversed(self._running.values()))
-            self._counts["issued"] -= len(self._running)
-            self._running.clear()
-            self._totals, self._taken_totals = {}, {}
-        while failure is not None:
+            had = [each for each in self._running.values() if each.seat == seat.number]
+            self._times.forget(seat.number)
+            self._progress.pop(seat.number, None)
+            suspected = [each for each in had if each.deaths]
+            for each in had:
+                del self._running[each.ticket.group]
+                each.deaths += 1
+            for each in suspected:
+                self._counts["failed"] += 1
+                log.warning(
+                    "draw %d (%s) is left out: two processes that sample died while they had it, the last one so: %s",
+                    each.ticket.group,
+                    each.ticket.where or str(dict(each.ticket.task))[:80],
+                    seat.worker and seat.worker.failure,
+                )
+            again = [each for each in had if each not in suspected]
+            self._again = deque(sorted([*again, *self._again], key=lambda each: each.ticket.group))
+            self._counts["issued"] -= len(again)
+            self._changed.notify_all()
+
+    def _may_restart(self, failure: PolicyError) -> bool:
+        """Whether a player that died so is to be replaced."""
+        with self._changed:
             if self._counts["restarts"] >= self.max_restarts:
-                raise failure
+                others = len(self.policy.players.ready)
+                log.warning("%s; it is not replaced (max_restarts=%d), %d go on", failure, self.max_restarts, others)
+                return False
             self._counts["restarts"] += 1
             log.warning("%s; starting another one (%d of %d)", failure, self._counts["restarts"], self.max_restarts)
-            failure = self.policy.restart()
+            return True
+
+    def _bring_up(self) -> None:
+        """Bring the present weights to players that lack them: in the training's thread, where nothing changes them.
+
+        Raises why there is no player any more.
+        """
+        if (failure := self.policy.players.failure) is not None:
+            raise failure
+        behind = [seat for seat in self.policy.players.ready if seat.version != self.policy_version]
+        if behind:
+            self.weight_updater.send(self.policy, self.model, self.policy_version, behind)
 
     def _check_wait(self, began: float) -> None:
         if time.monotonic() - began > self.wait_seconds:
@@ -339,4 +390,4 @@ class GroupDriver:
 
 
 def _issued(plain: Mapping[str, Any]) -> Issued:
-    return Issued(Ticket(**plain["ticket"]), plain["begun_under"], plain["again"])
+    return Issued(Ticket(**plain["ticket"]), plain["begun_under"], plain["again"], plain.get("deaths", 0))

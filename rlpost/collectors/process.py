@@ -10,11 +10,13 @@ import subprocess
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
@@ -28,72 +30,80 @@ END_SECONDS = 20.0  # for the object to close in order, before it is killed
 LOOK_SECONDS = 1.0
 
 
-class WorkerProcess:
-    """A Python process that holds one object, `build()`, and calls its methods when it is told to.
+class NotReady(PolicyError):
+    """A process was not ready in time."""
 
-    `build` goes over by cloudpickle, so it may be a lambda. The process is no child of a terminal: Ctrl-C does
-    not reach it, and it ends, with all it has started, when this process ends or closes it. Calls are carried out
-    in their order on its main thread; a method that returns a Future lets the next one begin. `on_event` is told
-    what the object says unasked, in a thread of this class. Whoever waits when the process dies is woken with a
-    PolicyError that says how it ended; so is one that waits for a process that gives no sign of life. What it
-    prints goes to the file descriptor `output`, or where this process's output goes when it starts.
+
+class RemoteObject(ABC):
+    """An object that lives in another process, `build()` there, whose methods are called from here.
+
+    `build` goes over by cloudpickle, so it may be a lambda. Calls are carried out in their order on that process's
+    main thread; a method that returns a Future lets the next one begin. `on_event` is told what the object says
+    unasked, in a thread of this class. Whoever waits when the process dies is woken with a PolicyError that says how
+    it ended; so is one that waits for a process that gives no sign of life.
     """
 
     def __init__(
         self,
         build: Callable[[], Any],
         *,
-        name: str = "the collector's process",
+        name: str,
         on_event: Callable[[str, Any], None] = lambda kind, content: None,
         on_death: Callable[[], None] = lambda: None,
-        environment: Mapping[str, str] | None = None,
         silent_seconds: float = SILENT_SECONDS,
-        output: int | None = None,
     ) -> None:
         self.name = name
         self.on_event = on_event
         self.on_death = on_death
         self._build = cloudpickle.dumps(build)
-        self._environment = dict(environment or {})
         self._silent_seconds = silent_seconds
-        self._output = output
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()  # of what is waited for, and of writing
-        self._popen: subprocess.Popen[Any] | None = None
         self._failure: PolicyError | None = None
+        self._heard = 0.0  # when the process gave its last sign of life
+
+    # How the process is reached
+
+    @abstractmethod
+    def _open(self, seconds: float) -> None:
+        """Start the process, which is to be there after `seconds`; `_take` is called with what it says from then on."""
+
+    @abstractmethod
+    def _write(self, message: bytes) -> None:
+        """Send a message. A process that is gone is noticed elsewhere: nothing is raised."""
+
+    @property
+    @abstractmethod
+    def _is_open(self) -> bool:
+        """Whether `_open` was called."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the process and all it has started, at once; nothing happens where it has ended."""
+
+    def bring(self, folder: Path) -> Path:
+        """Where the process finds what `folder` of this machine holds; `taken_back` ends that."""
+        return folder
+
+    def taken_back(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
+        """What `bring` brought is used no more."""
+
+    # Calls
 
     def start(self, seconds: float = START_SECONDS) -> Self:
-        """Start the process and wait until the object is built. Raises what building it raised, or PolicyError."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._popen = python_module(
-                "rlpost.collectors.worker",
-                theirs.fileno(),
-                environment=self._environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-            )
-        self._connection = Connection(mine.detach())
-        self._end = weakref.finalize(self, _end, self._popen)
-        atexit.register(self._end)
-        threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True).start()
+        """Start the process and wait until the object is built. Raises what building raised, NotReady, or its death."""
+        until = time.monotonic() + seconds
         try:
-            self._ask("build", self._build).result(seconds)
-        except FutureTimeout as error:
+            self._open(seconds)
+            self._ask("build", self._build).result(max(0.0, until - time.monotonic()))
+        except FutureTimeout:
             self.kill(f"was not ready within {seconds:.0f} s")
-            raise self.failure or error from None
+            raise NotReady(*(self.failure or PolicyError("it ended")).args) from None
         except BaseException:
             self.kill("was not wanted any more")
             raise
         return self
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process; None before it was started."""
-        return self._popen and self._popen.pid
 
     @property
     def failure(self) -> PolicyError | None:
@@ -115,36 +125,35 @@ class WorkerProcess:
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Let the object close, then end the process and all it has started; a second call does nothing."""
-        if self._popen is None:
+        if not self._is_open:
             return
-        if self._failure is None and self._popen.poll() is None:
+        if self._failure is None:
             with suppress(PolicyError, FutureTimeout):
                 self._ask("close", b"").result(seconds)
         self.kill("was closed")
-        atexit.unregister(self._end)
 
     def kill(self, why: str) -> None:
         """End the process and all it has started at once; `why` is what calls from now on are told."""
         self._fail(f"{self.name} {why}")
-        if self._popen is not None:
+        if self._is_open:
             self._end()
 
     def _ask(self, kind: str, content: bytes) -> Future[Any]:
         future: Future[Any] = Future()
-        if self._failure is None and self._popen is None:
+        if self._failure is None and not self._is_open:
             raise PolicyError(f"{self.name} was not started: call start()")
         with self._lock:
             if self._failure is None:
                 number = next(self._numbers)
                 self._waiting[number] = future
-                with suppress(OSError):  # its death is noticed where it is read from
-                    self._connection.send_bytes(cloudpickle.dumps((number, kind, content)))
+                self._write(cloudpickle.dumps((number, kind, content)))
                 return future
         future.set_exception(PolicyError(*self._failure.args))
         return future
 
     def _take(self, message: bytes) -> None:
         """One message: (number of a call, whether it went well, result), or (None, kind, content) of an event."""
+        self._heard = time.monotonic()
         number, kind, content = cloudpickle.loads(message)
         if number is None:
             if kind != "beat":
@@ -155,6 +164,11 @@ class WorkerProcess:
         if future is not None:
             with suppress(InvalidStateError):  # whoever asked may have given up
                 future.set_result(content) if kind else future.set_exception(content)
+
+    def _look(self) -> None:
+        """Nothing has come for a while: kill a process that has been silent for too long."""
+        if (silent := time.monotonic() - self._heard) > self._silent_seconds:
+            self.kill(f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy")
 
     def _fail(self, why: str) -> None:
         """Wake whoever waits."""
@@ -167,6 +181,53 @@ class WorkerProcess:
         if first:
             self.on_death()
 
+
+class WorkerProcess(RemoteObject):
+    """A `RemoteObject` in a Python process of its own on this machine.
+
+    The process is no child of a terminal: Ctrl-C does not reach it, and it ends, with all it has started, when this
+    process ends or closes it. What it prints goes to the file descriptor `output`, or where this process's output
+    goes when it starts.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        name: str = "the collector's process",
+        environment: Mapping[str, str] | None = None,
+        output: int | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(build, name=name, **how)
+        self._environment = dict(environment or {})
+        self._output = output
+        self._popen: subprocess.Popen[Any] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before it was started."""
+        return self._popen and self._popen.pid
+
+    @property
+    def _is_open(self) -> bool:
+        return self._popen is not None
+
+    def _open(self, seconds: float) -> None:
+        self._popen, self._connection = worker_process(self._environment, self._output)
+        self._finalizer = weakref.finalize(self, kill_worker, self._popen)
+        atexit.register(self._finalizer)
+        self._heard = time.monotonic()
+        threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True).start()
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # its death is noticed where it is read from
+            self._connection.send_bytes(message)
+
+    def _end(self) -> None:
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
     def _lost(self) -> None:
         """The connection has ended: say how the process did."""
         assert self._popen is not None
@@ -175,14 +236,42 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill("has closed its connection and did not end")
             return
-        likely = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
-        self._fail(f"{self.name} {ending(code)}{likely}")
+        self._fail(f"{self.name} {death(code)}")
         self._end()
+
+
+def worker_process(
+    environment: Mapping[str, str], output: int | None = None
+) -> tuple[subprocess.Popen[Any], Connection]:
+    """A process that builds an object and calls its methods as it is told over the connection: see `worker`."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        popen = python_module(
+            "rlpost.collectors.worker",
+            theirs.fileno(),
+            environment=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    return popen, Connection(mine.detach())
+
+
+def death(code: int) -> str:
+    """How a process that was not told to end did, from its return code."""
+    return ending(code) + (", as the kernel does where memory runs out" if code == -signal.SIGKILL else "")
+
+
+def kill_worker(popen: subprocess.Popen[Any]) -> None:
+    """Kill the process and what it has started; what it leaves behind is in its group."""
+    kill_group(popen.pid)
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(END_SECONDS)
 
 
 def _listen(worker: weakref.ref[WorkerProcess], connection: Connection) -> None:
     """Take what comes until the process ends or nobody holds the worker any more."""
-    heard = time.monotonic()
     while True:
         try:
             message = connection.recv_bytes() if connection.poll(LOOK_SECONDS) else None
@@ -194,17 +283,5 @@ def _listen(worker: weakref.ref[WorkerProcess], connection: Connection) -> None:
         if mine is None or mine.failure is not None:
             connection.close()
             return
-        if message is not None:
-            heard = time.monotonic()
-            mine._take(message)
-        elif (silent := time.monotonic() - heard) > mine._silent_seconds:
-            mine.kill(f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy")
-            return
+        mine._look() if message is None else mine._take(message)
         del mine
-
-
-def _end(popen: subprocess.Popen[Any]) -> None:
-    """Kill the process and what it has started; what it leaves behind is in its group."""
-    kill_group(popen.pid)
-    with suppress(subprocess.TimeoutExpired):
-        popen.wait(END_SECONDS)

@@ -1,14 +1,12 @@
-"""The policy of another process, as the trainer sees it: it samples for an evaluation, and takes weights."""
+"""The policy of other processes, as the trainer sees it: it samples for an evaluation, and takes weights."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.collectors.process import WorkerProcess
+from rlpost.collectors.players import Players, Seat
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import is_adapted, save_adapter
@@ -17,15 +15,13 @@ from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
 from rlpost.settings import SamplingSettings
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
-PUSH_SECONDS = 900.0  # longest wait for weights to be loaded, the groups under way included where they are waited for
-
 
 class RemotePolicy(Policy):
-    """The policy of a `GroupPlayer` in a process of its own, which `build` makes there.
+    """The policy of `players`, each a `GroupPlayer` in a process of its own.
 
-    `generate` is answered beside what is played. `on_event` and `on_death` are the process's; `revive` is called
-    where it died while this policy was asked for something, and either starts another or raises why not. `name` says
-    what samples there.
+    `generate` is answered beside what is played, by all of them. `on_event` is told the seat of a player and what it
+    says; `bring_up`, called where there is one to sample with or none yet, brings the present weights to players that
+    lack them. `name` says what samples there.
     """
 
     shares_weights = False
@@ -33,7 +29,7 @@ class RemotePolicy(Policy):
 
     def __init__(
         self,
-        build: Callable[[], Any],
+        players: Players,
         tokenizer: Any,
         *,
         sampling: SamplingSettings,
@@ -41,91 +37,82 @@ class RemotePolicy(Policy):
         max_model_len: int | None = None,
         name: str = "RemotePolicy",
         pushes_adapter: bool = False,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(sampling=sampling, seed=seed)
+        self.players = players
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.name = name
         self.pushes_adapter = pushes_adapter
-        self.on_event: Callable[[str, Any], None] = lambda kind, content: None
-        self.on_death: Callable[[], None] = lambda: None
-        self.revive: Callable[[], None] | None = None
-        self.environment = environment
-        self._build = build
-        self._worker: WorkerProcess | None = None
-        self._output: int | None = None
-
-    @property
-    def worker(self) -> WorkerProcess:
-        """The process. Raises PolicyError where there is none."""
-        if self._worker is None:
-            raise PolicyError("the process that samples was not started, or is closed: call start()")
-        return self._worker
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.bring_up: Callable[[], None] = lambda: None
+        self._tokens: dict[int, int] = {}  # that each seat's player has sampled
+        self._ended: dict[int, int] = {}  # completions of this call of `generate`
+        self._started = False
+        players.on_event = self._take
 
     def start(self) -> None:
         """See `Policy.start`; raises what building the environment and the policy there raises."""
-        if self._worker is not None:
-            return
-        if self._output is None:
-            self._output = os.dup(1)  # for those that follow one that died too
-        worker = WorkerProcess(
-            self._build,
-            name="the process that samples",
-            on_event=self._take,
-            on_death=lambda: self.on_death(),
-            environment=self.environment,
-            output=self._output,
-        )
-        self._worker = worker
-        worker.start()
-        worker.call("set_version", self.version)
-
-    def restart(self) -> PolicyError | None:
-        """Another process in the place of one that has died, with the weights it was first built with.
-
-        Returns how it died, if it did so before it was ready.
-        """
-        self.worker.close()
-        self._worker = None
-        try:
-            self.start()
-        except PolicyError:
-            if self.worker.failure is None:
-                raise
-        return self.worker.failure
+        if not self._started:
+            self._started = True
+            self.players.start()
 
     def close(self) -> None:
         """See `Policy.close`."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
-        output, self._output = self._output, None
-        if output is not None:
-            os.close(output)
+        self.players.close()
+
+    @property
+    def current(self) -> list[Seat]:
+        """The seats whose players sample with the weights of `version`."""
+        return [seat for seat in self.players.ready if seat.version == self.version]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """See `Policy.generate`. A process that dies meanwhile is replaced once."""
-        ask = partial(self.worker.call, "generate", list(requests), sampling)
-        try:
-            return ask()
-        except PolicyError:
-            if self.revive is None or self.worker.failure is None:
-                raise
-            self.revive()
-            return self.worker.call("generate", list(requests), sampling)
+        """See `Policy.generate`. What a player that dies meanwhile had is asked of the others, and of its successor."""
+        made: dict[int, Completion] = {}
+        self._ended = {}
+        while left := [place for place in range(len(requests)) if place not in made]:
+            self.players.wait()
+            self.bring_up()
+            seats = self.current
+            asked = []
+            for number, seat in enumerate(seats):
+                if (worker := seat.worker) is not None and (places := left[number :: len(seats)]):
+                    future = worker.submit("generate", [requests[place] for place in places], sampling)
+                    asked.append((worker, places, future))
+            for worker, places, future in asked:
+                try:
+                    made.update(zip(places, future.result(), strict=True))
+                except PolicyError:
+                    if worker.failure is None:
+                        raise
+        return [made[place] for place in range(len(requests))]
 
-    def push(self, folder: Path, version: PolicyVersionLabel, *, wait: bool = True, adapter: bool = False) -> None:
-        """Sample with the weights in `folder` from now on; returns when all of them have arrived."""
-        self.worker.call("push", folder, version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
+    def push(
+        self,
+        folder: Path,
+        version: PolicyVersionLabel,
+        *,
+        seats: list[Seat] | None = None,
+        wait: bool = True,
+        adapter: bool = False,
+    ) -> None:
+        """Sample with the weights in `folder` from now on, in `seats` or all; returns when they have arrived."""
+        chosen = self.players.ready if seats is None else seats
+        self.players.push(folder, version, seats=chosen, wait=wait, adapter=adapter)
 
-    def _take(self, kind: str, content: Any) -> None:
+    def _take(self, seat: Seat, kind: str, content: Any) -> None:
         if kind == "ended":
-            ended, self.tokens_sampled = content
+            self._ended[seat.number], tokens = content
+            self.count_tokens(seat, tokens)
             if self.on_ended is not None:
-                self.on_ended(ended)
+                self.on_ended(sum(self._ended.values()))
         else:
-            self.on_event(kind, content)
+            self.on_event(seat, kind, content)
+
+    def count_tokens(self, seat: Seat, tokens: int) -> None:
+        """The player of `seat` has sampled so many since it began."""
+        self._tokens[seat.number] = tokens
+        self.tokens_sampled = sum(self._tokens.values())
 
 
 class FolderUpdater(WeightUpdater):
@@ -140,10 +127,12 @@ class FolderUpdater(WeightUpdater):
         """See `WeightUpdater.restore_version`."""
         super().restore_version(version)
         assert isinstance(self.policy, RemotePolicy)
-        self.policy.worker.call("set_version", version)
+        self.policy.players.set_version(version)
 
-    def send(self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel) -> None:
-        """Bring the weights of `source` over as those of `version`."""
+    def send(
+        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
+    ) -> None:
+        """Bring the weights of `source` over as those of `version`, to `seats` or to all."""
         with exchange_folder() as folder:
             if adapter := policy.pushes_adapter:
                 if not is_adapted(source):
@@ -151,7 +140,7 @@ class FolderUpdater(WeightUpdater):
                 save_adapter(source, folder)
             else:
                 save_one_by_one(named_weights(source).items(), folder)
-            policy.push(folder, version, wait=self.wait, adapter=adapter)
+            policy.push(folder, version, seats=seats, wait=self.wait, adapter=adapter)
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         if not isinstance(policy, RemotePolicy):

@@ -9,7 +9,6 @@ from rlpost.estimate.machine import chosen_policy
 from rlpost.estimate.shape import Shape
 from rlpost.settings import (
     AdamW8bitSettings,
-    AsyncCollectorSettings,
     Autocast,
     DType,
     EnvSettings,
@@ -19,6 +18,7 @@ from rlpost.settings import (
     SFTSettings,
     VLLMSettings,
 )
+from rlpost.settings.commands import SampledSettings
 from rlpost.settings.policy import ModelPolicySettings
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
@@ -103,7 +103,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
         reference=_needs_reference(settings) and not lora.enabled,
         sampler=sampler,
-        beside=isinstance(getattr(settings, "collector", None), AsyncCollectorSettings),
+        beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
         gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),

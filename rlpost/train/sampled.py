@@ -132,9 +132,10 @@ class SamplingSession(Session[S, P]):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Session.restore`. Raises ConfigError where the run was collected in the other way."""
-        began, now = ("async" if "issued" in state["collector"] else "sync"), self.settings.collector.name
-        if began != now:
-            raise ConfigError(f"--resume: the run began with collector={began}, not {now}; keep it")
+        began = "issued" in state["collector"]
+        if began != self.settings.samples_elsewhere:
+            asked = "collector=async or cluster=ray" if began else "collector=sync and cluster=none"
+            raise ConfigError(f"--resume: the run began with {asked}; keep that")
         self.parts.buffer.load_state_dict(state["buffer"])
         self.parts.collector.load_state_dict(state["collector"])
         self.parts.collector.weight_updater.restore_version(state["policy_version"])

@@ -4,6 +4,8 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,29 +14,43 @@ from tensordict import TensorDict
 
 from rlpost.collectors import remote_policy
 from rlpost.collectors.driver import GroupDriver
+from rlpost.collectors.players import Players
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation, Ticket
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
+from rlpost.policies import Request
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
+from tests.collectors.here import wait_until
 from tests.collectors.talk import tokenizer
 
 MODEL = torch.nn.Linear(2, 1)
 
 
 class Worker:
-    """What a `WorkerProcess` is asked; it holds the tickets it was given until a test ends them."""
+    """What a process is asked; it holds the tickets it was given until a test ends them."""
 
     def __init__(self, owner: "Remote") -> None:
         self.owner = owner
+        self.name = "the process"
         self.failure: PolicyError | None = None
         self.tickets: dict[int, Ticket] = {}
         self.pushed: list[tuple[int, bool, list[int]]] = []  # version, whether it waited, groups under way
+        self.on_event: Any = None
+        self.on_death: Callable[[], None] = lambda: None
 
-    def submit(self, method: str, *arguments: Any) -> Future[Any]:
+    def start(self, seconds: float) -> None:
+        if self.owner.stillborn:
+            self.owner.stillborn -= 1
+            self.kill("died while it started")
+            assert self.failure is not None
+            raise PolicyError(*self.failure.args)
+
+    def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
         if method == "play":
             for ticket in arguments[0]:
                 assert ticket.group not in self.tickets
@@ -42,49 +58,59 @@ class Worker:
         elif method == "cancel":
             for group in arguments[0]:
                 del self.tickets[group]
-        return Future()
-
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        if method == "push":
+        elif method == "push":
             if self.owner.dies_at_push:
                 self.owner.dies_at_push = False
                 self.kill("died")
-                raise self.failure or AssertionError
+                done.set_exception(self.failure)
+                return done
             self.pushed.append((arguments[1], named["wait"], sorted(self.tickets)))
             if named["wait"]:
                 for group in list(self.tickets):
                     self.owner.end(group)
+        done.set_result(None)
+        return done
+
+    def call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
+        return self.submit(method, *arguments, **named).result(0)
+
+    def bring(self, folder: Path) -> Path:
+        return folder
+
+    def taken_back(self, folder: Path) -> None: ...
 
     def kill(self, why: str) -> None:
         self.failure = PolicyError(f"the process {why}")
+        self.on_death()
 
     def close(self) -> None: ...
 
 
 class Remote(RemotePolicy):
-    """A `RemotePolicy` whose process is a `Worker`; `end` lets one of its groups come back."""
+    """A `RemotePolicy` whose players are `Worker`s; `end` lets one of their groups come back."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda: None, tokenizer(), sampling=SamplingSettings())
-        self.workers = [Worker(self)]
+    def __init__(self, count: int = 1) -> None:
+        self.workers: list[Worker] = []
+        super().__init__(Players(self.made, count), tokenizer(), sampling=SamplingSettings())
         self.rewards: Callable[[int], list[float]] = lambda group: [1.0, 0.0]
         self.dies_at_push = False
         self.stillborn = 0  # processes that die while they start
-        self.begun: dict[int, Any] = {}
 
-    @property
-    def worker(self) -> Any:
+    def made(self, seat: int) -> Any:
+        self.workers.append(Worker(self))
         return self.workers[-1]
 
-    def restart(self) -> PolicyError | None:
-        self.workers.append(Worker(self))
-        if self.stillborn:
-            self.stillborn -= 1
-            self.worker.kill("died while it started")
-        return self.worker.failure
+    @property
+    def worker(self) -> Worker:
+        return self.workers[-1]
+
+    def holder(self, group: int) -> Worker:
+        [worker] = [worker for worker in self.workers if worker.failure is None and group in worker.tickets]
+        return worker
 
     def end(self, group: int, version: int | None = None) -> None:
-        ticket = self.worker.tickets.pop(group)
+        worker = self.holder(group)
+        ticket = worker.tickets.pop(group)
         conversations = []
         for sample, reward in zip(ticket.samples, self.rewards(group), strict=True):
             c = Conversation(ticket.task, [{"role": "user", "content": "q"}], group, sample, prompt_ids=[1])
@@ -92,7 +118,8 @@ class Remote(RemotePolicy):
             c.add_completion(Completion([2, 3], [0.0, 0.0], "a", "stop", begun))
             c.reward, c.terminated = reward, True
             conversations.append(c)
-        self.on_event("group", (group, conversations, {"rollout": 1.0, "reward": 0.5, "playing": 1.0, "tokens": 4.0}))
+        totals = {"rollout": 1.0, "reward": 0.5, "playing": 1.0, "tokens": 4.0}
+        worker.on_event("group", (group, conversations, totals))
 
 
 class Numbers(DatasetChatEnv):
@@ -107,14 +134,23 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_policy, "save_one_by_one", lambda weights, folder: list(weights))
 
 
-def driven(depth: int = 1, lag: int = 1, *, per_step: int = 2, accept: Any = None, **options: Any) -> GroupDriver:
+def driven(
+    depth: int = 1, lag: int = 1, *, per_step: int = 2, accept: Any = None, players: int = 1, **options: Any
+) -> GroupDriver:
     rows = [{"question": f"q{i}"} for i in range(12)]
     env = Numbers(rows, shuffle=False, num_envs=per_step, repeats=2, group_repeats=True)
     buffer = ReplayBuffer(group_size=2, accept=accept, oldest_first=True, draw_limit=10_000)
     options = {"wait_seconds": 5.0, **options}
-    return GroupDriver(
-        env, Remote(), buffer, model=MODEL, prompts_per_step=per_step, depth=depth, max_policy_lag=lag, **options
-    )
+    policy = Remote(players)
+    options |= {"prompts_per_step": per_step, "depth": depth, "max_policy_lag": lag}
+    driver = GroupDriver(env, policy, buffer, model=MODEL, **options)
+    policy.start()
+    until_ready(driver, players)
+    return driver
+
+
+def until_ready(driver: GroupDriver, players: int = 1) -> None:
+    wait_until(lambda: len(driver.policy.players.ready) == players)
 
 
 def remote(driver: GroupDriver) -> Remote:
@@ -123,7 +159,7 @@ def remote(driver: GroupDriver) -> Remote:
 
 
 def under_way(driver: GroupDriver) -> list[int]:
-    return sorted(remote(driver).worker.tickets)
+    return sorted(group for worker in remote(driver).workers if worker.failure is None for group in worker.tickets)
 
 
 def ending(driver: GroupDriver, *groups: int) -> Callable[[], None]:
@@ -175,7 +211,7 @@ def test_a_step_more_begins_while_the_trainer_waits_than_while_it_trains() -> No
     assert under_way(driver) == [4, 5]  # 4 and 5 are this step's one ahead: nothing more may begin
     assert driver.counts() == {
         "groups/issued": 6.0, "groups/trained": 4.0, "groups/turned_down": 0.0, "groups/cancelled": 0.0,
-        "groups/failed": 0.0, "groups/waiting": 2.0, "collector/restarts": 0.0,
+        "groups/failed": 0.0, "groups/waiting": 2.0, "collector/restarts": 0.0, "collector/players": 1.0,
     }  # fmt: skip
 
 
@@ -257,9 +293,9 @@ def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
         trained: list[int] = []
 
         def step_on(timeout: float | None = None, driver: GroupDriver = driver, rng: random.Random = rng) -> bool:
-            tickets = remote(driver).worker.tickets
+            tickets = under_way(driver)
             # the first begun is often the last to end
-            group = rng.choice(sorted(tickets)[1:] or sorted(tickets)) if rng.random() < 0.8 else min(tickets)
+            group = rng.choice(tickets[1:] or tickets) if rng.random() < 0.8 else min(tickets)
             remote(driver).end(group, driver._running[group].begun_under)
             return True
 
@@ -299,26 +335,32 @@ def test_a_process_that_dies_is_replaced_and_plays_what_the_other_had() -> None:
     driver.update_policy_weights_(MODEL)
     assert under_way(driver) == [4, 5]
     remote(driver).worker.kill("was ended by SIGKILL")
-    assert taken(driver) == [2, 3]  # nothing to wait for: it is not even noticed
-    assert taken(driver, 4, 5) == [4, 5]
+    assert taken(driver) == [2, 3]  # nothing to wait for
+    until_ready(driver)
+    assert taken(driver, 4, 6) == [4, 6]
+    driver.update_policy_weights_(MODEL)
+    assert 5 in under_way(driver)  # not beside 4: if one of them ends processes, it is known which
     assert len(remote(driver).workers) == 2
     assert remote(driver).worker.pushed[0][0] == 1  # the version that the other had, before anything is played
     assert (driver.counts()["collector/restarts"], balance(driver)) == (1.0, 0)
 
 
-def test_a_process_that_dies_at_a_push_gets_the_new_weights_alone() -> None:
+def test_a_process_that_dies_at_a_push_is_replaced_by_one_with_the_new_weights() -> None:
     driver = driven(depth=1)
     assert taken(driver, 0, 1) == [0, 1]
     remote(driver).dies_at_push = True
     driver.update_policy_weights_(MODEL)
+    until_ready(driver)
+    assert (driver.policy_version, under_way(driver), balance(driver)) == (1, [], 0)
+    assert taken(driver, 2, 4) == [2, 4]
     assert [version for version, _, _ in remote(driver).worker.pushed] == [1]
-    assert (driver.policy_version, under_way(driver), balance(driver)) == (1, [2, 3, 4, 5], 0)
 
 
 def test_a_process_that_dies_while_it_starts_is_replaced_too() -> None:
     driver = driven()
     remote(driver).stillborn = 2
     remote(driver).worker.kill("was ended by SIGKILL")
+    until_ready(driver)
     assert taken(driver, 0, 1) == [0, 1]
     assert (driver.counts()["collector/restarts"], balance(driver)) == (3.0, 0)
 
@@ -326,6 +368,7 @@ def test_a_process_that_dies_while_it_starts_is_replaced_too() -> None:
 def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
     driver = driven(max_restarts=1)
     remote(driver).worker.kill("was ended by SIGKILL")
+    until_ready(driver)
     assert taken(driver, 0, 1) == [0, 1]
     remote(driver).worker.kill("was ended by SIGSEGV")
     with pytest.raises(PolicyError, match="was ended by SIGSEGV"):
@@ -335,20 +378,102 @@ def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
 def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
     driver = driven()
     first = remote(driver).worker
-    ending(driver)
     driver._admit()
-    driver.policy.on_event("failed", (0, PolicyError("vLLM failed while sampling: it is dead")))
+    first.on_event("failed", (0, PolicyError("vLLM failed while sampling: it is dead")))
     assert "was stopped, since vLLM failed" in str(first.failure)
-    driver._trainer_waits = True
-    assert taken(driver, 0, 1) == [0, 1]
+    until_ready(driver)
+    assert taken(driver, 0, 4) == [0, 4]  # not beside 1, which was under way too
     assert driver.counts()["groups/failed"] == 0.0
+
+
+# Several players
+
+
+def test_tickets_go_to_the_player_that_has_fewest() -> None:
+    driver = driven(depth=2, players=2, per_step=3)
+    driver._trainer_waits = True
+    driver._admit()
+    assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+    for group in (0, 2, 4):
+        remote(driver).end(group)
+    driver._trainer_waits = False
+    assert driver.buffer.take(3)["group_id"].tolist()[::2] == [0, 2, 4]
+    assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[6, 8], [1, 3, 5, 7]]
+
+
+def test_the_others_go_on_where_one_player_dies_for_good() -> None:
+    driver = driven(players=2, max_restarts=0)
+    driver._trainer_waits = True
+    driver._admit()
+    remote(driver).workers[0].kill("was ended by SIGKILL")
+    assert (under_way(driver), balance(driver)) == ([1, 3], 0)
+    assert taken(driver, 1, 0) == [1, 0]  # at most one of those that the dead one had is begun at a time
+    assert driver.counts()["collector/players"] == 1.0
+    remote(driver).workers[1].kill("was ended by SIGKILL")
+    with pytest.raises(PolicyError, match="was ended by SIGKILL"):
+        driver.collect()
+
+
+def test_a_ticket_that_ends_two_processes_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    driver = driven()
+    driver._trainer_waits = True
+    driver._admit()
+    assert under_way(driver) == [0, 1, 2, 3]
+    for beside in ([0, 4, 5, 6], [1, 7, 8, 9]):  # one at a time of those that were there when a process died
+        remote(driver).worker.kill("was ended by SIGSEGV")
+        until_ready(driver)
+        driver._admit()
+        assert under_way(driver) == beside
+    assert "draw 0 (train row 1) is left out: two processes that sample died" in caplog.text
+    assert (driver.counts()["groups/failed"], balance(driver)) == (1.0, 0)
+    assert taken(driver, 1, 7) == [1, 7]
+    driver.update_policy_weights_(MODEL)
+    assert 2 in under_way(driver)
+
+
+def test_a_player_that_comes_later_gets_the_weights_and_plays() -> None:
+    driver = driven(depth=1, players=2)
+    second = driver.policy.players.seats[1]
+    second.version = None  # it has not come yet
+    assert taken(driver, 0, 1) == [0, 1]
+    driver.update_policy_weights_(MODEL)
+    assert remote(driver).workers[1].pushed == []
+    second.version = 0
+    assert taken(driver, 2, 3) == [2, 3]
+    driver.update_policy_weights_(MODEL)
+    assert (second.version, len(remote(driver).workers[1].tickets) > 0) == (2, True)
+
+
+def test_an_evaluation_is_shared_and_goes_on_where_a_player_dies() -> None:
+    driver = driven(players=2)
+    requests = [Request([number], 1, 0) for number in range(5)]
+    asked: list[list[int]] = []
+
+    def generate(method: str, *arguments: Any, worker: Worker, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        asked.append([request.prompt_ids[0] for request in arguments[0]])
+        if worker is remote(driver).workers[0]:
+            worker.kill("was ended by SIGKILL")
+            done.set_exception(worker.failure)
+        else:
+            done.set_result([Completion(request.prompt_ids, [0.0], "", "stop", 0) for request in arguments[0]])
+        return done
+
+    for worker in remote(driver).workers:
+        worker.submit = partial(generate, worker=worker)  # type: ignore[method-assign]
+    driver.max_restarts = 0
+    completions = driver.policy.generate(requests, SamplingSettings())
+    assert [completion.token_ids for completion in completions] == [[0], [1], [2], [3], [4]]
+    assert asked == [[0, 2, 4], [1, 3], [0, 2, 4]]
 
 
 def test_any_other_error_of_a_group_is_raised_where_it_is_waited_for() -> None:
     driver = driven()
     driver._trainer_waits = True
     driver._admit()
-    driver.policy.on_event("failed", (1, DataError("the prompt of train.jsonl, row 2 is too long: leave it out")))
+    remote(driver).worker.on_event(
+        "failed", (1, DataError("the prompt of train.jsonl, row 2 is too long: leave it out"))
+    )
     with pytest.raises(DataError, match="row 2 is too long"):
         driver.collect()
     assert (driver.counts()["groups/failed"], balance(driver)) == (1.0, 0)

@@ -104,7 +104,7 @@ def test_a_run_learns_beside_sampling_and_goes_on_where_it_was(
     assert 0 < third["sampler/ess"] <= 1
     assert run(folder, words, "steps=5", "max_policy_lag=2", "collector.depth=1", resume="latest") == 0
     check_accounts(folder, 5)
-    with pytest.raises(ConfigError, match="the run began with collector=async, not sync; keep it"):
+    with pytest.raises(ConfigError, match="the run began with collector=async or cluster=ray; keep that"):
         run(folder, [word for word in words if word != "collector=async"], "steps=6", resume="latest")
     assert [row["policy/version"] for row in metrics(folder)] == [0, 1, 2, 3, 4]
 

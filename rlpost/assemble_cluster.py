@@ -1,0 +1,60 @@
+"""Settings become the players of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlpost import cluster
+from rlpost.assemble_async import PlayerOrder, player_builder
+from rlpost.collectors.players import Players
+from rlpost.collectors.ray_worker import Copies, RayWorker
+from rlpost.settings import RayClusterSettings, VLLMSettings
+
+PASSED_ON = ("RLPOST_", "HF_", "VLLM_", "ATEN_", "ONEDNN_", "TOKENIZERS_", "NLTK_", "CUDA_HOME", "NCCL_")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def ray_players(settings: RayClusterSettings, order: PlayerOrder) -> tuple[Players, str]:
+    """The players of a training in the workers of a cluster, and where they are in words; none is started yet.
+
+    Raises MissingExtraError without ray, PolicyError where the cluster does not answer.
+    """
+    ray = cluster.connect(settings.address)
+    shards = settings.tensor_parallel_size
+    if isinstance(order.policy, VLLMSettings) and shards > 1:
+        order = replace(order, policy=replace(order.policy, tensor_parallel_size=shards))
+    gpus = settings.gpus_per_worker
+    if gpus is None:
+        gpus = float(shards) if cluster.has_gpus(ray) else 0.0
+    options = {"num_cpus": settings.cpus_per_worker, "num_gpus": gpus}
+    copies = Copies(ray)
+
+    def build_from(folder: Path) -> Any:
+        return player_builder(replace(order, folder=folder))
+
+    def new_worker(seat: int) -> RayWorker:
+        return RayWorker(
+            ray,
+            build_from,
+            order.folder,
+            name=f"worker {seat} of the cluster",
+            options=options,
+            environment=_environment(settings.cpus_per_worker),
+            copies=copies,
+            place_seconds=settings.place_seconds,
+            may_wait=lambda: bool(players.ready),
+            what_there_is=lambda: cluster.what_there_is(ray),
+        )
+
+    players = Players(new_worker, settings.rollout_workers)
+    count = settings.rollout_workers
+    return players, f"in {count} Ray worker{'s' if count > 1 else ''}"
+
+
+def _environment(cpus: float) -> dict[str, str]:
+    """The variables of a worker's process: this one's that decide how it computes, and as many threads as CPUs."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    return passed | dict.fromkeys(THREADS, str(max(1, int(cpus))))

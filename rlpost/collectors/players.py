@@ -1,0 +1,191 @@
+"""The players of a training: the processes that sample, each in its seat; one that dies is replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from rlpost.collectors.process import START_SECONDS, NotReady, RemoteObject
+from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.errors import PolicyError
+
+log = logging.getLogger("rlpost")
+
+PUSH_SECONDS = 900.0  # longest wait for weights to be loaded, the groups under way included where they are waited for
+LOOK_SECONDS = 1.0
+
+NewWorker = Callable[[int], RemoteObject]  # makes the process of a seat, which is not started yet
+
+
+class Seat:
+    """A place for a player: its process, and the version of the weights there; None while it starts, or is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.worker: RemoteObject | None = None
+        self.version: PolicyVersionLabel | None = None
+        self.is_starting = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it plays."""
+        return self.worker is not None and self.version is not None and self.worker.failure is None
+
+
+class Players:
+    """`count` players that `new_worker` makes, each started, and replaced where it dies, in a thread of its own.
+
+    `on_event` is told the seat and what its player says, `on_death` the seat whose player is gone, and `on_ready` that
+    one more can play. `may_restart` is asked at each death whether there may be another process, and told why. All
+    are called by threads of this class. A player begins with the weights it was built with, those of
+    `first_version`: who takes it up later brings it the present ones.
+    """
+
+    def __init__(self, new_worker: NewWorker, count: int = 1) -> None:
+        self.new_worker = new_worker
+        self.seats = [Seat(number) for number in range(count)]
+        self.first_version: PolicyVersionLabel = 0
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.on_death: Callable[[Seat], None] = lambda seat: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
+        self._changed = threading.Condition()
+        self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
+        self._is_closed = False
+
+    @property
+    def ready(self) -> list[Seat]:
+        """The seats whose players play."""
+        return [seat for seat in self.seats if seat.is_ready]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nobody plays and nobody will; None as long as somebody does, or starts."""
+        with self._changed:
+            return self._last if not any(seat.is_ready or seat.is_starting for seat in self.seats) else None
+
+    def start(self, seconds: float = START_SECONDS) -> None:
+        """Start every player, and return when the first can play; the others follow.
+
+        Raises what building it raised, or PolicyError.
+        """
+        for seat in self.seats:
+            self._begin(seat, seconds)
+        self.wait()
+
+    def wait(self) -> list[Seat]:
+        """The seats whose players play, once there is one. Raises why there will be none."""
+        with self._changed:
+            while not (ready := self.ready):
+                if not any(seat.is_starting for seat in self.seats):
+                    raise self._last or PolicyError("the processes that sample are closed")
+                self._changed.wait(LOOK_SECONDS)
+            return ready
+
+    def close(self) -> None:
+        """Let every player close, and end its process; those that start too."""
+        with self._changed:
+            self._is_closed = True
+            workers = [seat.worker for seat in self.seats if seat.worker is not None]
+            self._changed.notify_all()
+        closing = [threading.Thread(target=worker.close) for worker in workers]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """The weights that all players were built with are those of `version`: of a run that goes on."""
+        self.first_version = version
+        for seat in self.ready:
+            assert seat.worker is not None
+            seat.worker.call("set_version", version)
+            seat.version = version
+
+    def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
+        """Have the players in `seats` sample with the weights in `folder` from now on; returns when they all do.
+
+        One that dies meanwhile is passed over: what takes its place is behind. Raises PolicyError where one refuses.
+        """
+        under_way: list[tuple[Seat, RemoteObject, Path, Future[Any]]] = []
+        for seat in seats:
+            if (worker := seat.worker) is not None:
+                there = worker.bring(folder)
+                future = worker.submit("push", there, version, wait=wait, adapter=adapter)
+                under_way.append((seat, worker, folder, future))
+        until = time.monotonic() + PUSH_SECONDS
+        try:
+            for seat, worker, _, future in under_way:
+                try:
+                    future.result(max(0.0, until - time.monotonic()))
+                    seat.version = version
+                except TimeoutError:
+                    worker.kill(f"did not load new weights within {PUSH_SECONDS:.0f} s")
+                except PolicyError:
+                    if worker.failure is None:
+                        raise
+        finally:
+            for _, worker, brought, _ in under_way:
+                worker.taken_back(brought)
+
+    def _begin(self, seat: Seat, seconds: float) -> None:
+        seat.is_starting = True
+        threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
+
+    def _started(self, seat: Seat, seconds: float) -> None:
+        """Start the player of a seat, and another where it does not come up, as long as there may be."""
+        while True:
+            worker = self.new_worker(seat.number)
+            worker.on_event = lambda kind, content: self.on_event(seat, kind, content)
+            worker.on_death = lambda: self._died(seat, worker)  # noqa: B023  of this round
+            with self._changed:
+                seat.worker, seat.version = worker, None
+            try:
+                if not self._is_closed:
+                    worker.start(seconds)
+                    worker.call("set_version", self.first_version, seconds=seconds)
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                died = died_of(worker, error)
+                worker.close()
+                if died is not None and not self._is_closed and self.may_restart(died):
+                    continue
+                self._settle(seat, None, error)
+                return
+            self._settle(seat, self.first_version, None)
+            if worker.failure is not None:  # it died in between
+                self._died(seat, worker)
+            self.on_ready()
+            return
+
+    def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
+        with self._changed:
+            seat.version, seat.is_starting = version, False
+            self._last = error or self._last
+            closed = self._is_closed
+            self._changed.notify_all()
+        if closed and seat.worker is not None:
+            seat.worker.close()
+
+    def _died(self, seat: Seat, worker: RemoteObject) -> None:
+        """A player has ended that had begun to play: put another in its seat, where there may be one."""
+        with self._changed:
+            if self._is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
+                return  # `_started` sees to it
+            seat.version = None
+            self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
+        self.on_death(seat)
+        if self.may_restart(failure):
+            self._begin(seat, START_SECONDS)
+        with self._changed:
+            self._changed.notify_all()
+
+
+def died_of(worker: RemoteObject, error: BaseException) -> PolicyError | None:
+    """`error` where it says how `worker` died by itself; None where it is another's, or the worker was ended."""
+    told = worker.failure is not None and error.args == worker.failure.args
+    return error if isinstance(error, PolicyError) and told and not isinstance(error, NotReady) else None

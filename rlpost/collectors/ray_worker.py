@@ -1,0 +1,280 @@
+"""A `RemoteObject` on a machine of a Ray cluster: its process, and the actor beside it that passes on what both say."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from typing import Any
+
+from rlpost.child import kill_group
+from rlpost.collectors.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
+from rlpost.errors import PolicyError
+
+LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
+COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
+BROUGHT = "rlpost-brought-"  # how folders begin that were copied to a machine, followed by who did and a key
+READING = "reading"  # the actor's thread that waits for messages
+
+
+class Relay:
+    """The actor: starts the worker's process where Ray has placed it, and passes messages to it and from it.
+
+    Ray gives it its CPUs and GPUs, and ends it with the driver; the process ends with it. `folder` is where the
+    process is to run, if the machine has it.
+    """
+
+    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
+        sweep()
+        os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
+        self._popen, self._connection = worker_process(environment)
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def pids(self) -> tuple[int, int]:
+        """Of this actor and of the process."""
+        return os.getpid(), self._popen.pid
+
+    def write(self, message: bytes) -> None:
+        """Send a message to the process."""
+        with suppress(OSError):  # its death is told by `read`
+            self._connection.send_bytes(message)
+
+    def read(self, seconds: float) -> list[bytes | str]:
+        """What the process has said since the last call, once there is something, `seconds` at most.
+
+        A str is the last of it: how the process ended.
+        """
+        came: list[bytes | str] = []
+        with suppress(queue.Empty):
+            message = self._messages.get(timeout=seconds)
+            while True:
+                came.append(message if message is not None else self._ended())
+                message = self._messages.get_nowait()
+        return came
+
+    def has(self, folder: str) -> bool:
+        """Whether this machine has such a folder."""
+        return os.path.isdir(folder)
+
+    def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
+        """A folder of this machine, in memory where it can be, with `files`: written once for all who ask by `key`."""
+        folder = brought_folder(key)
+        with open(f"{folder}.lock", "w") as lock:
+            flock(lock, LOCK_EX)
+            if not folder.is_dir():
+                part = folder.with_name(f"{folder.name}.part")
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir()
+                for name, content in files.items():
+                    (part / name).write_bytes(content)
+                part.rename(folder)
+        return str(folder)
+
+    def drop(self, key: str) -> None:
+        """Remove what `fetch` wrote."""
+        folder = brought_folder(key)
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(f"{folder}.lock").unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """End the process and all it has started, at once."""
+        kill_worker(self._popen)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._messages.put(None)
+
+    def _ended(self) -> str:
+        try:
+            return death(self._popen.wait(END_SECONDS))
+        except TimeoutError:
+            kill_group(self._popen.pid)
+            return "has closed its connection and did not end"
+
+
+class Copies:
+    """What was put into the cluster's store of objects for machines that lack a folder of this one, once a folder."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._lock = threading.Lock()
+        self._put: dict[Path, tuple[str, Any]] = {}
+
+    def of(self, folder: Path) -> tuple[str, Any]:
+        """The key of `folder`, and the reference of its files."""
+        with self._lock:
+            if folder not in self._put:
+                files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+                self._put[folder] = f"{os.getpid()}-{os.urandom(4).hex()}", self._ray.put(files)
+            return self._put[folder]
+
+    def forget(self, folder: Path) -> str | None:
+        """Let go of the files of `folder`; its key, if it was put."""
+        with self._lock:
+            key, _ = self._put.pop(folder, (None, None))
+            return key
+
+
+class RayWorker(RemoteObject):
+    """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
+
+    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy where the machine lacks it. While
+    `may_wait()`, it waits for its place without end; else `place_seconds`. `placed(seconds)` says what there is.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        build_from: Callable[[Path], Callable[[], Any]],
+        model_folder: Path,
+        *,
+        name: str,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        copies: Copies,
+        place_seconds: float,
+        may_wait: Callable[[], bool],
+        what_there_is: Callable[[], str],
+        **how: Any,
+    ) -> None:
+        super().__init__(lambda: None, name=name, **how)
+        self._ray = ray
+        self._build_from = build_from
+        self._model_folder = model_folder
+        self._options = dict(options)
+        self._environment = dict(environment)
+        self._copies = copies
+        self._place_seconds = place_seconds
+        self._may_wait = may_wait
+        self._what_there_is = what_there_is
+        self._actor: Any = None
+        self._is_here = True  # on this machine, as Ray numbers machines
+        self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
+
+    @property
+    def _is_open(self) -> bool:
+        return self._actor is not None
+
+    def _open(self, seconds: float) -> None:
+        from cloudpickle import dumps
+
+        actor_class = self._ray.remote(Relay).options(
+            max_restarts=0, max_task_retries=0, concurrency_groups={READING: 1}, **self._options
+        )
+        self._actor = actor_class.remote(self._environment, os.getcwd())
+        self._wait_for_place()
+        node = self._ray.get_runtime_context().get_node_id()
+        self._is_here = self._answer(self._actor.__ray_call__.remote(_node_of)) == node
+        self.pids = self._answer(self._actor.pids.remote())
+        folder = self._model_folder
+        if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
+            folder = self.bring(folder)
+        self._build = dumps(self._build_from(folder))
+        self._heard = time.monotonic()
+        threading.Thread(target=_listen, args=(weakref.ref(self), self._ray, self._actor), daemon=True).start()
+
+    def _wait_for_place(self) -> None:
+        until = time.monotonic() + self._place_seconds
+        ready = self._actor.__ray_ready__.remote()
+        while not self._ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+            if self._failure is not None:
+                raise PolicyError(*self._failure.args)
+            if time.monotonic() > until and not self._may_wait():
+                asked = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
+                raise NotReady(
+                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {asked}, and "
+                    f"{self._what_there_is()}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a node"
+                )
+        self._answer(ready)  # or what its constructor raised
+
+    def _answer(self, reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """What an actor answers. Raises PolicyError where it is gone, or does not answer in time."""
+        try:
+            return self._ray.get(reference, timeout=seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            raise PolicyError(f"{self.name} did not answer within {seconds:.0f} s") from None
+        except self._ray.exceptions.RayActorError as error:
+            self._fail(f"{self.name} was lost: {_first_line(error)}")
+            raise PolicyError(*(self._failure or error).args) from None
+
+    def _write(self, message: bytes) -> None:
+        self._actor.write.remote(message)
+
+    def _end(self) -> None:
+        actor = self._actor
+        with suppress(Exception):  # it may be gone with its machine; what is left of it there ends by itself
+            self._ray.get(actor.end.remote(), timeout=LOOK_SECONDS)
+        with suppress(Exception):
+            self._ray.kill(actor, no_restart=True)
+
+    def bring(self, folder: Path) -> Path:
+        """See `RemoteObject.bring`: a copy in the memory of its machine, one for all workers there."""
+        if self._is_here:
+            return folder
+        key, files = self._copies.of(folder)
+        return Path(self._answer(self._actor.fetch.remote(key, files), COPY_SECONDS))
+
+    def taken_back(self, folder: Path) -> None:
+        """See `RemoteObject.taken_back`."""
+        if not self._is_here and (key := self._copies.forget(folder)) is not None:
+            self._actor.drop.remote(key)
+
+
+def _node_of(actor: Any) -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
+    """Take what comes until the process, or its actor, ends or nobody holds the worker any more."""
+    while (mine := worker()) is not None and mine.failure is None:
+        try:
+            came = ray.get(
+                actor.read.options(concurrency_group=READING).remote(LOOK_SECONDS), timeout=mine._silent_seconds
+            )
+        except ray.exceptions.GetTimeoutError:
+            mine._look()
+            continue
+        except ray.exceptions.RayError as error:
+            mine._fail(f"{mine.name} was lost: {_first_line(error)}")
+            return
+        for message in came:
+            if isinstance(message, str):
+                mine._fail(f"{mine.name} {message}")
+                mine._end()
+                return
+            mine._take(message)
+        if not came:
+            mine._look()
+        del mine
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def brought_folder(key: str) -> Path:
+    """Where this machine keeps what was copied to it under `key`."""
+    shared = Path("/dev/shm")
+    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"{BROUGHT}{key}"
+
+
+def sweep() -> None:
+    """Remove copies that nobody took back, since their driver and machine ended meanwhile."""
+    for left in brought_folder("").parent.glob(f"{BROUGHT}*"):
+        if time.time() - left.stat().st_mtime > COPY_SECONDS:
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
