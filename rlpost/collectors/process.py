@@ -200,7 +200,7 @@ class WorkerProcess(RemoteObject):
         **how: Any,
     ) -> None:
         super().__init__(build, name=name, **how)
-        self._environment = dict(environment or {})
+        self.environment = dict(environment or {})
         self._output = output
         self._popen: subprocess.Popen[Any] | None = None
 
@@ -214,7 +214,7 @@ class WorkerProcess(RemoteObject):
         return self._popen is not None
 
     def _open(self, seconds: float) -> None:
-        self._popen, self._connection = worker_process(self._environment, self._output)
+        self._popen, self._connection = worker_process(self.environment, self._output)
         self._finalizer = weakref.finalize(self, kill_worker, self._popen)
         atexit.register(self._finalizer)
         self._heard = time.monotonic()

@@ -171,9 +171,7 @@ class RayWorker(RemoteObject):
     def _open(self, seconds: float) -> None:
         from cloudpickle import dumps
 
-        actor_class = self._ray.remote(Relay).options(
-            max_restarts=0, max_task_retries=0, concurrency_groups={READING: 1}, **self._options
-        )
+        actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
         self._actor = actor_class.remote(self._environment, os.getcwd())
         self._wait_for_place()
         node = self._ray.get_runtime_context().get_node_id()

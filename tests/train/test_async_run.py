@@ -20,6 +20,7 @@ import pytest
 from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
 from rlpost.child import python_module
+from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError, PolicyError
@@ -153,7 +154,9 @@ def test_the_player_sees_the_gpus_that_it_is_given(words: list[str], monkeypatch
     given = compose(TRAIN_GRPO, [*words, "collector.gpus=[2,0]"]).settings
     policy = assemble_grpo(given).policy
     assert isinstance(policy, RemotePolicy)
-    assert policy.environment == {"CUDA_VISIBLE_DEVICES": "7,4"}
+    worker = policy.players.new_worker(0)
+    assert isinstance(worker, WorkerProcess)
+    assert worker.environment == {"CUDA_VISIBLE_DEVICES": "7,4"}
     with pytest.raises(ConfigError, match="there is no GPU 3, this process sees 3"):
         assemble_grpo(compose(TRAIN_GRPO, [*words, "collector.gpus=[3]"]).settings)
 
