@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,14 @@ class Seat:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it plays."""
-        return self.worker is not None and self.version is not None and self.worker.failure is None
+        """Whether its player plays."""
+        return self.playing is not None
+
+    @property
+    def playing(self) -> RemoteObject | None:
+        """The process, where it plays; one that was dead a moment ago may be told, never one that still starts."""
+        worker = self.worker  # before `version`, which is None as long as another one starts
+        return worker if worker is not None and self.version is not None and worker.failure is None else None
 
 
 class Players:
@@ -102,36 +107,34 @@ class Players:
     def set_version(self, version: PolicyVersionLabel) -> None:
         """The weights that all players were built with are those of `version`: of a run that goes on."""
         self.first_version = version
-        for seat in self.ready:
-            assert seat.worker is not None
-            seat.worker.call("set_version", version)
-            seat.version = version
+        for seat in self.seats:
+            if (worker := seat.playing) is not None:
+                worker.call("set_version", version)
+                seat.version = version
 
     def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
         """Have the players in `seats` sample with the weights in `folder` from now on; returns when they all do.
 
         One that dies meanwhile is passed over: what takes its place is behind. Raises PolicyError where one refuses.
         """
-        under_way: list[tuple[Seat, RemoteObject, Path, Future[Any]]] = []
-        for seat in seats:
-            if (worker := seat.worker) is not None:
-                there = worker.bring(folder)
-                future = worker.submit("push", there, version, wait=wait, adapter=adapter)
-                under_way.append((seat, worker, folder, future))
-        until = time.monotonic() + PUSH_SECONDS
-        try:
-            for seat, worker, _, future in under_way:
-                try:
-                    future.result(max(0.0, until - time.monotonic()))
-                    seat.version = version
-                except TimeoutError:
-                    worker.kill(f"did not load new weights within {PUSH_SECONDS:.0f} s")
-                except PolicyError:
-                    if worker.failure is None:
-                        raise
-        finally:
-            for _, worker, brought, _ in under_way:
-                worker.taken_back(brought)
+        if not seats:
+            return
+
+        def load(seat: Seat) -> None:
+            if (worker := seat.playing) is None:
+                return
+            try:
+                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
+                seat.version = version
+            except PolicyError:
+                if worker.failure is None:
+                    raise
+            finally:
+                worker.taken_back(folder)
+
+        with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
+            for loaded in [threads.submit(load, seat) for seat in seats]:
+                loaded.result()
 
     def _begin(self, seat: Seat, seconds: float) -> None:
         seat.is_starting = True

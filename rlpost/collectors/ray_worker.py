@@ -8,21 +8,22 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from fcntl import LOCK_EX, flock
+from fcntl import LOCK_EX, LOCK_SH, flock
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlpost.child import kill_group
 from rlpost.collectors.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
 from rlpost.errors import PolicyError
+from rlpost.policies.vllm_process import EXCHANGE, memory_folder, sweep_exchange
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
 COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
-BROUGHT = "rlpost-brought-"  # how folders begin that were copied to a machine, followed by who did and a key
 READING = "reading"  # the actor's thread that waits for messages
 
 
@@ -34,7 +35,8 @@ class Relay:
     """
 
     def __init__(self, environment: Mapping[str, str], folder: str) -> None:
-        sweep()
+        sweep_exchange()
+        self._held: dict[str, IO[str]] = {}  # locks of what was fetched
         os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
         self._popen, self._connection = worker_process(environment)
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -68,9 +70,12 @@ class Relay:
 
     def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
         """A folder of this machine, in memory where it can be, with `files`: written once for all who ask by `key`."""
-        folder = brought_folder(key)
-        with open(f"{folder}.lock", "w") as lock:
-            flock(lock, LOCK_EX)
+        folder = memory_folder() / f"{EXCHANGE}{key}"
+        lock = open(f"{folder}.lock", "w")  # noqa: SIM115  held, with others, until `drop`: so it is not swept
+        flock(lock, LOCK_SH)
+        self._held[key] = lock
+        with open(folder.with_name(f"rlpost-making-{key}"), "w") as making:
+            flock(making, LOCK_EX)
             if not folder.is_dir():
                 part = folder.with_name(f"{folder.name}.part")
                 shutil.rmtree(part, ignore_errors=True)
@@ -78,13 +83,14 @@ class Relay:
                 for name, content in files.items():
                     (part / name).write_bytes(content)
                 part.rename(folder)
+            Path(making.name).unlink(missing_ok=True)
         return str(folder)
 
     def drop(self, key: str) -> None:
-        """Remove what `fetch` wrote."""
-        folder = brought_folder(key)
-        shutil.rmtree(folder, ignore_errors=True)
-        Path(f"{folder}.lock").unlink(missing_ok=True)
+        """Let go of what `fetch` wrote; who does so last removes it."""
+        if (lock := self._held.pop(key, None)) is not None:
+            lock.close()
+        sweep_exchange()
 
     def end(self) -> None:
         """End the process and all it has started, at once."""
@@ -118,14 +124,13 @@ class Copies:
         with self._lock:
             if folder not in self._put:
                 files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-                self._put[folder] = f"{os.getpid()}-{os.urandom(4).hex()}", self._ray.put(files)
+                self._put[folder] = str(uuid.uuid4()), self._ray.put(files)
             return self._put[folder]
 
-    def forget(self, folder: Path) -> str | None:
-        """Let go of the files of `folder`; its key, if it was put."""
+    def forget(self, folder: Path) -> None:
+        """Let go of the files of `folder`."""
         with self._lock:
-            key, _ = self._put.pop(folder, (None, None))
-            return key
+            self._put.pop(folder, None)
 
 
 class RayWorker(RemoteObject):
@@ -161,6 +166,7 @@ class RayWorker(RemoteObject):
         self._may_wait = may_wait
         self._what_there_is = what_there_is
         self._actor: Any = None
+        self._brought: dict[Path, str] = {}  # keys of what this worker's machine has a copy of
         self._is_here = True  # on this machine, as Ray numbers machines
         self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
 
@@ -223,11 +229,13 @@ class RayWorker(RemoteObject):
         if self._is_here:
             return folder
         key, files = self._copies.of(folder)
+        self._brought[folder] = key
         return Path(self._answer(self._actor.fetch.remote(key, files), COPY_SECONDS))
 
     def taken_back(self, folder: Path) -> None:
         """See `RemoteObject.taken_back`."""
-        if not self._is_here and (key := self._copies.forget(folder)) is not None:
+        if (key := self._brought.pop(folder, None)) is not None:
+            self._copies.forget(folder)
             self._actor.drop.remote(key)
 
 
@@ -263,16 +271,3 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def brought_folder(key: str) -> Path:
-    """Where this machine keeps what was copied to it under `key`."""
-    shared = Path("/dev/shm")
-    return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"{BROUGHT}{key}"
-
-
-def sweep() -> None:
-    """Remove copies that nobody took back, since their driver and machine ended meanwhile."""
-    for left in brought_folder("").parent.glob(f"{BROUGHT}*"):
-        if time.time() - left.stat().st_mtime > COPY_SECONDS:
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)

@@ -76,7 +76,7 @@ class RemotePolicy(Policy):
             seats = self.current
             asked = []
             for number, seat in enumerate(seats):
-                if (worker := seat.worker) is not None and (places := left[number :: len(seats)]):
+                if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
                     future = worker.submit("generate", [requests[place] for place in places], sampling)
                     asked.append((worker, places, future))
             for worker, places, future in asked:

@@ -123,6 +123,10 @@ class Host:
         closing = threading.Thread(target=self._close, daemon=True)
         closing.start()
         closing.join(END_SECONDS)
+        with suppress(Exception):  # whatever happens, this process ends
+            from rlpost.policies.vllm_process import sweep_exchange
+
+            sweep_exchange()  # the owner may have been killed in the middle of a push
         kill_group(os.getpid())
 
 

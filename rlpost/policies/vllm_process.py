@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from rlpost.errors import PolicyError
 from rlpost.loop_thread import LoopThread
 
+EXCHANGE = "rlpost-weights-"  # how exchange folders begin
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
@@ -138,13 +140,38 @@ def tokenizer_of(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def exchange_folder() -> Iterator[Path]:
-    """A folder in memory where there is one, for what goes to an engine; removed afterwards."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="rlpost-weights-", dir=shared if shared.is_dir() else None))
+    """A folder in memory where there is one, for what goes to an engine; removed afterwards.
+
+    One whose owner was killed is removed by the next who asks for one, or calls `sweep_exchange`: its lock is free.
+    """
+    sweep_exchange()
+    descriptor, name = tempfile.mkstemp(prefix="rlpost-making-", dir=memory_folder())
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock = Path(name).rename(memory_folder() / f"{EXCHANGE}{uuid.uuid4()}.lock")
+    folder = lock.with_suffix("")
+    folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def sweep_exchange() -> None:
+    """Remove the exchange folders of processes that ended before they could."""
+    for name in memory_folder().glob(f"{EXCHANGE}*.lock"):
+        with contextlib.suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for folder in (name.with_suffix(""), name.with_suffix(".part")):
+                shutil.rmtree(folder, ignore_errors=True)
+            name.unlink()
+
+
+def memory_folder() -> Path:
+    """Where files are kept in memory; the folder of temporary files where there is none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextlib.contextmanager

@@ -2,92 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
-from rlpost.child import python_module
 from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.compose import compose
-from rlpost.errors import ConfigError, PolicyError
-from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo
-from tests.processes import children, is_gone
-
-REWARD = '''
-def small(completion_ids, **kwargs):
-    """The share of ids below 120 and, so that most groups differ, one part in a hundred of their sum."""
-    return [sum(i < 120 for i in ids) / 6 + sum(ids) % 7 / 100 for ids in completion_ids]
-'''
-WORDS = [
-    "model=tiny",
-    "policy=transformers",
-    "model.autocast=none",
-    "collector=async",
-    "env=dataset",
-    "prompts_per_step=2",
-    "group_size=4",
-    "env.max_completion_tokens=6",
-    "optim.lr=1e-3",
-    "checkpoint.every=2",
-    "eval.limit=2",
-]
+from rlpost.errors import ConfigError
+from tests.asynchronous import check_accounts, metrics, players, run, started, wait_for, write_rows
+from tests.processes import is_gone
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("rows")
-    (folder / "small.py").write_text(REWARD)
-    rows = [json.dumps({"prompt": f"Say {i} and {i * 7 % 13}."}) for i in range(500)]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    return [*WORDS, f"env.path={folder / 'rows.jsonl'}", f"env.reward={folder / 'small.py'}:small"]
-
-
-def run(folder: Path, words: Sequence[str], *more: str, resume: str | None = None, command: Any = TRAIN_GRPO) -> int:
-    composed = compose(command, [*words, *more])
-    request = RunRequest(folder, resume, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
-    loop = grpo if command is TRAIN_GRPO else expert_iteration
-    return loop.train(composed.settings, request)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
-
-
-def trained_groups(folder: Path) -> list[int]:
-    """The draw of every group that was trained on, as the rollouts tell it."""
-    return [
-        group
-        for file in sorted((folder / "rollouts").glob("*.parquet"))
-        for group in sorted(set(pq.read_table(file, columns=["group"])["group"].to_pylist()))
-    ]
-
-
-def check_accounts(folder: Path, steps: int, per_step: int = 2) -> None:
-    """Every draw was trained on once at most, and at every step all that was issued is accounted for."""
-    groups = trained_groups(folder)
-    assert len(groups) == len(set(groups)) == steps * per_step
-    for row in metrics(folder):
-        ended = ("trained", "turned_down", "cancelled", "failed", "waiting")
-        assert row["groups/issued"] == sum(row[f"groups/{name}"] for name in ended)
-        assert row["groups/trained"] == row["step"] * per_step
-        assert row["buffer/dropped_by_age"] == 0
-    left = metrics(folder)[-1]["groups/waiting"] + metrics(folder)[-1]["groups/turned_down"]
-    assert max(groups) < steps * per_step + left  # nothing was drawn that is not accounted for
+    return [*write_rows(folder), "collector=async"]
 
 
 def test_a_run_learns_beside_sampling_and_goes_on_where_it_was(
@@ -194,36 +131,6 @@ def test_a_player_killed_at_any_moment_is_replaced(words: list[str], tmp_path: P
         for pid in players():
             os.kill(pid, signal.SIGKILL)
         code = process.wait(300)
-    if code == PolicyError.exit_code:  # it was killed while it was being built: nothing was trained on yet
-        assert "was ended by SIGKILL" in (folder / "log.txt").read_text()
-        assert not (folder / "checkpoints").exists()
-        folder = tmp_path / "again"
-        code = run(folder, asked)
     assert code == 0
     check_accounts(folder, 30)
     assert players() == []
-
-
-def players() -> list[int]:
-    """The players' processes that this one, or what it started, has under it."""
-    return [process.pid for process, command in children().items() if "rlpost.collectors.worker" in command]
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@contextmanager
-def started(folder: Path, words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`rlpost train grpo` in a process of its own; killed at the end."""
-    process = python_module(
-        "rlpost", "train", "grpo", *words, "--out", folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
