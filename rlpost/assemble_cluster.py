@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from rlpost.collectors.ray_worker import Copies, RayWorker
 from rlpost.settings import RayClusterSettings, VLLMSettings
 
 PASSED_ON = ("RLPOST_", "HF_", "VLLM_", "ATEN_", "ONEDNN_", "TOKENIZERS_", "NLTK_", "CUDA_HOME", "NCCL_")
+HEAD_SECONDS = 20.0  # without an answer of the head, after which the cluster is taken for lost
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -50,6 +54,8 @@ def ray_players(settings: RayClusterSettings, order: PlayerOrder) -> tuple[Playe
         )
 
     players = Players(new_worker, settings.rollout_workers)
+    address = ray.get_runtime_context().gcs_address
+    threading.Thread(target=_watch, args=(players, address), name="rlpost-watch-head", daemon=True).start()
     count = settings.rollout_workers
     return players, f"in {count} Ray worker{'s' if count > 1 else ''}"
 
@@ -58,3 +64,22 @@ def _environment(cpus: float) -> dict[str, str]:
     """The variables of a worker's process: this one's that decide how it computes, and as many threads as CPUs."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     return passed | dict.fromkeys(THREADS, str(max(1, int(cpus))))
+
+
+def _watch(players: Players, address: str) -> None:
+    """Give the players up once the head of the cluster has not answered for `HEAD_SECONDS`.
+
+    Ray itself would end this process after a minute, without a word.
+    """
+    host, port = address.rsplit(":", 1)
+    heard = time.monotonic()
+    while not players.is_closed:
+        try:
+            socket.create_connection((host, int(port)), HEAD_SECONDS / 3).close()
+            heard = time.monotonic()
+        except OSError as error:
+            if (silent := time.monotonic() - heard) > HEAD_SECONDS:
+                why = f"was lost with the head of the cluster, {address}, which has not answered for {silent:.0f} s"
+                players.give_up(f"{why} ({error}): see that it runs, and go on with --resume")
+                return
+        time.sleep(HEAD_SECONDS / 10)

@@ -60,8 +60,9 @@ class Players:
         self.on_ready: Callable[[], None] = lambda: None
         self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
         self._changed = threading.Condition()
+        self._over: BaseException | None = None  # why nobody plays any more and none is started
         self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def ready(self) -> list[Seat]:
@@ -72,7 +73,8 @@ class Players:
     def failure(self) -> BaseException | None:
         """Why nobody plays and nobody will; None as long as somebody does, or starts."""
         with self._changed:
-            return self._last if not any(seat.is_ready or seat.is_starting for seat in self.seats) else None
+            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
+            return self._over or (self._last if gone else None)
 
     def start(self, seconds: float = START_SECONDS) -> None:
         """Start every player, and return when the first can play; the others follow.
@@ -86,16 +88,18 @@ class Players:
     def wait(self) -> list[Seat]:
         """The seats whose players play, once there is one. Raises why there will be none."""
         with self._changed:
-            while not (ready := self.ready):
-                if not any(seat.is_starting for seat in self.seats):
-                    raise self._last or PolicyError("the processes that sample are closed")
+            while (failure := self.failure) is None:
+                if ready := self.ready:
+                    return ready
+                if self.is_closed:
+                    raise PolicyError("the processes that sample are closed")
                 self._changed.wait(LOOK_SECONDS)
-            return ready
+        raise failure
 
     def close(self) -> None:
         """Let every player close, and end its process; those that start too."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             workers = [seat.worker for seat in self.seats if seat.worker is not None]
             self._changed.notify_all()
         closing = [threading.Thread(target=worker.close) for worker in workers]
@@ -103,6 +107,16 @@ class Players:
             thread.start()
         for thread in closing:
             thread.join()
+
+    def give_up(self, why: str) -> None:
+        """Nobody can be reached any more: end them all, replace none, and say `why` to whoever waits for them."""
+        self._over = PolicyError(f"every process that samples {why}")
+        for seat in self.seats:
+            if seat.worker is not None:
+                seat.worker.lose(why)
+        self.on_ready()
+        with self._changed:
+            self._changed.notify_all()
 
     def set_version(self, version: PolicyVersionLabel) -> None:
         """The weights that all players were built with are those of `version`: of a run that goes on."""
@@ -136,6 +150,11 @@ class Players:
             for loaded in [threads.submit(load, seat) for seat in seats]:
                 loaded.result()
 
+    @property
+    def _is_final(self) -> bool:
+        """Whether nobody is replaced any more."""
+        return self.is_closed or self._over is not None
+
     def _begin(self, seat: Seat, seconds: float) -> None:
         seat.is_starting = True
         threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
@@ -149,13 +168,13 @@ class Players:
             with self._changed:
                 seat.worker, seat.version = worker, None
             try:
-                if not self._is_closed:
+                if not self.is_closed:
                     worker.start(seconds)
                     worker.call("set_version", self.first_version, seconds=seconds)
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
                 died = died_of(worker, error)
                 worker.close()
-                if died is not None and not self._is_closed and self.may_restart(died):
+                if died is not None and not self._is_final and self.may_restart(died):
                     continue
                 self._settle(seat, None, error)
                 return
@@ -169,7 +188,7 @@ class Players:
         with self._changed:
             seat.version, seat.is_starting = version, False
             self._last = error or self._last
-            closed = self._is_closed
+            closed = self.is_closed
             self._changed.notify_all()
         if closed and seat.worker is not None:
             seat.worker.close()
@@ -177,12 +196,12 @@ class Players:
     def _died(self, seat: Seat, worker: RemoteObject) -> None:
         """A player has ended that had begun to play: put another in its seat, where there may be one."""
         with self._changed:
-            if self._is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
+            if self.is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
                 return  # `_started` sees to it
             seat.version = None
             self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
         self.on_death(seat)
-        if self.may_restart(failure):
+        if not self._is_final and self.may_restart(failure):
             self._begin(seat, START_SECONDS)
         with self._changed:
             self._changed.notify_all()

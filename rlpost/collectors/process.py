@@ -138,6 +138,10 @@ class RemoteObject(ABC):
         if self._is_open:
             self._end()
 
+    def lose(self, why: str) -> None:
+        """Take the process for gone, which cannot be told anything any more: as `kill` otherwise."""
+        self._fail(f"{self.name} {why}")
+
     def _ask(self, kind: str, content: bytes) -> Future[Any]:
         future: Future[Any] = Future()
         if self._failure is None and not self._is_open:

@@ -167,6 +167,7 @@ class RayWorker(RemoteObject):
         self._what_there_is = what_there_is
         self._actor: Any = None
         self._brought: dict[Path, str] = {}  # keys of what this worker's machine has a copy of
+        self._is_lost = False
         self._is_here = True  # on this machine, as Ray numbers machines
         self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
 
@@ -217,7 +218,14 @@ class RayWorker(RemoteObject):
     def _write(self, message: bytes) -> None:
         self._actor.write.remote(message)
 
+    def lose(self, why: str) -> None:
+        """See `RemoteObject.lose`."""
+        self._is_lost = True
+        super().lose(why)
+
     def _end(self) -> None:
+        if self._is_lost:
+            return
         actor = self._actor
         with suppress(Exception):  # it may be gone with its machine; what is left of it there ends by itself
             self._ray.get(actor.end.remote(), timeout=LOOK_SECONDS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from rlpost.extras import is_installed
 from rlpost.policies.vllm_process import EXCHANGE, memory_folder
-from tests.asynchronous import check_accounts, metrics, players, run, wait_for, write_rows
+from tests.asynchronous import check_accounts, metrics, players, run, started, wait_for, write_rows
 
 pytestmark = [
     pytest.mark.ray,
@@ -56,13 +58,98 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(words: list[str
 
     killer = threading.Thread(target=kill)
     killer.start()
-    assert run(folder, words, "steps=60", "eval.limit=2") == 0
+    assert run(folder, words, "steps=30", "eval.limit=2") == 0
     killer.join()
-    check_accounts(folder, 60)
+    check_accounts(folder, 30)
     rows = metrics(folder)
     assert rows[-1]["collector/restarts"] == 1
     assert {row["policy/lag_max"] for row in rows} == {0}
     assert min(row["collector/players"] for row in rows) == 1  # the other one goes on meanwhile
     assert "of the cluster was ended by SIGKILL" in (folder / "log.txt").read_text()
     assert {row["eval/prompts"] for row in rows if "eval/prompts" in row} == {2}
+    wait_for(nothing_is_left)
+
+
+# By the dozen, and what takes a minute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_worker_killed_at_any_moment_is_replaced(words: list[str], tmp_path: Path, seed: int) -> None:
+    folder, rng = tmp_path / "r", random.Random(seed)
+    asked = [*words, "steps=150", "eval.enabled=false", "dynamic.enabled=true"]
+    asked += ["collector=async", "max_policy_lag=2"] if seed % 2 else []
+    with started(folder, asked) as process:
+        wait_for(lambda: bool(players()))
+        time.sleep(rng.uniform(0, 12))
+        os.kill(rng.choice(players()), signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: len(players()) == 2)
+        assert time.monotonic() - killed < 120
+        assert process.wait(280) == 0
+    check_accounts(folder, 150)
+    assert metrics(folder)[-1]["collector/restarts"] == 1
+    assert metrics(folder)[-1]["collector/players"] == 2  # at full strength again
+    wait_for(nothing_is_left)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(words: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    asked = [*words, "steps=12", "eval.enabled=false", "checkpoint.every=1"]
+    with started(folder, asked) as process:
+        wait_for(lambda: (folder / "checkpoints" / "latest").exists())
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        wait_for(nothing_is_left)
+        assert time.monotonic() - killed < 60
+    assert run(folder, asked, resume="latest") == 0
+    check_accounts(folder, 12)
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_while_a_run_goes_on_samples_too(tmp_path: Path) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()
+    simulated: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    folder = tmp_path / "r"
+    asked = [*write_rows(tmp_path), "cluster=ray", f"cluster.address={simulated.address}", "cluster.rollout_workers=2"]
+    asked += ["cluster.cpus_per_worker=2", "steps=2000", "eval.enabled=false"]
+    try:
+        with started(folder, asked) as process:
+            wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
+            assert metrics(folder)[-1]["collector/players"] == 1
+            simulated.add_node(num_cpus=2)
+            wait_for(lambda: metrics(folder)[-1]["collector/players"] == 2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        wait_for(nothing_is_left)
+    finally:
+        simulated.shutdown()
+
+
+@pytest.mark.slow
+def test_a_head_that_is_lost_is_named_and_a_place_that_is_not_there(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    simulated: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    folder = tmp_path / "r"
+    asked = [*write_rows(tmp_path), "cluster=ray", f"cluster.address={simulated.address}", "eval.enabled=false"]
+    try:
+        with started(tmp_path / "large", [*asked, "cluster.cpus_per_worker=3", "cluster.place_seconds=5"]) as process:
+            assert process.wait(120) == 5
+        log = (tmp_path / "large" / "log.txt").read_text()
+        assert "worker 0 of the cluster found no place within 5 s: it asks for 3 CPUs and 0 GPUs" in log
+        with started(folder, [*asked, "steps=100000"]) as process:
+            wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
+            simulated.head_node.kill_gcs_server()
+            lost = time.monotonic()
+            assert process.wait(120) == 5
+            assert time.monotonic() - lost < 60
+        assert "was lost with the head of the cluster" in (folder / "log.txt").read_text()
+    finally:
+        simulated.shutdown()
     wait_for(nothing_is_left)
