@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
-from rlpost.assemble_policy import build_policy
+from rlpost.assemble_player import PlayerOrder, player_builder
 from rlpost.catalog import CHOICES
 from rlpost.collectors.driver import GroupDriver
-from rlpost.collectors.group_player import GroupPlayer
 from rlpost.collectors.players import Players
 from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
-from rlpost.config.plugins import load_plugins
 from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs.build import build_training_env, longest_conversation
+from rlpost.envs.build import longest_conversation
 from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
@@ -38,18 +34,6 @@ from rlpost.settings import (
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
-
-
-@dataclass
-class PlayerOrder:
-    """What a player is built from, in its process."""
-
-    settings: SampledSettings
-    policy: PolicySettings
-    folder: Path
-    tokenizer: Any
-    adapter_rank: int | None
-    adapter: Path | None
 
 
 def assemble_driver(
@@ -114,33 +98,6 @@ def _local_worker(order: PlayerOrder, environment: Mapping[str, str], output: Ou
     return WorkerProcess(
         player_builder(order), name="the process that samples", environment=environment, output=output.descriptor
     )
-
-
-def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
-    """What builds the player of `order` in a process that knows no plugin yet."""
-    return partial(build_player, list(order.settings.plugin), cloudpickle.dumps(order))
-
-
-def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
-    """The player that `order` describes, its policy started; in its own process, which knows no plugin yet."""
-    load_plugins(plugins)
-    asked: PlayerOrder = cloudpickle.loads(order)
-    settings = asked.settings
-    env = build_training_env(settings)
-    policy = build_policy(
-        asked.policy,
-        asked.folder,
-        asked.tokenizer,
-        model=None,
-        model_settings=settings.model,
-        env_settings=settings.env,
-        sampling=training_sampling(settings),
-        seed=settings.seed,
-        adapter_rank=asked.adapter_rank,
-        adapter=asked.adapter,
-    )
-    policy.start()
-    return GroupPlayer(env, policy)
 
 
 def _gpus(numbers: list[int]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost import cluster
-from rlpost.assemble_async import PlayerOrder, player_builder
+from rlpost.assemble_player import PlayerOrder, player_builder
 from rlpost.collectors.players import Players
 from rlpost.collectors.ray_worker import Copies, RayWorker
 from rlpost.settings import RayClusterSettings, VLLMSettings

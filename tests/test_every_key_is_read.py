@@ -134,7 +134,25 @@ def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     """The parts of collector=async, without the process that would sample."""
     small = SMALL if command is TRAIN_GRPO else [w for w in SMALL if not w.startswith("loss.")] + ["topk_size=1"]
     parts = make(compose(command, [*small, "collector=async", "policy=scripted"]).settings)
-    assert (parts.collector.max_policy_lag, parts.policy.environment) == (1, {})
+    assert parts.collector.max_policy_lag == 1
+    assert parts.policy.players.new_worker(0).environment == {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlpost.cluster.connect", lambda address: NoCluster())
+        parts = make(compose(command, [*small, "cluster=ray", "policy=vllm"]).settings)
+        parts.policy.players.new_worker(0)
+        parts.policy.players.close()
+
+
+class NoCluster:
+    """What a training asks of the module ray before anything is started."""
+
+    gcs_address = "127.0.0.1:1"
+
+    def get_runtime_context(self) -> NoCluster:
+        return self
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {}
 
 
 def tune_once(folder: Path, *words: str) -> None:

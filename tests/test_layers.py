@@ -30,12 +30,12 @@ LAYERS = [
     ["settings", "user_file", "heartbeat", "record", *GROUND],
     ["catalog"],
     ["rewards", "data", "config"],
-    ["model", "distributed", "estimate"],
+    ["model", "distributed", "estimate", "cluster"],
     ["envs", "policies", "objectives", "models"],
     ["weight_sync", "tracking", "screen", "tools", "torchrl"],
     ["collectors", "runs"],
     ["evaluation", "chat", "sandbox", "starters", "testing"],
-    ["assemble", "assemble_sft", "assemble_async", "assemble_policy"],
+    ["assemble", "assemble_sft", "assemble_async", "assemble_cluster", "assemble_player", "assemble_policy"],
     ["train"],
     ["cli"],
     ["__main__"],
@@ -45,7 +45,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
-    "ray": ["collectors/ray.py", "torchrl/vllm_ray.py"],
+    "ray": ["cluster.py", "collectors/ray.py", "collectors/ray_worker.py", "torchrl/vllm_ray.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["model/lora.py"],
     "bitsandbytes": ["model/optim.py"],

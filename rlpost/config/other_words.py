@@ -79,8 +79,7 @@ _KEYS = {
 _ONE_DEVICE = "a training runs on one device, model.device"
 _NOT_HERE = {
     "every step is recorded, in metrics.jsonl": "logging_steps log_interval log_every log_freq",
-    _ONE_DEVICE: "n_gpus_per_node num_gpus nproc_per_node nnodes deepspeed fsdp tensor_parallel_size "
-    "tensor_model_parallel_size vllm_tensor_parallel_size",
+    _ONE_DEVICE: "n_gpus_per_node num_gpus nproc_per_node nnodes deepspeed fsdp",
     "weights are trained whole or as an adapter (lora.enabled=true), never quantized": "load_in_4bit load_in_8bit "
     "qlora",
     "there is no critic: completions are compared within their group": "critic vf_coef gamma gae_lambda "

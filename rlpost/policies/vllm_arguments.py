@@ -48,6 +48,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
     }
+    if settings.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = settings.tensor_parallel_size
     if adapter_rank is not None:
         room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}

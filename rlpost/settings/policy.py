@@ -50,6 +50,15 @@ class VLLMSettings(ModelPolicySettings):
     kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
     timeout_seconds: float = limited(600.0, above=0.0)  # longest wait for the engine, own_process only
+    tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel_size > 1 and self.engine is not Engine.own_process:
+            raise ConfigError(
+                f"policy.tensor_parallel_size={self.tensor_parallel_size} splits the model over processes of its own: "
+                "add policy.engine=own_process"
+            )
 
 
 @dataclass

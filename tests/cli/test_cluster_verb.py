@@ -1,0 +1,63 @@
+"""`rlpost cluster check`: nodes, versions and the speed of a push; addresses that do not answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from rlpost.cli.main import run as rlpost
+from rlpost.cluster import NodeReport, connect, differences, versions
+from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.extras import is_installed
+
+with_ray = pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed")
+HERE = {"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}
+
+
+def test_versions_that_differ_and_nodes_that_do_not_answer_are_told() -> None:
+    fit = NodeReport("a", "10.0.0.1", True, versions=HERE)
+    other = NodeReport("b", "10.0.0.2", True, versions={**HERE, "torch": "2.11.0", "vllm": "0.32.0"})
+    silent = NodeReport("c", "10.0.0.3", True, problem="did not answer within 5 s")
+    gone = NodeReport("d", "10.0.0.4", False)
+    assert differences([fit, other, silent, gone], HERE) == [
+        "c (10.0.0.3) did not answer within 5 s",
+        "b (10.0.0.2) has torch 2.11.0, this machine 2.13.0",
+        "b (10.0.0.2) has vllm 0.32.0, this machine none",
+    ]
+    assert versions()["python"].startswith("3.")
+
+
+@with_ray
+def test_an_address_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert rlpost(["cluster", "check", address, "--seconds", "1"]) == 5
+    assert f"the cluster at {address} did not answer within 1 s" in capsys.readouterr().err
+
+
+@with_ray
+@pytest.mark.parametrize(("address", "why"), [("head", "is no host:port"), ("ray://head:10001", "Ray's client")])
+def test_an_address_of_another_kind_is_refused(address: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        connect(address)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
+    with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
+        connect()
+
+
+@pytest.mark.ray
+@with_ray
+@pytest.mark.timeout(120)
+def test_a_cluster_of_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rlpost(["cluster", "check", "local", "--mb", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    [node] = told["nodes"]
+    assert (node["alive"], told["problems"]) == (True, [])
+    assert node["versions"] == versions()
+    assert node["seconds"] < 60
