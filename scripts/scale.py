@@ -1,0 +1,219 @@
+"""Where a training on a cluster stops getting faster: computed from figures that you enter, and checked by measuring.
+
+limits   the seconds of a step for 1, 2, 4, ... workers, and what the limit is: sampling, the trainer, or the push
+measure  a rollout whose turns only wait (0.5 s each, 8 conversations at a time per worker, 256 tickets in all), played
+         by 1, 2 and 4 workers of a Ray cluster on this machine, against the formulas below
+
+The formulas, for W workers that each play c conversations at a time:
+
+    sampling = tickets * samples / (W c), rounded up, turns of turn_seconds each, times straggler, + tickets * overhead
+    push     = push_seconds, once: every host reads the same copy at the same time
+    in turn (collector=sync):     step = sampling + train_seconds + push
+    beside  (collector=async):    step = the greater of sampling and train_seconds + push
+
+`overhead` is what the driver does for a group, one after the other; `straggler` is how much longer a step's last
+conversation takes than the mean one: beside training, others fill the pause (1).
+
+.venv/bin/python scripts/scale.py limits --train-seconds 20 --push-seconds 3 --turn-seconds 15 --tickets 64 --samples 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TICKETS, AT_ONCE, TURN_SECONDS = 256, 8, 0.5  # of what is measured
+PUSHES = 5
+NEEDED = 0.9  # of linear scaling
+
+
+@dataclass
+class Figures:
+    """What a step consists of; seconds, but for the counts."""
+
+    train_seconds: float
+    push_seconds: float
+    turn_seconds: float
+    turns: int = 1
+    tickets: int = 8  # a step
+    samples: int = 8  # a ticket
+    at_once: int = 64  # conversations that a worker plays at a time
+    overhead: float = 0.005  # a ticket, in the driver
+    straggler: float = 1.0
+
+
+def sampling_seconds(figures: Figures, workers: int) -> float:
+    """Seconds that `workers` take to sample a step."""
+    waves = math.ceil(figures.tickets * figures.samples / (workers * figures.at_once))
+    return waves * figures.turns * figures.turn_seconds * figures.straggler + figures.tickets * figures.overhead
+
+
+def step_seconds(figures: Figures, workers: int, *, beside: bool) -> tuple[float, str]:
+    """Seconds of a step, and what would have to get faster first."""
+    sampling, training = sampling_seconds(figures, workers), figures.train_seconds + figures.push_seconds
+    parts = {"sampling": sampling, "the trainer": figures.train_seconds, "the push": figures.push_seconds}
+    if beside:
+        limit = "sampling" if sampling >= training else max(("the trainer", "the push"), key=lambda name: parts[name])
+        return max(sampling, training), limit
+    return sampling + training, max(parts, key=lambda name: parts[name])
+
+
+def limits(figures: Figures, most: int) -> None:
+    """Print the step for every number of workers up to `most`."""
+    print("workers  in turn            beside")
+    workers = 1
+    while workers <= most:
+        (turn, by), (beside, of) = (step_seconds(figures, workers, beside=each) for each in (False, True))
+        print(f"{workers:7d}  {turn:8.1f} s {by:11s} {beside:8.1f} s {of}")
+        workers *= 2
+
+
+def player() -> Any:
+    """A player whose turns wait, `AT_ONCE` at a time; built in its worker."""
+    from rlpost.collectors.group_player import GroupPlayer
+    from rlpost.data.conversation import Completion
+    from rlpost.envs import DatasetChatEnv
+    from rlpost.loop_thread import LoopThread
+    from rlpost.model.load import tiny_tokenizer
+    from rlpost.policies import ScriptedPolicy
+    from rlpost.policies.base import Request
+    from rlpost.rewards.score import Score
+    from rlpost.settings import SamplingSettings
+
+    class Waiting(ScriptedPolicy):
+        def __init__(self, *replies: Any, **options: Any) -> None:
+            super().__init__(*replies, **options)
+            self._loop, self._room = LoopThread("scale-engine"), asyncio.Semaphore(AT_ONCE)
+
+        def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
+            return self._loop.submit(self._later(request, sampling or self.sampling))
+
+        async def _later(self, request: Request, sampling: SamplingSettings) -> Completion:
+            async with self._room:
+                await asyncio.sleep(TURN_SECONDS)
+            return self.generate([request], sampling)[0]
+
+    class Even(DatasetChatEnv):
+        def score(self, conversation: Any) -> Score:
+            return Score(float(conversation.group_id % 2))
+
+    env = Even([{"question": f"q{i}"} for i in range(TICKETS)], num_envs=TICKETS)
+    return GroupPlayer(env, Waiting(["a"], tiny_tokenizer(), sampling=SamplingSettings()))
+
+
+def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
+    """Seconds of playing all tickets, of each push, and the conversations that came back."""
+    import torch
+
+    from rlpost.collectors.driver import GroupDriver
+    from rlpost.collectors.players import Players
+    from rlpost.collectors.ray_worker import Copies, RayWorker
+    from rlpost.collectors.remote_policy import RemotePolicy
+    from rlpost.data import ReplayBuffer
+    from rlpost.model.load import tiny_tokenizer
+    from rlpost.settings import SamplingSettings
+
+    def new_worker(seat: int) -> RayWorker:
+        return RayWorker(
+            ray,
+            lambda folder: player,
+            Path.cwd(),
+            name=f"worker {seat}",
+            options={"num_cpus": 0.1},
+            environment={"OMP_NUM_THREADS": "1"},
+            copies=Copies(ray),
+            place_seconds=120,
+            may_wait=lambda: False,
+            what_there_is=lambda: "",
+        )
+
+    players = Players(new_worker, workers)
+    policy = RemotePolicy(players, tiny_tokenizer(), sampling=SamplingSettings())
+    env, buffer = player().env, ReplayBuffer(group_size=1, oldest_first=True)
+    model = torch.nn.Linear(1000, 1000)
+    driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=TICKETS, depth=0, max_policy_lag=0)
+    policy.start()
+    while len(players.ready) < workers:
+        time.sleep(0.1)
+    began = time.perf_counter()
+    batch = buffer.take(TICKETS, 0)
+    seconds = time.perf_counter() - began
+    driver._trainer_waits = False
+    pushes = []
+    for _ in range(PUSHES):
+        began = time.perf_counter()
+        driver.weight_updater.push(model)
+        pushes.append(time.perf_counter() - began)
+    policy.close()
+    return seconds, pushes, len(set(batch["group_id"].tolist()))
+
+
+def measure() -> int:
+    """Print what was measured beside what the formulas say; 1 where scaling is below `NEEDED` of linear."""
+    from rlpost.cluster import connect
+    from rlpost.model.memory import frozen_heap
+
+    ray = connect("local", num_cpus=4, object_store_memory=200 * 2**20)
+    first, least = 0.0, 1.0
+    with frozen_heap():  # as in a training
+        for workers in (1, 2, 4):
+            seconds, pushes, played = measured(ray, workers)
+            first = first or seconds
+            scaled = first / seconds / workers
+            least = min(least, scaled)
+            waiting = TICKETS * TURN_SECONDS / (workers * AT_ONCE)
+            overhead = (seconds - waiting) / TICKETS
+            figures = Figures(0, 0, TURN_SECONDS, tickets=TICKETS, samples=1, at_once=AT_ONCE, overhead=overhead)
+            assert played == TICKETS
+            assert math.isclose(sampling_seconds(figures, workers), seconds)
+            print(
+                f"{workers} workers: {seconds:.2f} s for {TICKETS} tickets ({waiting:.2f} s of them waiting), "
+                f"{scaled:.3f} of linear, overhead {1000 * overhead:.1f} ms a group, "
+                f"push of 4 MB {1000 * statistics.median(pushes):.0f} ms",
+                flush=True,
+            )
+    ray.shutdown()
+    return 0 if least >= NEEDED else 1
+
+
+def main() -> int:
+    """Do what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("measure").set_defaults(do=lambda asked: measure())
+    computed = commands.add_parser("limits")
+    for name, kind, default in (
+        ("train-seconds", float, None),
+        ("push-seconds", float, None),
+        ("turn-seconds", float, None),
+        ("turns", int, 1),
+        ("tickets", int, 8),
+        ("samples", int, 8),
+        ("at-once", int, 64),
+        ("overhead", float, 0.005),
+        ("straggler", float, 1.0),
+    ):
+        computed.add_argument(f"--{name}", type=kind, default=default, required=default is None)
+    computed.add_argument("--most", type=int, default=64, help="workers")
+    computed.set_defaults(do=partial(_limits))
+    asked = parser.parse_args()
+    return asked.do(asked)
+
+
+def _limits(asked: argparse.Namespace) -> int:
+    figures = {name: value for name, value in vars(asked).items() if name not in ("do", "most")}
+    limits(Figures(**figures), asked.most)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
