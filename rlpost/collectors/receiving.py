@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlpost.collectors.frame_parts import load_weights
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.weight_sync.base import WeightSource
-from rlpost.weight_sync.schemes import WeightReceiver, WeightSyncScheme
+from rlpost.model.weights import SavedWeights
+from rlpost.weight_sync.base import WeightSource, named_weights
+from rlpost.weight_sync.schemes import MODEL_ID, WeightReceiver, WeightSyncScheme
 
 PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
 
@@ -26,6 +31,10 @@ class ReceivesWeights(ABC):
 
         With `adapter` the folder holds a peft adapter. What is collected in the background waits meanwhile.
         """
+
+    @abstractmethod
+    def pause(self) -> AbstractContextManager[None]:
+        """A block in which nothing is collected in the background."""
 
     @abstractmethod
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
@@ -55,20 +64,51 @@ class ReceivesWeights(ABC):
     def register_scheme_receiver(
         self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
     ) -> None:
-        """Take weights from these schemes, by model, from now on; `synchronize_weights`: what they offer now."""
+        """Take weights from these schemes, by model, from now on; `synchronize_weights`: what they offer now too.
+
+        A model is "policy", or the path of a module: as that of a method in `cascade_execute`. Raises ValueError for
+        another.
+        """
         made = {
             model_id: scheme.receiver() if isinstance(scheme, WeightSyncScheme) else scheme
             for model_id, scheme in weight_recv_schemes.items()
         }
+        for model_id in made.keys() - {MODEL_ID}:
+            self._module(model_id)
         self.receiver_schemes = {**self.receiver_schemes, **made}
         if synchronize_weights:
             self.receive_weights()
+
+    def take_up_model(
+        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
+    ) -> None:
+        """`take_up` of the policy, or new weights for the module at the path `model_id`, which has no version."""
+        if model_id == MODEL_ID:
+            self.take_up(weights, version, adapter=adapter)
+            return
+        with self.pause():
+            load_weights(
+                self._module(model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
+            )
+
+    def _module(self, model_id: str) -> torch.nn.Module:
+        try:
+            found = reached(self, model_id)
+        except (AttributeError, LookupError) as error:
+            raise ValueError(f"this collector has no model {model_id!r}: {error}") from error
+        if not isinstance(found, torch.nn.Module):
+            raise ValueError(f"{model_id!r} is a {type(found).__name__} of this collector, and no module with weights")
+        return found
 
     def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
         """Take up what a parent's schemes offer, by model, as `version`. Raises KeyError without their receivers."""
         for model_id, content in offers.items():
             self.receiver_schemes[model_id].offer(content, version)
         self.receive_weights()
+
+    def receiving_places(self) -> dict[str, Any]:
+        """Where this worker is, as the receiver of each model says it to the sender."""
+        return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of something that the collector holds: `"receiver_schemes['policy'].place"`.
@@ -77,19 +117,24 @@ class ReceivesWeights(ABC):
         that begin with an underscore, AttributeError or LookupError where the path leads nowhere, TypeError where it
         leads to nothing that can be called.
         """
-        found: Any = self
-        position = 0
-        while position < len(attr_path) or not position:
-            part = PART.match(attr_path, position)
-            if part is None or part.end() == position:
-                raise ValueError(
-                    f"{attr_path!r} is no path of public names and ['keys'], from {attr_path[position:]!r} on: names "
-                    "that begin with an underscore are not called from elsewhere"
-                )
-            name, *keys, index = part.groups()
-            key = next((key for key in keys if key is not None), None)
-            found = getattr(found, name) if name else found[int(index) if key is None else key]
-            position = part.end()
+        found = reached(self, attr_path)
         if not callable(found):
             raise TypeError(f"{attr_path} is a {type(found).__name__}, which cannot be called")
         return found(*args, **kwargs)
+
+
+def reached(start: Any, path: str) -> Any:
+    """What a path of public names and keys leads to. Raises as `cascade_execute` says."""
+    found, position = start, 0
+    while position < len(path) or not position:
+        part = PART.match(path, position)
+        if part is None:
+            raise ValueError(
+                f"{path!r} is no path of public names and ['keys'], from {path[position:]!r} on: names that begin with "
+                "an underscore are not reached from elsewhere"
+            )
+        name, *keys, index = part.groups()
+        key = next((key for key in keys if key is not None), None)
+        found = getattr(found, name) if name else found[int(index) if key is None else key]
+        position = part.end()
+    return found

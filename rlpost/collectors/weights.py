@@ -28,7 +28,12 @@ class WeightsCollector(CollectorBase):
     weight_updater: WeightUpdater
 
     def _become_source_of(self, buffer: ReplayBuffer) -> None:
-        """Be what `buffer` asks for more. Raises RuntimeError where another collector, not shut down, is that."""
+        """Be what `buffer` asks for more, if it asks. Raises RuntimeError where another collector, not shut down, is.
+
+        One in an actor asks nobody.
+        """
+        if not isinstance(buffer, ReplayBuffer):
+            return
         if isinstance(buffer.source, CollectorBase) and buffer.source.is_initialized():
             raise RuntimeError(
                 "another collector fills this replay buffer, and both would number their draws from 0: shut it down "

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import PolicyError
@@ -18,7 +18,9 @@ MODEL_ID = "policy"  # of the model that a collector samples with
 class TakesWeights(Protocol):
     """What a receiver brings weights to: a collector."""
 
-    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None: ...
+    def take_up_model(
+        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
+    ) -> None: ...
 
 
 class WeightReceiver(ABC):
@@ -37,9 +39,20 @@ class WeightReceiver(ABC):
         if offered is not None:
             self.bring(collector, model_id, *offered)
 
+    def place(self) -> Any:
+        """What the sender has to know of where this worker is."""
+        return None
+
     @abstractmethod
     def bring(self, collector: TakesWeights, model_id: str, content: Any, version: PolicyVersionLabel) -> None:
         """Let `collector` sample with the weights that `content` speaks of, as `version`."""
+
+
+class Worker(NamedTuple):
+    """A worker as the sender's side of a scheme sees it."""
+
+    identity: Any  # another one's has another
+    place: Any  # what its receiver's `place` said
 
 
 class WeightSyncScheme(ABC):
@@ -54,8 +67,8 @@ class WeightSyncScheme(ABC):
         """What a worker registers (`register_scheme_receiver`). It can be pickled."""
 
     @abstractmethod
-    def offered(self, source: WeightSource, places: Mapping[int, Any]) -> AbstractContextManager[Mapping[int, Any]]:
-        """A block in which the weights of `source` lie ready for the workers at `places`; what to offer to each."""
+    def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> AbstractContextManager[Mapping[int, Any]]:
+        """A block in which the weights of `source` lie ready for `workers`; what to offer to each."""
 
     def transmit(self, source: WeightSource) -> None:  # noqa: B027  what lies ready need not be sent
         """Send the weights of `source` while the workers receive."""
