@@ -26,7 +26,7 @@ def cluster() -> Iterator[Any]:
     import ray  # pyright: ignore[reportMissingImports]
 
     module: Any = ray
-    module.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+    module.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
     yield module
     module.shutdown()
 
