@@ -45,7 +45,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 # package -> the files that may import it, as glob patterns under rlpost/
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
-    "ray": ["cluster.py", "collectors/ray.py", "collectors/ray_worker.py", "torchrl/vllm_ray.py"],
+    "ray": ["cluster.py", "collectors/ray*.py", "weight_sync/ray.py", "torchrl/vllm_ray.py"],
     "datasets": ["data/datasets.py"],
     "peft": ["model/lora.py"],
     "bitsandbytes": ["model/optim.py"],

@@ -35,7 +35,6 @@ def test_every_public_name_is_there_and_no_other(package: str) -> None:
         ("collectors", "MultiAsyncCollector", "a Collector of rlpost.envs.AsyncEnvPool"),
         ("envs", "set_gym_backend", "leave the line out"),
         ("envs", "EnvCreator", "pass the function"),
-        ("data", "RayReplayBuffer", "lives in the trainer's process"),
     ],
 )
 def test_a_name_of_torchrls_that_is_not_here_says_what_is(package: str, name: str, instead: str) -> None:

@@ -469,6 +469,37 @@ def test_a_collector_in_ray_needs_ray() -> None:
             LLMCollector.as_remote({"num_cpus": 1})
 
 
+@uses(
+    "Collector.receive_weights", "Collector.register_scheme_receiver", "Collector.cascade_execute",
+    "RayWeightSyncScheme",
+)  # fmt: skip
+def test_a_worker_receives_what_its_receiver_is_offered() -> None:
+    pytest.importorskip("gymnasium")
+    from rlpost.collectors import Collector, RayWeightSyncScheme
+    from rlpost.envs import GymEnv
+    from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+
+    worker = Collector(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), frames_per_batch=2)
+    worker.register_scheme_receiver({"policy": RayWeightSyncScheme()})
+    new = torch.nn.Linear(3, 1)
+    with exchange_folder() as folder:
+        save_one_by_one(new.state_dict().items(), folder)
+        worker.cascade_execute("receiver_schemes['policy'].offer", folder, 1)
+        worker.receive_weights()
+    batch = worker.rollout()
+    assert torch.allclose(new(batch["observation"]), batch["action"], atol=1e-6)
+
+
+@uses("RayReplayBuffer")
+def test_a_buffer_in_an_actor_asks_no_collector() -> None:
+    from rlpost.data import RayReplayBuffer
+    from rlpost.errors import MissingExtraError
+    from rlpost.extras import is_installed
+
+    with pytest.raises(TypeError if is_installed("ray") else MissingExtraError, match=r"draw_limit|rlpost.ray"):
+        RayReplayBuffer(draw_limit=3)
+
+
 @uses("stateless_init_process_group", "vLLMWorker")
 def test_weights_go_over_a_group() -> None:
     from rlpost.errors import PolicyError

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rlpost.collectors.llm import LLMCollector as LLMCollector
     from rlpost.weight_sync.base import SharedWeights as SharedWeights
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
+    from rlpost.weight_sync.group import GroupWeightSyncScheme as GroupWeightSyncScheme
+    from rlpost.weight_sync.ray import RayWeightSyncScheme as RayWeightSyncScheme
     from rlpost.weight_sync.vllm import vLLMUpdater as vLLMUpdater
 
 ELSEWHERE = {  # of TorchRL's names

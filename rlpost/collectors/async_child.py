@@ -12,9 +12,7 @@ from rlpost.collectors.async_plan import CollectorPlan
 from rlpost.collectors.group_player import HostProtocol
 from rlpost.collectors.llm import LLMCollector
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import check_weights
 
 
 class CollectorHost:
@@ -29,7 +27,6 @@ class CollectorHost:
         torch.set_num_threads(num_threads)
         self.host: HostProtocol | None = None  # set by the process before the first call
         self.collector = plan.built()
-        self.has_own_updater = "weight_updater" in plan.options
         self._asked = 0  # for so many batches that have not begun
         self._holders = 0
         self._is_due = False  # a round waits for the main thread
@@ -61,21 +58,9 @@ class CollectorHost:
         self._holders -= 1
         self._go_on()
 
-    def push(self, folder: Path, version: PolicyVersionLabel) -> None:
+    def push(self, folder: Path, version: PolicyVersionLabel, adapter: bool = False) -> None:
         """Sample as `version` from now on, with the weights in `folder`."""
-        policy, collector = self.collector.policy, self.collector
-        if not isinstance(collector, LLMCollector):
-            collector.update_policy_weights_(SavedWeights(folder))
-            if (tracker := collector.policy_version_tracker) is not None:
-                tracker.load_state_dict({"version": version})
-            return
-        if (metadata := collector.weight_updater.model_metadata) is not None:
-            check_weights(SavedWeights(folder), metadata)
-        if type(policy).load_folder is not Policy.load_folder and not self.has_own_updater:
-            policy.load_folder(folder, version)  # which may need no second copy of them
-        else:
-            collector.weight_updater.push(SavedWeights(folder))
-            collector.weight_updater.restore_version(version)
+        self.collector.take_up(folder, version, adapter=adapter)
 
     def init_updater(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """See `LLMCollector.init_updater`; frames have no updater, and nothing happens."""

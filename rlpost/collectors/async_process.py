@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import PolicyError
-from rlpost.weight_sync.base import WeightUpdater, begin_versions
+from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions
 
 
 class AsyncCollector(WeightsCollector):
@@ -232,6 +233,13 @@ class AsyncCollector(WeightsCollector):
         self._check_open("use")
         with self._batches.held():
             yield
+
+    # Weights
+
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `ReceivesWeights.take_up`: the process loads the same folder."""
+        self._check_open("use")
+        cast(ChildUpdater, self.weight_updater).bring(weights, version, adapter=adapter)
 
     # State
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from tensordict import TensorDictBase
 
+from rlpost.collectors.receiving import ReceivesWeights
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
 from rlpost.errors import PolicyError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlpost")
 
 
-class CollectorBase(ABC):
+class CollectorBase(ReceivesWeights):
     """Plays `env`, and fills `replay_buffer` where there is one: when asked, or from a thread of its own."""
 
     def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:
@@ -83,7 +84,7 @@ class CollectorBase(ABC):
         """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
         return False
 
-    def give_back(self, count: int) -> None:  # noqa: B027  a collector without a total has nothing to do
+    def give_back(self, count: int) -> None:
         """So many turns or frames were thrown away untaken: they count towards no total."""
 
     def taken(self, groups: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,26 +52,40 @@ class ChildUpdater(WeightUpdater):
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
         """See `WeightUpdater.send_weights`; the version rises with it. Raises PolicyError after `PUSH_SECONDS`."""
+        self.bring(source, next_version(policy.version))
+
+    def bring(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """Let the policy be `version`, with weights of a source or in a folder. Raises as `send_weights` does."""
+        if isinstance(weights, Path):
+            risen = self._risen(weights, version, adapter, ExitStack())
+        else:
+            risen = self.begin(weights, version)
         try:
-            self.begin(source).result(PUSH_SECONDS)
+            risen.result(PUSH_SECONDS)
         except FutureTimeout:
             raise PolicyError(f"waited {PUSH_SECONDS:.0f} s for weights to be loaded: the policy may hang") from None
 
-    def begin(self, source: WeightSource) -> Future[PolicyVersionLabel]:
+    def begin(self, source: WeightSource, version: PolicyVersionLabel | None = None) -> Future[PolicyVersionLabel]:
         """Copy the weights of `source` now, and let them be loaded as soon as may be; done when the version has risen.
 
-        Raises TypeError for a source without weights.
+        They are those of `version`, or of the next one. Raises TypeError for a source without weights.
         """
         assert self.policy is not None
         weights = named_weights(source)
         if not weights:
             raise TypeError(f"this {type(source).__name__} has no weights to push")
-        version = next_version(self.policy.version)
+        version = next_version(self.policy.version) if version is None else version
         with ExitStack() as stack:
             folder = stack.enter_context(exchange_folder())
             save_one_by_one(weights.items(), folder)
-            loaded = self._worker.submit("push", folder, version)
-            kept = stack.pop_all()
+            return self._risen(folder, version, False, stack)
+
+    def _risen(
+        self, folder: Path, version: PolicyVersionLabel, adapter: bool, stack: ExitStack
+    ) -> Future[PolicyVersionLabel]:
+        """Let `folder` be loaded, and `stack` be closed after that; done when the version has risen."""
+        loaded = self._worker.submit("push", folder, version, adapter)
+        kept = stack.pop_all()
         risen: Future[PolicyVersionLabel] = Future()
         loaded.add_done_callback(lambda done: self._arrived(done, kept, version, risen))
         return risen

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,8 @@ from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
-from rlpost.weight_sync.base import named_weights
+from rlpost.model.weights import SavedWeights
+from rlpost.weight_sync.base import WeightSource, named_weights
 
 
 class Collector(CollectorBase):
@@ -281,6 +283,15 @@ class Collector(CollectorBase):
             )
             if self.policy_version_tracker is not None:
                 self.policy_version_tracker.increment_version()
+
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `ReceivesWeights.take_up`. Raises TypeError for an adapter, which is a language model's."""
+        if adapter:
+            raise TypeError("an adapter is of a language model, and this collector plays frames: send whole weights")
+        with self.pause():
+            self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
+            if self.policy_version_tracker is not None:
+                self.policy_version_tracker.load_state_dict({"version": version})
 
     @property
     def policy_version(self) -> PolicyVersionLabel | None:

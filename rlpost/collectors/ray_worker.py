@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import tempfile
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_SH, flock
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rlpost.child import kill_group
 from rlpost.collectors.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
 from rlpost.errors import PolicyError
-from rlpost.policies.vllm_process import EXCHANGE, memory_folder, sweep_exchange
+from rlpost.policies.vllm_process import sweep_exchange
+from rlpost.weight_sync.copies import fetched
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
@@ -36,7 +35,7 @@ class Relay:
 
     def __init__(self, environment: Mapping[str, str], folder: str) -> None:
         sweep_exchange()
-        self._held: dict[str, IO[str]] = {}  # locks of what was fetched
+        self._held: dict[str, ExitStack] = {}  # what was fetched
         os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
         self._popen, self._connection = worker_process(environment)
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -70,27 +69,13 @@ class Relay:
 
     def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
         """A folder of this machine, in memory where it can be, with `files`: written once for all who ask by `key`."""
-        folder = memory_folder() / f"{EXCHANGE}{key}"
-        lock = open(f"{folder}.lock", "w")  # noqa: SIM115  held, with others, until `drop`: so it is not swept
-        flock(lock, LOCK_SH)
-        self._held[key] = lock
-        with open(folder.with_name(f"rlpost-making-{key}"), "w") as making:
-            flock(making, LOCK_EX)
-            if not folder.is_dir():
-                part = folder.with_name(f"{folder.name}.part")
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir()
-                for name, content in files.items():
-                    (part / name).write_bytes(content)
-                part.rename(folder)
-            Path(making.name).unlink(missing_ok=True)
-        return str(folder)
+        self._held[key] = ExitStack()
+        return str(self._held[key].enter_context(fetched(key, lambda: files)))
 
     def drop(self, key: str) -> None:
         """Let go of what `fetch` wrote; who does so last removes it."""
-        if (lock := self._held.pop(key, None)) is not None:
-            lock.close()
-        sweep_exchange()
+        if (held := self._held.pop(key, None)) is not None:
+            held.close()
 
     def end(self) -> None:
         """End the process and all it has started, at once."""

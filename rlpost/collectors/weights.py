@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from rlpost.collectors.base import CollectorBase
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.transforms.policy_version import PolicyVersion
+from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import WeightUpdater, begin_versions, default_updater
+from rlpost.weight_sync.base import WeightSource, WeightUpdater, begin_versions, check_weights, default_updater
+from rlpost.weight_sync.schemes import MODEL_ID
 
-MODEL_ID = "policy"  # of the one model that such a collector samples with
 CPU = torch.device("cpu")
 Workers = int | torch.device | Sequence[int | torch.device]
 
@@ -26,7 +28,12 @@ class WeightsCollector(CollectorBase):
     weight_updater: WeightUpdater
 
     def _become_source_of(self, buffer: ReplayBuffer) -> None:
-        """Be what `buffer` asks for more. Raises RuntimeError where another collector, not shut down, is that."""
+        """Be what `buffer` asks for more, if it asks. Raises RuntimeError where another collector, not shut down, is.
+
+        One in an actor asks nobody.
+        """
+        if not isinstance(buffer, ReplayBuffer):
+            return
         if isinstance(buffer.source, CollectorBase) and buffer.source.is_initialized():
             raise RuntimeError(
                 "another collector fills this replay buffer, and both would number their draws from 0: shut it down "
@@ -78,6 +85,23 @@ class WeightsCollector(CollectorBase):
             source = given[named[0]] if named else self._own_weights()
         with self.pause():
             self.weight_updater.push(source)
+
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `ReceivesWeights.take_up`; a folder is loaded by the policy itself where it can and may."""
+        policy, updater = self.policy, self.weight_updater
+        loads = not self._has_own_updater and type(policy).load_folder is not Policy.load_folder
+        with self.pause():
+            if adapter and isinstance(weights, Path):
+                policy.load_adapter_folder(weights, version)
+                return
+            source = SavedWeights(weights) if isinstance(weights, Path) else weights
+            if isinstance(weights, Path) and loads:
+                if updater.model_metadata is not None:
+                    check_weights(SavedWeights(weights), updater.model_metadata)
+                policy.load_folder(weights, version)  # which may need no second copy of them
+            else:
+                updater.push(source)
+                updater.restore_version(version)
 
     def _own_weights(self) -> torch.nn.Module:
         model = self.get_policy_model()

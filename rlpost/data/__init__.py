@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.collectors.ray_buffer import RayReplayBuffer as RayReplayBuffer
     from rlpost.data.chat_templates import add_chat_template as add_chat_template
     from rlpost.data.content import ContentBase as ContentBase
     from rlpost.data.frames import FrameBuffer as FrameBuffer
@@ -18,8 +19,4 @@ if TYPE_CHECKING:
     from rlpost.torchrl.llm_data import LLMData as LLMData
     from rlpost.torchrl.topk import TopKRewardSelector as TopKRewardSelector
 
-ELSEWHERE = {  # of TorchRL's names
-    "RayReplayBuffer": "a ReplayBuffer or FrameBuffer lives in the trainer's process, and is sent what is played",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, __file__, ELSEWHERE)
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -18,8 +18,9 @@ from talk import make as make_llm
 from talk import scripted, talk, told
 from tensordict import TensorDictBase
 
-from rlpost.collectors import AsyncCollector, Collector
+from rlpost.collectors import AsyncCollector, Collector, RayWeightSyncScheme
 from rlpost.errors import PolicyError
+from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
 
 WEIGHTS = {"scale": torch.tensor(3.0)}
 THREADS: list[int] = []  # of torch, here, before there is a collector and with it
@@ -162,6 +163,21 @@ def test_weights_go_over_and_their_version_with_them(frames: AsyncCollector) -> 
     model = frames.get_policy_model()
     assert [seen(b) for b in frames if b is not None and not torch.equal(b["action"], b["observation"] * 3)]
     assert (frames.policy_version, model.scale.item()) == (3, 0.5)
+
+
+def test_a_folder_that_a_parent_offers_is_loaded_in_the_process(frames: AsyncCollector) -> None:
+    frames.register_scheme_receiver({"policy": RayWeightSyncScheme()})
+    try:
+        with exchange_folder() as folder:
+            save_one_by_one(WEIGHTS.items(), folder)
+            frames.receive_offered({"policy": folder}, 9)
+    finally:
+        frames.receiver_schemes = {}
+    frames.take_up({"scale": torch.tensor(4.0)}, 12)
+    batch = frames.next()
+    assert batch is not None
+    assert torch.equal(batch["action"], batch["observation"] * 4)
+    assert batch["policy_version"].unique().tolist() == [frames.policy_version] == [12]
 
 
 def test_weights_may_follow_each_batch(frames: AsyncCollector, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,223 @@
+"""Weight sync over a Ray cluster: one copy of the weights a host, which all workers of that host load.
+
+What a collector of Ray actors does with it::
+
+    sender = WeightSender(weight_sync_schemes)          # None: default_schemes()
+    sender.send({"policy": policy}, {0: actor, 3: actor})   # module, TensorDict or mapping; workers by number
+    sender.version                                      # of what the workers have; rises once, after all answered
+    sender.send({"policy": policy}, {4: actor}, version=sender.version)   # a worker that joins: no new version
+    sender.close()
+
+Nothing is sent, and no worker is asked anything, before the first `send`: that is the lazy start. A worker is an
+actor with a collector's `register_scheme_receiver`, `receiving_places`, `receive_offered` and `cascade_execute`: every
+`CollectorBase` has them, so `LLMCollector.as_remote` makes one, and an actor class of another kind passes them on. Its
+receivers are registered at its first push. A model is "policy", or the path of a module from the collector.
+
+`send` raises ValueError for a model without a scheme and TypeError for a source without weights, before anything is
+sent, and `WorkersFailed` (a PolicyError with `reasons`, by the workers' numbers) where workers died, raised or did not
+answer in time: the others have the new weights, and `version` has risen for them unless there is none. A label
+that a worker may have taken up is never given to other weights. What to do with the failed ones is the caller's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rlpost.data.conversation import PolicyVersionLabel, next_version
+from rlpost.errors import PolicyError
+from rlpost.extras import require
+from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.policies.vllm_process import exchange_folder, first_line, save_one_by_one
+from rlpost.weight_sync.base import WeightSource, named_weights
+from rlpost.weight_sync.copies import fetched, host_id
+from rlpost.weight_sync.schemes import MODEL_ID, TakesWeights, WeightReceiver, WeightSyncScheme, Worker, WorkersFailed
+
+PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, the batches under way there included
+LATE = "no answer in time"  # of a worker that may take the weights up yet
+K = TypeVar("K")
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """A push writes one folder a host in shared memory, which all workers of that host load, and removes it afterwards.
+
+    On this host it is written straight from the model; to every other host it goes as one object of Ray's store.
+    With `adapter` it is the adapter alone, for workers whose engine applies one (vLLM with `adapter_rank`).
+    """
+
+    def __init__(self, *, adapter: bool = False) -> None:
+        self.adapter = adapter
+
+    def receiver(self) -> RayWeightReceiver:
+        """See `WeightSyncScheme.receiver`."""
+        return RayWeightReceiver(self.adapter)
+
+    @contextmanager
+    def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Any]]:
+        """See `WeightSyncScheme.offered`: the folder, or, on another host, its key and its files in Ray's store."""
+        with exchange_folder() as folder:
+            if self.adapter:
+                if not is_adapted(source):
+                    raise PolicyError(f"adapter=True sends an adapter, and this {type(source).__name__} has none")
+                save_adapter(source, folder)
+            else:
+                save_one_by_one(named_weights(source).items(), folder)
+            here = host_id()
+            is_here = all(worker.place == here for worker in workers.values())
+            copy: Any = None if is_here else (str(uuid.uuid4()), _put(folder))
+            yield {n: folder if worker.place == here else copy for n, worker in workers.items()}
+
+
+class RayWeightReceiver(WeightReceiver):
+    """Loads the folder that was written on this host, or writes it there for all workers of the host."""
+
+    def __init__(self, adapter: bool = False) -> None:
+        super().__init__()
+        self.adapter = adapter
+
+    def place(self) -> str:
+        """See `WeightReceiver.place`: the host."""
+        return host_id()
+
+    def bring(
+        self, collector: TakesWeights, model_id: str, content: Path | tuple[str, Any], version: PolicyVersionLabel
+    ) -> None:
+        """See `WeightReceiver.bring`."""
+        with ExitStack() as stack:
+            if not isinstance(content, Path):
+                key, files = content
+                content = stack.enter_context(fetched(key, lambda: _ray().get(files, timeout=PUSH_SECONDS)))
+            collector.take_up_model(model_id, content, version, adapter=self.adapter)
+
+
+def default_schemes() -> dict[str, WeightSyncScheme]:
+    """What a collector of Ray actors sends with unless it is told otherwise."""
+    return {MODEL_ID: RayWeightSyncScheme()}
+
+
+class WeightSender:
+    """Sends weights to workers, all of which answer before their version rises: see the top of this file."""
+
+    def __init__(
+        self,
+        schemes: Mapping[str, WeightSyncScheme] | None = None,
+        *,
+        version: PolicyVersionLabel = 0,
+        seconds: float = PUSH_SECONDS,
+    ) -> None:
+        self.schemes = default_schemes() if schemes is None else dict(schemes)
+        self._version = version
+        self.seconds = seconds
+        self._label = version  # the last that a worker may have taken up
+        self._known: dict[int, tuple[Any, dict[str, Any]]] = {}  # by worker: its actor's id, and places by model
+
+    @property
+    def version(self) -> PolicyVersionLabel:
+        """What was last brought to a worker."""
+        return self._version
+
+    def send(
+        self,
+        weights: Mapping[str, WeightSource],
+        workers: Mapping[int, Any],
+        *,
+        version: PolicyVersionLabel | None = None,
+    ) -> PolicyVersionLabel:
+        """Bring the weights of each model to all `workers`, and return the version that they have then.
+
+        `version`: they are that one's already, as for a worker that joins; left out, they are a new one's.
+        """
+        if strange := sorted(weights.keys() - self.schemes.keys()):
+            raise ValueError(f"no weight_sync_scheme sends {strange[0]!r}: there are {', '.join(sorted(self.schemes))}")
+        if empty := sorted(name for name, source in weights.items() if not named_weights(source)):
+            raise TypeError(f"the {type(weights[empty[0]]).__name__} given for {empty[0]!r} has no weights")
+        if not weights or not workers:
+            return self._version
+        _ray()
+        label = next_version(self._label) if version is None else version
+        failed = self._register(workers)
+        failed |= self._pushed(weights, {n: worker for n, worker in workers.items() if n not in failed}, label)
+        took = sorted(workers.keys() - failed.keys())
+        if took or LATE in failed.values():
+            self._label = label
+        if took:
+            self._version = label
+        if failed:
+            raise WorkersFailed(failed, took)
+        return self._version
+
+    def close(self) -> None:
+        """Give back what pushes have needed; the workers are left as they are."""
+        for scheme in self.schemes.values():
+            scheme.close()
+
+    def _pushed(
+        self, weights: Mapping[str, WeightSource], workers: Mapping[int, Any], version: PolicyVersionLabel
+    ) -> dict[int, str]:
+        """Push to workers that have receivers; why not, by the number of each that has failed."""
+        with ExitStack() as stack:
+            offers: dict[str, Mapping[int, Any]] = {}
+            for model_id, source in weights.items() if workers else ():
+                own = {n: Worker(self._known[n][0], self._known[n][1][model_id]) for n in workers}
+                offers[model_id] = stack.enter_context(self.schemes[model_id].offered(source, own))
+            asked = {
+                n: worker.receive_offered.remote({model_id: offers[model_id][n] for model_id in offers}, version)
+                for n, worker in workers.items()
+            }
+            lost: PolicyError | None = None
+            try:
+                for model_id in offers:
+                    self.schemes[model_id].transmit(weights[model_id])
+            except PolicyError as error:
+                lost = error
+            failed = answers(asked, self.seconds)[1]
+            if lost is not None and not failed:
+                raise lost
+            return failed
+
+    def _register(self, workers: Mapping[int, Any]) -> dict[int, str]:
+        """Give those that are new receivers, and ask where they are; why not, of each that could not be."""
+        new = {n: w for n, w in workers.items() if self._known.get(n, (None,))[0] != w._actor_id}
+        receivers = {model_id: scheme.receiver() for model_id, scheme in self.schemes.items()}
+        begun = {n: w.register_scheme_receiver.remote(receivers, synchronize_weights=False) for n, w in new.items()}
+        failed = answers(begun, self.seconds)[1]
+        asked = {n: w.receiving_places.remote() for n, w in new.items() if n not in failed}
+        places, silent = answers(asked, self.seconds)
+        self._known |= {n: (new[n]._actor_id, own) for n, own in places.items()}
+        return failed | silent
+
+
+def answers(asked: Mapping[K, Any], seconds: float) -> tuple[dict[K, Any], dict[K, str]]:
+    """What came of these calls within `seconds` in all, and why nothing came of the others."""
+    if not asked:
+        return {}, {}
+    ray = _ray()
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+    got: dict[K, Any] = {}
+    failed: dict[K, str] = {}
+    for key, ref in asked.items():
+        if ref not in ready:
+            failed[key] = LATE
+            continue
+        try:
+            got[key] = ray.get(ref, timeout=seconds)
+        except Exception as error:  # noqa: BLE001  whatever the worker raised, or how it ended: told by the caller
+            failed[key] = first_line(getattr(error, "cause", None) or error)
+    return got, failed
+
+
+def _put(folder: Path) -> Any:
+    """The files of `folder` as one object of the store, which a host is sent once and its processes map."""
+    return _ray().put({file.name: np.fromfile(file, np.uint8) for file in sorted(folder.iterdir())})
+
+
+def _ray() -> Any:
+    require("ray", "ray", "a RayWeightSyncScheme")
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return ray

@@ -1,0 +1,183 @@
+"""Weights to the collectors, and rows out of the buffers, of a real local Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.collectors import Collector
+from rlpost.data import FrameBuffer, LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from rlpost.errors import DataError, MissingExtraError, PolicyError
+from rlpost.extras import is_installed
+from rlpost.policies.vllm_process import EXCHANGE, memory_folder
+from rlpost.weight_sync.ray import WeightSender
+from rlpost.weight_sync.schemes import WorkersFailed
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(
+        not is_installed("ray") or not is_installed("gymnasium"), reason="Ray or gymnasium is not installed"
+    ),
+    pytest.mark.timeout(300),
+]
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    module: Any = ray
+    module.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+    yield module
+    module.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: Any) -> dict[int, Any]:
+    from rlpost.envs import GymEnv
+
+    actor = Collector.as_remote({"num_cpus": 0.5})
+    return {
+        number: actor.remote(
+            lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), frames_per_batch=4, track_policy_version=True
+        )
+        for number in (0, 1)
+    }
+
+
+def left_in_memory() -> set[str]:
+    return {path.name for path in memory_folder().glob(f"{EXCHANGE}*")}
+
+
+def plays_with(cluster: Any, actor: Any, policy: torch.nn.Module) -> Any:
+    """The version of the worker's next frames, once it is known that `policy` has acted in them."""
+    batch = cluster.get(actor.rollout.remote(), timeout=SECONDS)
+    assert torch.allclose(policy(batch["observation"]), batch["action"], atol=1e-5)
+    [version] = batch["policy_version"].unique().tolist()
+    return version
+
+
+def test_a_push_reaches_all_workers_before_the_version_rises(cluster: Any, workers: dict[int, Any]) -> None:
+    before, sender = left_in_memory(), WeightSender()
+    policy = torch.nn.Linear(3, 1)
+    assert sender.version == 0
+    assert sender.send({"policy": policy}, workers) == sender.version == 1
+    assert [plays_with(cluster, actor, policy) for actor in workers.values()] == [1, 1]
+    assert left_in_memory() == before
+    weights = TensorDict.from_module(torch.nn.Linear(3, 1)).data
+    assert sender.send({"policy": weights}, {1: workers[1]}) == 2  # one of them alone
+    assert [cluster.get(a.get_policy_version.remote(), timeout=SECONDS) for a in workers.values()] == [1, 2]
+    assert sender.send({"policy": weights}, {0: workers[0]}, version=sender.version) == 2  # one that joins
+    assert cluster.get(workers[0].get_policy_version.remote(), timeout=SECONDS) == 2
+    sender.close()
+
+
+def test_workers_of_another_host_are_sent_one_object_and_share_a_copy_that_goes_away(
+    cluster: Any, workers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, policy, sender = left_in_memory(), torch.nn.Linear(3, 1), WeightSender(version=10)
+    monkeypatch.setattr("rlpost.weight_sync.ray.host_id", lambda: "another machine than that of the workers")
+    put: list[Any] = []
+    monkeypatch.setattr(cluster, "put", lambda value, put_there=cluster.put: put.append(value) or put_there(value))
+    assert sender.send({"policy": policy}, workers) == 11
+    assert [plays_with(cluster, actor, policy) for actor in workers.values()] == [11, 11]
+    assert [len(files) for files in put] == [2]  # one object for all: its weight and its bias
+    assert left_in_memory() == before
+
+
+def test_workers_that_fail_are_named_and_the_others_have_the_weights(cluster: Any, workers: dict[int, Any]) -> None:
+    sender, policy = WeightSender(version=20), torch.nn.Linear(3, 1)
+    with pytest.raises(WorkersFailed, match=r"2 of 2 workers.*do not fit the policy.*no worker has them"):
+        sender.send({"policy": torch.nn.Linear(2, 1)}, workers)
+    assert sender.version == 20
+    cluster.kill(workers[1])
+    with pytest.raises(WorkersFailed) as caught:
+        sender.send({"policy": policy}, workers)
+    assert list(caught.value.reasons) == [1]
+    assert sender.version == plays_with(cluster, workers[0], policy) == 21
+    workers.pop(1)
+    assert sender.send({"policy": policy}, workers) == 22
+
+
+def rows(group: int, version: int = 0, prompt: str = "q") -> TensorDict:
+    """Two rows of a group, with its number as their reward."""
+    return TensorDict(
+        {
+            "group_id": torch.full((2,), group),
+            "valid": torch.ones(2, dtype=torch.bool),
+            "policy_version": torch.full((2,), version),
+            "next": {"reward": torch.full((2, 1), float(group))},
+        },
+        batch_size=[2],
+    )
+
+
+def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: dict[int, Any]) -> None:
+    buffer = RayReplayBuffer(group_size=2, accept=lambda group: bool(group["group_id"][0] != 2), wait_seconds=SECONDS)
+    for group in range(4):
+        buffer.extend(rows(group, version=group))
+    buffer.add(rows(9)[0])  # waits for its second
+    assert (len(buffer), buffer.num_rows, buffer.write_count) == (3, 6, 9)
+    state = buffer.state_dict()
+    assert buffer.take(1, max_policy_lag=2, policy_version=3)["group_id"].tolist() == [1, 1]  # 0 is too old
+    counts = buffer.take_counts()
+    assert (counts["groups/drawn"], counts["groups/dropped"], counts["buffer/dropped_by_age"]) == (4.0, 1.0, 1.0)
+
+    # a worker writes while this process waits
+    worker = workers[0].__ray_call__.remote(lambda self, there, row: there.add(row), buffer, rows(9)[1])
+    assert buffer.take(2)["group_id"].tolist() == [3, 3, 9, 9]
+    cluster.get(worker, timeout=SECONDS)
+    with pytest.raises(PolicyError, match=r"waited 0\.1 s for 1 groups, and the replay buffer holds 0"):
+        buffer.take(1, wait_seconds=0.1)
+    buffer.load_state_dict(state)
+    assert buffer.take(3)["group_id"].tolist() == [0, 0, 1, 1, 3, 3]
+    with pytest.raises(DataError, match="no entry 'group_id'"):
+        buffer.extend(TensorDict({"a": torch.ones(1)}, batch_size=[1]))
+    with pytest.raises(TypeError, match="groups are trained on once each"):
+        buffer.sample(1)
+    with pytest.raises(TypeError, match="give policy_version too"):
+        buffer.take(1, 0)
+    with pytest.raises(AttributeError, match="has no source: no collector is asked for more"):
+        buffer.source
+    cluster.kill(buffer._actor)
+    with pytest.raises(PolicyError, match=r"the actor of the replay buffer is gone .*build another"):
+        len(buffer)
+    buffer.close()
+    with pytest.raises(PolicyError, match="was closed"):
+        len(buffer)
+
+
+def test_frames_of_a_worker_are_drawn_here(cluster: Any, workers: dict[int, Any]) -> None:
+    buffer = RayReplayBuffer(storage=LazyTensorStorage(6), batch_size=2, seed=3, wait_seconds=SECONDS)
+    write = lambda self, there: there.extend(self.rollout())  # noqa: E731
+    for _ in range(2):
+        cluster.get(workers[0].__ray_call__.remote(write, buffer), timeout=SECONDS)
+    assert (len(buffer), buffer.num_rows, buffer.write_count) == (6, 6, 8)
+    here = FrameBuffer(storage=LazyTensorStorage(6), batch_size=2, seed=3)
+    here.load_state_dict(buffer.state_dict())
+    assert torch.equal(buffer.sample()["observation"], here.sample()["observation"])
+    with pytest.raises(TypeError, match="frames are drawn at random"):
+        buffer.take(1)
+    buffer.shutdown()
+
+
+def test_a_buffer_that_finds_no_place_says_what_there_is(cluster: Any) -> None:
+    with pytest.raises(PolicyError, match=r"no place within 0\.5 s: it asks for .*'num_cpus': 64.*free of .*'CPU': 2"):
+        RayReplayBuffer(remote_config={"num_cpus": 64}, wait_seconds=0.5)
+
+
+def test_what_a_buffer_in_an_actor_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="draw_limit bounds what is asked of a collector"):
+        RayReplayBuffer(draw_limit=3)
+    with pytest.raises(TypeError, match="replay_buffer_cls is ReplayBuffer, FrameBuffer or a class of theirs, not int"):
+        RayReplayBuffer(replay_buffer_cls=int)
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    with pytest.raises(MissingExtraError, match=r"RayReplayBuffer needs ray.*rlpost\[ray\]"):
+        RayReplayBuffer()
+    with pytest.raises(MissingExtraError, match=r"RayWeightSyncScheme needs ray"):
+        WeightSender().send({"policy": torch.nn.Linear(1, 1)}, {0: ReplayBuffer()})

@@ -1,0 +1,160 @@
+"""Weight sync schemes of several workers: what needs no cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlpost.collectors import GroupWeightSyncScheme, RayWeightSyncScheme
+from rlpost.errors import PolicyError
+from rlpost.model.weights import SavedWeights
+from rlpost.policies.vllm_process import memory_folder
+from rlpost.weight_sync import copies
+from rlpost.weight_sync.ray import WeightSender, default_schemes
+from rlpost.weight_sync.schemes import Worker, WorkersFailed
+
+HOST = "127.0.0.1"
+
+
+class Taker:
+    """A collector, as a receiver sees it."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[str, list[float]], Any, bool]] = []
+
+    def take_up_model(self, model_id: str, weights: Any, version: Any, *, adapter: bool = False) -> None:
+        given = SavedWeights(weights) if isinstance(weights, Path) else weights
+        self.taken.append((model_id, {name: given[name].flatten().tolist() for name in given}, version, adapter))
+
+
+def worker(place: Any, identity: Any = 0) -> Worker:
+    return Worker(identity, place)
+
+
+def line(*values: float) -> torch.nn.Linear:
+    made = torch.nn.Linear(len(values), 1, bias=False)
+    made.weight.data[:] = torch.tensor([values])
+    return made
+
+
+def test_workers_of_this_host_load_one_folder_that_is_removed_afterwards() -> None:
+    scheme, here = RayWeightSyncScheme(), copies.host_id()
+    takers = {4: Taker(), 7: Taker()}
+    with scheme.offered(line(1.0, 2.0), {n: worker(here) for n in takers}) as offers:
+        assert offers[4] == offers[7]
+        assert offers[4].parent == memory_folder()
+        for number, taker in takers.items():
+            receiver = scheme.receiver()
+            receiver.offer(offers[number], 3)
+            receiver.receive(taker)
+            receiver.receive(taker)  # nothing new is there
+    assert not offers[4].exists()
+    assert [taker.taken for taker in takers.values()] == [[("policy", {"weight": [1.0, 2.0]}, 3, False)]] * 2
+
+
+def test_only_an_adapter_is_sent_as_one() -> None:
+    with pytest.raises(PolicyError, match="adapter=True sends an adapter, and this Linear has none"):
+        RayWeightSyncScheme(adapter=True).offered(line(1.0), {}).__enter__()
+
+
+def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
+    sender = WeightSender(version=5)
+    assert list(sender.schemes) == list(default_schemes()) == ["policy"]
+    with pytest.raises(ValueError, match="no weight_sync_scheme sends 'critic': there are policy"):
+        sender.send({"critic": line(1.0)}, {0: None})
+    with pytest.raises(TypeError, match="ReLU given for 'policy' has no weights"):
+        sender.send({"policy": torch.nn.ReLU()}, {0: None})
+    assert sender.send({"policy": line(1.0)}, {}) == sender.version == 5  # nobody has them
+
+
+def test_who_failed_and_who_has_the_weights_is_told() -> None:
+    error = WorkersFailed({2: "it died", 0: "it hangs"}, [3, 1])
+    assert str(error) == (
+        "weights did not reach 2 of 4 workers (worker 0: it hangs; worker 2: it died); workers 1, 3 have them"
+    )
+    assert error.reasons == {2: "it died", 0: "it hangs"}
+    assert str(WorkersFailed({0: "no"}, [])).endswith("no worker has them")
+
+
+# Copies on another host
+
+
+def test_a_copy_is_written_once_for_all_who_ask_and_whole_before_any_sees_it() -> None:
+    key, written, all_there = str(uuid.uuid4()), [], threading.Barrier(4)
+
+    def files() -> dict[str, bytes]:
+        written.append(1)
+        time.sleep(0.05)
+        return {"a": b"12", "b": b"345"}
+
+    def load(_: int) -> dict[str, bytes]:
+        with copies.fetched(key, files) as folder:
+            all_there.wait(30)
+            return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(load, range(4))) == [{"a": b"12", "b": b"345"}] * 4
+    assert written == [1]
+    assert not [left for left in memory_folder().iterdir() if key in left.name]  # the last has removed it
+
+
+def test_a_copy_that_was_removed_is_written_anew() -> None:
+    key = str(uuid.uuid4())
+    for content in (b"1", b"2"):
+        with copies.fetched(key, lambda content=content: {"a": content}) as folder:
+            assert (folder / "a").read_bytes() == content
+
+
+# A process group
+
+
+def pushed(scheme: GroupWeightSyncScheme, source: Any, receivers: dict[int, Any], version: int) -> list[Taker]:
+    """A push to workers that are threads here; what each took up."""
+    takers = [Taker() for _ in receivers]
+    workers = {n: worker(receiver.place(), id(receiver)) for n, receiver in receivers.items()}
+    with scheme.offered(source, workers) as offers, ThreadPoolExecutor(len(receivers)) as pool:
+        for number, receiver in receivers.items():
+            receiver.offer(offers[number], version)
+        receiving = [
+            pool.submit(receiver.receive, taker, "policy")
+            for receiver, taker in zip(receivers.values(), takers, strict=True)
+        ]
+        scheme.transmit(source)
+        for each in receiving:
+            each.result(30)
+    return takers
+
+
+def test_a_group_brings_all_weights_to_all_workers_and_is_formed_anew_for_others() -> None:
+    scheme = GroupWeightSyncScheme(HOST, timeout_seconds=20)
+    receivers = {3: scheme.receiver(), 5: scheme.receiver()}
+    source = TensorDict({"a": torch.tensor([1.0, 2.0]), "b": {"c": torch.tensor([3.0], dtype=torch.bfloat16)}})
+    expected = [("policy", {"a": [1.0, 2.0], "b.c": [3.0]}, 1, False)]
+    assert [taker.taken for taker in pushed(scheme, source, receivers, 1)] == [expected] * 2
+    group = scheme._group
+    pushed(scheme, source, receivers, 2)
+    assert scheme._group is group is not None
+    [joined] = pushed(scheme, line(7.0), {3: scheme.receiver()}, 3)  # another one in the place of both
+    assert joined.taken == [("policy", {"weight": [7.0]}, 3, False)]
+    assert scheme._group is not group
+
+
+def test_a_worker_that_does_not_come_to_the_group_is_waited_for_so_long() -> None:
+    scheme = GroupWeightSyncScheme(HOST, timeout_seconds=0.2)
+    with scheme.offered(line(1.0), {0: worker("cpu")}), pytest.raises(PolicyError, match="rank 0 of 2 found no group"):
+        scheme.transmit(line(1.0))
+    assert scheme._group is None
+
+
+def test_devices_of_two_kinds_join_no_group() -> None:
+    scheme = GroupWeightSyncScheme(HOST)
+    with pytest.raises(PolicyError, match=r"weights are on cpu and worker 1 on cuda.*RayWeightSyncScheme"):
+        scheme.offered(line(1.0), {0: worker("cpu"), 1: worker("cuda")}).__enter__()
