@@ -18,6 +18,7 @@ from rlpost.collectors.child_weights import ChildPolicy
 from rlpost.collectors.frame_parts import Device
 from rlpost.collectors.process import END_SECONDS
 from rlpost.collectors.ray_batches import joined
+from rlpost.collectors.ray_buffer import RayReplayBuffer
 from rlpost.collectors.ray_crew import Crew, connected, pickled
 from rlpost.collectors.ray_plan import Orders, given_options, length, random_frames, share
 from rlpost.collectors.ray_pushes import Pushes
@@ -142,7 +143,7 @@ class RayCollector(WeightsCollector):
         super().__init__(cast(EnvBase, None), replay_buffer, wait_seconds=wait_seconds)  # it has its envs elsewhere
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self.sync, self.split_trajs, self.batches_ahead = sync, bool(split_trajs), batches_ahead
-        is_written_there = hasattr(replay_buffer, "holds_groups")
+        is_written_there = isinstance(replay_buffer, RayReplayBuffer)
         self.postproc = None if is_written_there else postproc
         self.policy = there = ChildPolicy(policy)
         self._lock = threading.RLock()  # of all that follows

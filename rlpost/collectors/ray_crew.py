@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from rlpost.extras import require
 log = logging.getLogger("rlpost")
 DEFAULTS = {"num_cpus": 1, "memory": 2 * 1024**3}  # of an actor, as the documents have them
 LEASE_SECONDS = 30.0  # for which a worker stays paused where the driver says nothing any more
+LOOK_SECONDS = 1.0  # in which a worker that is lost says so
 GPU_SHARE = 0.2  # of a GPU, likewise, where the cluster has any
 
 
@@ -125,12 +126,18 @@ class Crew:
             ) from None
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else RuntimeError(str(error))
-            cause.add_note(f"raised in worker {number}:\n{error.traceback_str}")
+            cause.add_note(f"raised in worker {number}:\n{error}")
             raise cause from None
         except self._ray.exceptions.RayActorError as error:
             self.lost[number] = _how(error)
             self.check()
             raise
+
+    def look(self, numbers: Iterable[int]) -> None:
+        """Notice which of these workers are lost."""
+        for number in numbers:
+            with contextlib.suppress(Exception):  # what else is wrong with it is told by the next that asks it
+                self.result(number, self.submit(number, "is_held"), "a sign of life", LOOK_SECONDS)
 
     def results(self, asked: Mapping[int, Any], waited_for: str, seconds: float | None = None) -> dict[int, Any]:
         """What each has answered, by its number. Raises as `result` does, as soon as the first of them fails."""
@@ -183,8 +190,11 @@ class Crew:
 
     def _renew(self, over: threading.Event) -> None:
         while not over.wait(LEASE_SECONDS / 3):
-            for number in self.members.keys() - self.lost.keys():
-                self.submit(number, "pause_renew", LEASE_SECONDS)
+            self._tell_that_it_lives()
+
+    def _tell_that_it_lives(self) -> None:
+        for number in self.members.keys() - self.lost.keys():
+            self.submit(number, "pause_renew", LEASE_SECONDS)
 
     # The end
 

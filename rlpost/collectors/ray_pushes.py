@@ -41,6 +41,7 @@ class Pushes:
             self._sender.send(sources, actors)
         except WorkersFailed as error:
             failed = error.reasons
+            self._crew.look(failed)
             raise
         finally:
             if self._sender.version != self._policy.version:
