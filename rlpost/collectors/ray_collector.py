@@ -223,6 +223,7 @@ class RayCollector(WeightsCollector):
     def collect_round(self) -> TensorDictBase | None:
         """See `CollectorBase.collect_round`. Raises what a worker raised, and PolicyError for one that was lost."""
         with self._lock:
+            self._crew.check()
             self._pushes.send_to_due()
             batches = [batch for _, batch in self._rounds.take()]
         if self._delivery is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from rlpost import cluster
 from rlpost.collectors.async_plan import unsendable
 from rlpost.collectors.ray_host import RayHost
 from rlpost.collectors.ray_plan import Order
@@ -91,8 +92,8 @@ class Crew:
             return pickled(unsendable(order.plan), order.plan)
 
     def _config(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
-        return {**DEFAULTS, "num_gpus": GPU_SHARE if has_gpus else 0, **given, "max_restarts": 0}
+        gpus = GPU_SHARE if cluster.has_gpus(self._ray) else 0
+        return {**DEFAULTS, "num_gpus": gpus, **given, "max_restarts": 0}
 
     def _place(self, actors: Sequence[Any], configs: Sequence[Mapping[str, Any]]) -> None:
         ready = [actor.__ray_ready__.remote() for actor in actors]
@@ -101,8 +102,8 @@ class Crew:
             asked = {n: v for n, v in configs[0].items() if n in ("num_cpus", "num_gpus", "memory", "resources") and v}
             raise PolicyError(
                 f"{len(waiting)} of {len(actors)} collectors found no place within {self.place_seconds:.0f} s: each "
-                f"asks for {asked}, and the cluster has {self._ray.available_resources()} free of "
-                f"{self._ray.cluster_resources()}; ask for less in remote_configs, or add a node"
+                f"asks for {asked}, and {cluster.what_there_is(self._ray)}; ask for less in remote_configs, or add a "
+                "node"
             )
         self._ray.get(placed, timeout=self.wait_seconds)  # or what a constructor raised
 
@@ -224,13 +225,14 @@ class Crew:
 
 
 def connected(init: Mapping[str, Any] | None) -> Any:
-    """Ray, connected to a cluster: to the one it is connected to, or else as `init` says."""
+    """Ray, connected to a cluster: to the one it is connected to, or else as `init`, for `ray.init`, says."""
     require("ray", "ray", "RayCollector")
     import ray
 
-    if not ray.is_initialized():
-        ray.init(**{"include_dashboard": False, **(init or {})})
-    return ray
+    if ray.is_initialized():
+        return ray
+    options = dict(init or {})
+    return cluster.connect(options.pop("address", None) or cluster.AUTO, **options)
 
 
 def pickled(name: str, part: Any) -> bytes:

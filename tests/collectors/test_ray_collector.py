@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,6 @@ def begun(**options: Any) -> tuple[RayCollector, list[dict[str, Any]]]:
         max_frames_per_traj=4,
         exploration_type="mode",
         remote_configs=SMALL,
-        num_collectors=2,
         wait_seconds=60,
         **options,
     )
@@ -72,6 +72,7 @@ def begun(**options: Any) -> tuple[RayCollector, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def started() -> Iterator[tuple[RayCollector, list[dict[str, Any]]]]:
     collector, state = begun(
+        num_collectors=2,
         frames_per_batch=16,
         total_frames=40,
         sync=True,
@@ -195,10 +196,10 @@ def test_in_a_pause_nothing_is_collected_and_a_silent_driver_holds_nobody(
         with pytest.raises(RuntimeError, match="inside a block of pause"):
             both.next()
     assert not is_held()
-    monkeypatch.setattr(crew_module, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(crew_module, "LEASE_SECONDS", 0.5)
     with both.pause():
-        with pytest.raises(AssertionError):
-            wait_until(lambda: not is_held(), 1)  # it is renewed
+        time.sleep(1)
+        assert is_held()  # it is renewed
         monkeypatch.setattr(crew_module.Crew, "_tell_that_it_lives", lambda self: None)
         wait_until(lambda: not is_held())
     assert both.next() is not None
@@ -232,28 +233,32 @@ def test_what_a_worker_raises_is_raised_here_and_then_it_goes_on(both: RayCollec
 # The first that is ready
 
 
-def test_the_first_ready_is_given_and_updated_and_more_may_join_and_be_lost(cluster: Any) -> None:
+def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(cluster: Any) -> None:
     collector, _ = begun(frames_per_batch=8, update_after_each_batch=True)
     model = collector.policy.model  # type: ignore[attr-defined]
     with torch.no_grad():
         model.scale.fill_(2.0)
-    collector.set_seed(98)  # the second is at 990, and slow
-    assert [seen(collector.next())[0][0] // 10 for _ in range(3)] == [98] * 3
-    assert collector.policy_version == 2  # after the first batch and the second, of the first worker alone
+    collector.set_seed(1)
+    actions = [collector.next()["action"] for _ in range(3)]  # type: ignore[index]
+    assert collector.policy_version == 2  # after the first batch and the second
     iterator = iter(collector)
-    next(iterator)
+    batch = next(iterator)
+    assert batch is not None
+    assert (batch["action"] == 2 * batch["observation"]).all()
+    assert (actions[0] < batch["action"]).all()
     collector.add_collectors(lambda: Moody(lengths=(2, 2)), collector_kwargs={}, remote_configs=SMALL)
-    third = collector.remote_collectors[2]
+    assert collector.policy_version == 4  # what was sent before is sent to all
+    second = collector.remote_collectors[1]
     numbers = set()
-    while len(numbers) < 3:
+    while len(numbers) < 2:
         batch = next(iterator)
         assert batch is not None
         numbers.add(int(batch["collector", "traj_ids"].max()) // 10**12)
-    assert numbers == {0, 1, 2}
-    os.kill(cluster.get(third.__ray_call__.remote(pid_of), timeout=60), signal.SIGKILL)
-    with pytest.raises(PolicyError, match=r"worker 2.*died"):
+    assert numbers == {0, 1}
+    os.kill(cluster.get(second.__ray_call__.remote(pid_of), timeout=60), signal.SIGKILL)
+    with pytest.raises(PolicyError, match=r"worker 1.*died"):
         _ = [collector.next() for _ in range(20)]
-    with pytest.raises(PolicyError, match="worker 2 of the RayCollector was lost: "):
+    with pytest.raises(PolicyError, match="worker 1 of the RayCollector was lost: "):
         collector.next()
     assert not collector.is_initialized()
     asyncio.run(collector.async_shutdown())
@@ -266,7 +271,7 @@ def pid_of(actor: Any) -> int:
 
 
 def test_what_finds_no_place_is_named_with_what_there_is(cluster: Any) -> None:
-    with pytest.raises(PolicyError, match=r"found no place within 1 s: .*'num_cpus': 7.* 'CPU': 2"):
+    with pytest.raises(PolicyError, match=r"found no place within 1 s: .*'num_cpus': 7.* of 2 CPUs"):
         RayCollector(Moody, frames_per_batch=8, remote_configs={"num_cpus": 7, "memory": 0}, place_seconds=1)
 
 
@@ -285,7 +290,7 @@ def test_the_example_of_the_pendulum(cluster: Any) -> None:
         collector_class=Collector,
         max_frames_per_traj=50,
         init_random_frames=-1,
-        reset_at_each_iter=-False,
+        reset_at_each_iter=-False,  # type: ignore[arg-type]  as the document has it
         collector_kwargs={
             "device": "cpu",
             "storing_device": "cpu",
