@@ -490,6 +490,23 @@ def test_a_worker_receives_what_its_receiver_is_offered() -> None:
     assert torch.allclose(new(batch["observation"]), batch["action"], atol=1e-6)
 
 
+@uses(
+    "RayCollector",
+    "RayCollector.add_collectors",
+    "RayCollector.remote_collectors",
+    "RayCollector.cascade_execute",
+    "RayLLMCollector",
+)
+def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests/collectors has them play
+    from rlpost.collectors import RayCollector, RayLLMCollector
+
+    with pytest.raises(TypeError, match="which counts"):
+        RayCollector(object, frames_per_batch=8, collector_kwargs={"total_frames": 8})
+    with pytest.raises(TypeError, match="queue has no effect"):
+        RayLLMCollector(object, policy=print, queue=[])
+    assert all(hasattr(RayCollector, name) for name in ("add_collectors", "remote_collectors", "cascade_execute"))
+
+
 @uses("RayReplayBuffer")
 def test_a_buffer_in_an_actor_asks_no_collector() -> None:
     from rlpost.data import RayReplayBuffer

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rlpost.collectors.general import Collector as Collector
     from rlpost.collectors.general import Collector as SyncDataCollector  # noqa: F401  its name in older examples
     from rlpost.collectors.llm import LLMCollector as LLMCollector
+    from rlpost.collectors.ray_collector import RayCollector as RayCollector
+    from rlpost.collectors.ray_llm import RayLLMCollector as RayLLMCollector
     from rlpost.weight_sync.base import SharedWeights as SharedWeights
     from rlpost.weight_sync.base import WeightUpdater as WeightUpdaterBase  # noqa: F401  as TorchRL's users know it
     from rlpost.weight_sync.group import GroupWeightSyncScheme as GroupWeightSyncScheme

@@ -189,6 +189,11 @@ class AsyncCollector(WeightsCollector):
         return (None if batch is None else postprocessed(batch, self.postproc),)
 
     @property
+    def plays_conversations(self) -> bool:
+        """See `CollectorBase.plays_conversations`."""
+        return self._batches.is_language
+
+    @property
     def wants_more(self) -> bool:
         """See `CollectorBase.wants_more`: as far as is known here."""
         return self._batches.wants_more

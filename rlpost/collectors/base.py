@@ -31,6 +31,23 @@ class CollectorBase(ReceivesWeights):
         self.wait_seconds = wait_seconds  # for a batch that is collected in the background
         self._background: Background | None = None
         self._is_shut_down = False
+        self._worker_idx: int | None = None
+
+    @property
+    def plays_conversations(self) -> bool:
+        """Whether a batch is of turns of conversations, and not of frames."""
+        return False
+
+    @property
+    def worker_idx(self) -> int:
+        """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError where it is none of them."""
+        if self._worker_idx is None:
+            raise RuntimeError("this collector is no worker of another, and has no worker_idx")
+        return self._worker_idx
+
+    def number_as_worker(self, number: int) -> None:
+        """Be worker `number` of a RayCollector."""
+        self._worker_idx = number
 
     @abstractmethod
     def collect_round(self) -> TensorDictBase | None:

@@ -142,6 +142,11 @@ class LLMCollector(WeightsCollector):
         self._trajectories_begun = 0
 
     @property
+    def plays_conversations(self) -> bool:
+        """See `CollectorBase.plays_conversations`."""
+        return True
+
+    @property
     def frames_per_batch(self) -> int:
         """`dialog_turns_per_batch`: a frame is a turn."""
         return self.dialog_turns_per_batch

@@ -63,6 +63,24 @@ class WeightsCollector(CollectorBase):
         ValueError for two sets of weights, and for a worker or a model that is not there.
         """
         self._check_worker(worker_ids)
+        sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
+        if sources.keys() != {MODEL_ID}:
+            raise ValueError(
+                f"this collector has one model, {MODEL_ID!r}, and not {', '.join(sorted(sources)) or 'none'}"
+            )
+        with self.pause():
+            self.weight_updater.push(sources[MODEL_ID])
+
+    def _given_weights(
+        self,
+        policy_or_weights: Any,
+        weights: Any,
+        policy: Any,
+        model_id: str | None,
+        weights_dict: Mapping[str, Any] | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """The weights of each model that `update_policy_weights_` was given, and else the policy's own."""
         given = {
             "policy_or_weights": policy_or_weights,
             "weights": weights,
@@ -74,17 +92,11 @@ class WeightsCollector(CollectorBase):
         if len(named) > 1 or (weights_dict is not None and model_id is not None):
             twice = [*named, "model_id"] if len(named) < 2 else named
             raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(twice)}: leave one out")
-        models = {model_id or MODEL_ID} if weights_dict is None else set(weights_dict)
-        if models != {MODEL_ID}:
-            raise ValueError(
-                f"this collector has one model, {MODEL_ID!r}, and not {', '.join(sorted(models)) or 'none'}"
-            )
         if weights_dict is not None:
-            source = weights_dict[MODEL_ID]
-        else:
-            source = given[named[0]] if named else self._own_weights()
-        with self.pause():
-            self.weight_updater.push(source)
+            return dict(weights_dict)
+        if model_id not in (None, MODEL_ID) and not named:
+            raise ValueError(f"update_policy_weights_ was given no weights for {model_id!r}: pass them")
+        return {model_id or MODEL_ID: given[named[0]] if named else self._own_weights()}
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
         """See `ReceivesWeights.take_up`; a folder is loaded by the policy itself where it can and may."""

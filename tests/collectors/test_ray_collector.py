@@ -1,0 +1,348 @@
+"""RayCollector and RayLLMCollector on a local Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import wait_until
+from moody import Moody, Scaled
+from talk import scripted, talk, told
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from rlpost.collectors import Collector, RayCollector, RayLLMCollector
+from rlpost.collectors import ray_crew as crew_module
+from rlpost.data import ReplayBuffer
+from rlpost.errors import CheckpointError, PolicyError
+from rlpost.extras import is_installed
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
+    pytest.mark.timeout(300),
+]
+SMALL = {"num_cpus": 0.25, "memory": 2**20}
+HERE = Path(__file__).parent
+WEIGHTS = {"scale": torch.tensor(3.0)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Any]:
+    """A cluster whose workers import what the tests define."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    module: Any = ray
+    with pytest.MonkeyPatch.context() as patch:
+        path = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1]), path]))
+        module.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
+        yield module
+        module.shutdown()
+
+
+def begun(**options: Any) -> tuple[RayCollector, list[dict[str, Any]]]:
+    collector = RayCollector(
+        lambda lengths: Moody(lengths=lengths),
+        Scaled(),
+        collector_kwargs={"create_env_kwargs": {"lengths": (3, 9)}, "track_policy_version": True},
+        max_frames_per_traj=4,
+        exploration_type="mode",
+        remote_configs=SMALL,
+        wait_seconds=60,
+        **options,
+    )
+    return collector, collector.state_dict()
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[RayCollector, list[dict[str, Any]]]]:
+    collector, state = begun(
+        num_collectors=2,
+        frames_per_batch=16,
+        total_frames=40,
+        sync=True,
+        storing_device="cpu",
+        postproc=lambda batch: batch.set("seen_in", torch.full(batch.batch_size, os.getpid())),
+    )
+    yield collector, state
+    collector.shutdown()
+
+
+@pytest.fixture
+def both(started: tuple[RayCollector, list[dict[str, Any]]]) -> RayCollector:
+    """Two collectors of frames, waited for, that have collected nothing."""
+    collector, state = started
+    collector.set_seed(0, static_seed=True)
+    collector.load_state_dict(state)
+    return collector
+
+
+def plain(seed: int = 0) -> Collector:
+    """What one of them does, in this process."""
+    env = Moody(lengths=(3, 9))
+    collector = Collector(
+        env, lambda td: td.set("action", td["observation"] / 2), frames_per_batch=8, max_frames_per_traj=4
+    )
+    collector.set_seed(seed, static_seed=True)
+    return collector
+
+
+def seen(batch: TensorDictBase | None) -> list[Any]:
+    assert batch is not None
+    return batch["observation"].squeeze(-1).tolist()
+
+
+# All are waited for
+
+
+def test_a_batch_is_what_all_collectors_give_until_the_total_is_reached(both: RayCollector) -> None:
+    here = plain()
+    batches = list(both)
+    assert len(batches) == 3  # 48 frames are 40 or more
+    for batch in batches:
+        same = seen(here.next())
+        assert seen(batch) == same + same
+        assert batch is not None
+        assert batch["seen_in"].unique().tolist() == [os.getpid()]  # by the postproc, here
+        numbers = batch["collector", "traj_ids"]
+        assert (numbers[2:] - numbers[:2] == 10**12).all()
+        assert batch["threads"].reshape(-1, 2).unique(dim=0).tolist() == [[1, 1]]  # as many as CPUs
+    assert (both.next(), both.wants_more) == (None, False)
+
+
+def test_each_collector_gets_the_seed_that_the_one_before_has_returned(both: RayCollector) -> None:
+    assert both.set_seed(3) == 5
+    assert [row[0] for row in seen(both.next())] == [30, 30, 40, 40]  # Moody begins at 10 times its seed
+    assert both.set_seed(7, static_seed=True) == 7
+    assert [row[0] for row in seen(both.next())] == [7, 7, 7, 7]
+
+
+def test_a_state_is_gone_on_from_with_one_for_all_or_one_each(both: RayCollector) -> None:
+    both.set_seed(2)
+    both.next()
+    states = both.state_dict()
+    assert [state["frames"] for state in states] == [state["delivered"] for state in states] == [8, 8]
+    both.load_state_dict(states[1])
+    assert [row[0] for row in seen(both.next())] == [30] * 4
+    assert len(list(both)) == 1  # of three
+    with pytest.raises(CheckpointError, match="3 states for 2 collectors"):
+        both.load_state_dict([*states, states[0]])
+
+
+def test_weights_reach_all_or_those_that_are_named_and_each_has_their_version(both: RayCollector) -> None:
+    tracker = both.policy_version_tracker
+    assert tracker is not None
+    before = both.policy_version
+    both.update_policy_weights_(WEIGHTS)
+    batch = both.next()
+    assert batch is not None
+    assert (batch["action"] == 3 * batch["observation"]).all()
+    assert set(batch["policy_version"].unique().tolist()) == {both.policy_version} == {tracker.version}
+    both.update_policy_weights_(weights_dict={"policy": {"scale": torch.tensor(5.0)}}, worker_ids=[1])
+    batch = both.next()
+    assert batch is not None
+    first, second = batch.split(2)
+    assert (first["action"] == 3 * first["observation"]).all()
+    assert (second["action"] == 5 * second["observation"]).all()
+    assert (int(first["policy_version"][0, 0]) + 1, both.policy_version) == (
+        both.policy_version,
+        second["policy_version"][0, 0],
+    )
+    assert both.get_policy_version() != before
+    both.update_policy_weights_()  # those of the policy that was given
+    assert both.state_dict()[0]["policy_state_dict"]["scale"] == 0.5
+
+
+def test_what_weights_cannot_be_is_refused_and_no_version_rises(both: RayCollector) -> None:
+    before = both.policy_version
+    with pytest.raises(ValueError, match="twice, as policy_or_weights and weights"):
+        both.update_policy_weights_(WEIGHTS, weights=WEIGHTS)
+    with pytest.raises(ValueError, match="weights_dict and model_id"):
+        both.update_policy_weights_(weights_dict={"policy": WEIGHTS}, model_id="policy")
+    with pytest.raises(ValueError, match="there is no worker 2"):
+        both.update_policy_weights_(WEIGHTS, worker_ids=2)
+    with pytest.raises(ValueError, match="no weight_sync_scheme sends 'critic'"):
+        both.update_policy_weights_(WEIGHTS, model_id="critic")
+    with pytest.raises(PolicyError, match="do not fit the policy"):
+        both.update_policy_weights_({"other": torch.tensor(1.0)})
+    assert both.policy_version == before
+
+
+def test_in_a_pause_nothing_is_collected_and_a_silent_driver_holds_nobody(
+    both: RayCollector, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = both.remote_collectors[0]
+
+    def is_held() -> bool:
+        return cluster.get(first.is_held.remote(), timeout=60)
+
+    with both.pause(), both.pause():
+        assert is_held()
+        with pytest.raises(RuntimeError, match="inside a block of pause"):
+            both.next()
+    assert not is_held()
+    monkeypatch.setattr(crew_module, "LEASE_SECONDS", 0.5)
+    with both.pause():
+        time.sleep(1)
+        assert is_held()  # it is renewed
+        monkeypatch.setattr(crew_module.Crew, "_tell_that_it_lives", lambda self: None)
+        wait_until(lambda: not is_held())
+    assert both.next() is not None
+
+
+def test_methods_are_called_by_their_path(both: RayCollector, cluster: Any) -> None:
+    first, second = both.remote_collectors
+    assert cluster.get(second.cascade_execute.remote("env.set_seed", 4), timeout=60) == 4
+    assert cluster.get(first.get_policy_version.remote(), timeout=60) == both.policy_version
+    assert both.cascade_execute("get_policy_version") == both.policy_version
+    with pytest.raises(ValueError, match="begin with an underscore"):
+        both.cascade_execute("__class__.mro")
+    with pytest.raises(RuntimeError, match="no worker of another"):
+        _ = both.worker_idx
+    both.init_updater()
+    both.reset()
+    assert both.rollout().batch_size == (4, 4)
+    with pytest.raises(RuntimeError, match="this collector has none"):
+        both.start()
+
+
+def test_what_a_worker_raises_is_raised_here_and_then_it_goes_on(both: RayCollector) -> None:
+    both.set_seed(66)  # the first is at 660
+    with pytest.raises(OSError, match="went away") as raised:
+        both.next()
+    assert "raised in worker 0" in raised.value.__notes__[0]
+    both.set_seed(1)
+    assert both.next() is not None
+
+
+# The first that is ready
+
+
+def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(cluster: Any) -> None:
+    collector, _ = begun(frames_per_batch=8, update_after_each_batch=True)
+    model = collector.policy.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        model.scale.fill_(2.0)
+    collector.set_seed(1)
+    actions = [collector.next()["action"] for _ in range(3)]  # type: ignore[index]
+    assert collector.policy_version == 2  # after the first batch and the second
+    iterator = iter(collector)
+    batch = next(iterator)
+    assert batch is not None
+    assert (batch["action"] == 2 * batch["observation"]).all()
+    assert (actions[0] < batch["action"]).all()
+    collector.add_collectors(lambda: Moody(lengths=(2, 2)), collector_kwargs={}, remote_configs=SMALL)
+    assert collector.policy_version == 4  # what was sent before is sent to all
+    second = collector.remote_collectors[1]
+    numbers = set()
+    while len(numbers) < 2:
+        batch = next(iterator)
+        assert batch is not None
+        numbers.add(int(batch["collector", "traj_ids"].max()) // 10**12)
+    assert numbers == {0, 1}
+    os.kill(cluster.get(second.__ray_call__.remote(pid_of), timeout=60), signal.SIGKILL)
+    with pytest.raises(PolicyError, match=r"worker 1.*died"):
+        _ = [collector.next() for _ in range(20)]
+    with pytest.raises(PolicyError, match="worker 1 of the RayCollector was lost: "):
+        collector.next()
+    assert not collector.is_initialized()
+    asyncio.run(collector.async_shutdown())
+    with pytest.raises(RuntimeError, match="was shut down"):
+        collector.next()
+
+
+def pid_of(actor: Any) -> int:
+    return os.getpid()
+
+
+def test_what_finds_no_place_is_named_with_what_there_is(cluster: Any) -> None:
+    with pytest.raises(PolicyError, match=r"found no place within 1 s: .*'num_cpus': 7.* of 2 CPUs"):
+        RayCollector(Moody, frames_per_batch=8, remote_configs={"num_cpus": 7, "memory": 0}, place_seconds=1)
+
+
+# The documents' examples
+
+
+@pytest.mark.skipif(not is_installed("gymnasium"), reason="gymnasium is not installed")
+def test_the_example_of_the_pendulum(cluster: Any) -> None:
+    from rlpost.envs import GymEnv
+
+    env_maker = lambda: GymEnv("Pendulum-v1", device="cpu")  # noqa: E731  as the document has it
+    policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    distributed_collector = RayCollector(
+        create_env_fn=[env_maker],
+        policy=policy,
+        collector_class=Collector,
+        max_frames_per_traj=50,
+        init_random_frames=-1,
+        reset_at_each_iter=-False,  # type: ignore[arg-type]  as the document has it
+        collector_kwargs={
+            "device": "cpu",
+            "storing_device": "cpu",
+        },
+        num_collectors=1,
+        total_frames=10000,
+        frames_per_batch=200,
+    )
+    for i, data in enumerate(distributed_collector):
+        assert data is not None
+        assert data.batch_size == (200,)
+        with torch.no_grad():
+            assert torch.allclose(policy(data.select("observation"))["action"], data["action"])
+        assert data["next", "truncated"].sum() == 4
+        if i == 2:
+            break
+    distributed_collector.shutdown()
+
+
+def test_conversations_of_several_collectors_fill_a_buffer_and_follow_the_weights(cluster: Any) -> None:
+    buffer = ReplayBuffer(group_size=2)
+    collector = RayLLMCollector(
+        lambda: talk(size=2, repeats=2),
+        policy=scripted("a", "b"),
+        dialog_turns_per_batch=8,
+        total_dialog_turns=40,
+        yield_completed_trajectories=True,
+        yield_only_last_steps=True,
+        track_policy_version=True,
+        replay_buffer=buffer,
+        num_collectors=2,
+        num_cpus=0.5,
+        remote_config={"memory": 2**20},
+        wait_seconds=60,
+    )
+    assert collector.dialog_turns_per_batch == 8
+    assert collector.rollout().batch_size == (8,)
+    assert collector.next() is None
+    assert sorted(number // 10**12 for number in buffer.group_numbers) == [0, 0, 1, 1]
+    assert collector.policy_version_tracker is not None
+    assert collector.policy_version_tracker.version == 0
+    collector.update_policy_weights_(state_dict={"w": torch.zeros(1)})
+    assert collector.policy_version_tracker.version == 1
+    [_, second] = collector.get_policy_model()
+    assert cluster.get(second.get_policy_version.remote(), timeout=60) == 1
+    state = collector.state_dict()
+    collector.start()
+    batch = buffer.take(6)
+    assert {1} == set(batch["policy_version"][batch["group_id"] % 10**12 >= 4].tolist())
+    with collector.pause():
+        rows = buffer.write_count
+        assert all(told(batch))
+    assert rows >= 12
+    collector.shutdown()
+    assert state[0]["delivered"] == 4

@@ -1,0 +1,232 @@
+"""RayCollector without a cluster: what is refused before anything is started, and whose batch is taken when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from counting import Counting
+from talk import scripted, talk
+
+from rlpost import extras
+from rlpost.collectors import Collector, RayCollector, RayLLMCollector
+from rlpost.collectors.ray_plan import Orders, share, worker_env
+from rlpost.collectors.ray_rounds import Rounds
+from rlpost.errors import MissingExtraError
+from rlpost.weight_sync.base import SharedWeights
+
+
+def act(td: Any) -> Any:
+    return td
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_env_creator": True}, "actors share none"),
+        ({"no_cuda_sync": True}, "sent once it is whole"),
+        ({"policy_factory": lambda: act, "policy": act}, "policy or policy_factory"),
+        ({"split_trajs": True, "replay_buffer": object()}, "leave one of them out"),
+        ({"create_env_fn": 3}, "create_env_fn is a function"),
+        ({"weight_updater": SharedWeights()}, "pass its constructor"),
+        ({"collector_kwargs": {"frames_per_batch": 2}}, "collector_kwargs has frames_per_batch, .* which splits it"),
+        ({"collector_kwargs": {"total_frames": 2}}, "which counts"),
+        ({"collector_kwargs": {"postproc": act}}, "which calls it on the whole batch"),
+        ({"collector_kwargs": {"split_trajs": True}}, "which splits the whole batch"),
+        ({"collector_kwargs": {"replay_buffer": act}}, "replay_buffer, which is not one worker's"),
+        ({"remote_configs": {"max_restarts": 2}}, "has lost its state"),
+        ({"remote_configs": {"lifetime": "detached"}}, "nobody's to end"),
+        ({"remote_configs": {"max_concurrency": 4}}, "one thing at a time"),
+        ({"no_such": 1}, "unexpected keyword argument 'no_such'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_has_no_effect_or_contradicts_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    options = {"create_env_fn": Counting, "frames_per_batch": 8, **options}
+    with pytest.raises(TypeError, match=message):
+        RayCollector(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"create_env_fn": []}, "empty list"),
+        ({"create_env_fn": [Counting] * 2, "num_collectors": 3}, "create_env_fn lists 2, and there are 3 collectors"),
+        ({"create_env_fn": [Counting] * 2, "policy_factory": [act] * 3}, "create_env_fn lists 2"),
+        ({"num_collectors": 2, "policy_factory": [act] * 3}, "policy_factory lists 3"),
+        ({"num_collectors": 2, "collector_kwargs": [{}]}, "collector_kwargs lists 1"),
+        ({"num_collectors": 2, "remote_configs": [{}] * 3}, "remote_configs lists 3"),
+        ({"num_collectors": 2, "policy_device": ["cpu"]}, "policy_device lists 1"),
+        ({"num_collectors": 2, "sync": True, "storing_device": ["cpu", "meta"]}, "differs from collector to collector"),
+        ({"num_collectors": 3, "sync": True}, "cannot be split over 3 collectors"),
+        ({"frames_per_batch": 0}, "makes no batch"),
+        ({"num_collectors": 0}, "at least 1"),
+        ({"num_workers_per_collector": 0}, "at least 1"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    options = {"create_env_fn": Counting, "frames_per_batch": 8, **options}
+    with pytest.raises(ValueError, match=message):
+        RayCollector(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": None}, "exactly one of policy and policy_factory"),
+        ({"queue": []}, "queue has no effect"),
+        ({"async_envs": True}, "raise its num_envs"),
+        ({"remote_config": {}, "remote_configs": {}}, "another name of remote_configs"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_what_a_collector_of_conversations_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RayLLMCollector(talk, **{"policy": scripted("a"), **options})
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda package: package != "ray")
+    with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
+        RayCollector(Counting, frames_per_batch=8)
+
+
+def orders(create_env_fn: Any, *, sync: bool = False, **given: Any) -> list[Any]:
+    common = {"collector_class": None, "collector_kwargs": None, "remote_configs": None, "exploration_type": "mode"}
+    names = ("device", "storing_device", "env_device", "policy_device")
+    return Orders(**{**common, "frames": 4, "devices": dict.fromkeys(names), "joins": sync, **given}).of(
+        create_env_fn, None, 0, 2
+    )
+
+
+def test_each_worker_has_its_own_of_each_list() -> None:
+    devices = {"device": "cpu", "storing_device": ["meta", None], "env_device": None, "policy_device": ["meta", "cpu"]}
+    kwargs = [{"reset_when_done": False, "storing_device": "cpu"}, {"create_env_kwargs": {"size": 3}}]
+    made = orders([Counting] * 2, devices=devices, collector_kwargs=kwargs, remote_configs=[{"num_cpus": 2}, {}])
+    assert [order.storing_device for order in made] == [torch.device("cpu")] * 2  # its own first; then `device`
+    assert [str(order.policy_device) for order in made] == ["meta", "cpu"]
+    assert [order.plan.reset_when_done for order in made] == [False, True]
+    assert [order.remote_config for order in made] == [{"num_cpus": 2}, {}]
+    second = made[1].plan
+    assert second.create_env_fn(**second.create_env_kwargs).batch_size == (3,)
+    assert isinstance(second.built(), Collector)
+
+
+def test_several_copies_of_an_environment_are_played_in_step() -> None:
+    env = worker_env(Counting, 0, 2, size=None)
+    assert env.batch_size == (2,)
+    env.close()
+    with pytest.raises(TypeError, match="raise its num_envs"):
+        worker_env(talk, 0, 2)
+    with pytest.raises(TypeError, match="a function that makes"):
+        worker_env(Counting(), 0, 2)
+
+
+def test_no_two_workers_number_their_draws_alike() -> None:
+    groups = [[c.group_id for c in worker_env(talk, worker, 1, size=3).draw()] for worker in (0, 2)]
+    assert groups == [[0, 1, 2], [2 * 10**12 + k for k in range(3)]]
+
+
+def test_frames_are_split_over_collectors_that_are_waited_for() -> None:
+    assert share(12, 3, sync=True) == 4
+    assert share(12, 5, sync=False) == 12
+
+
+@dataclass
+class FakeMember:
+    frames_per_batch: int = 4
+    is_language: bool = False
+
+
+@dataclass
+class FakeCrew:
+    """Workers whose batches are ready in the order of `speed`; a batch is its number of frames."""
+
+    speed: list[int]
+    members: dict[int, Any] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.members = {number: FakeMember() for number in sorted(self.speed)}
+
+    def check(self) -> None:
+        pass
+
+    def submit(self, number: int, method: str) -> int:
+        assert method == "next"
+        self.asked.append(number)
+        return number
+
+    def first(self, under_way: dict[int, int], waited_for: str) -> int:
+        return min(under_way, key=self.speed.index)
+
+    def result(self, number: int, reference: int, waited_for: str) -> int:
+        return 4
+
+    def moved(self, number: int, batch: int) -> int:
+        return batch
+
+
+def rounds(speed: list[int], **options: Any) -> tuple[Rounds, FakeCrew]:
+    crew: Any = FakeCrew(speed)
+    return Rounds(crew, **{"sync": False, "total_frames": -1, "update_interval": -1, **options}), crew
+
+
+def test_the_first_that_is_ready_is_served_and_goes_on() -> None:
+    table, crew = rounds([2, 0, 1])
+    assert table.take() == [(2, 4)]
+    assert crew.asked == [0, 1, 2, 2]
+    crew.members[3] = FakeMember()  # added while iterating
+    crew.speed = [3, 1, 0, 2]
+    assert [table.take()[0][0] for _ in range(2)] == [3, 3]
+    assert crew.asked == [0, 1, 2, 2, 3, 3, 3]
+
+
+def test_all_are_waited_for_and_put_in_order() -> None:
+    table, crew = rounds([1, 0], sync=True)
+    assert table.take() == [(0, 4), (1, 4)]
+    assert crew.asked == [0, 1]  # nothing is under way while the batch is used
+    assert table.take() == [(0, 4), (1, 4)]
+
+
+def test_no_more_is_asked_for_than_the_total_needs() -> None:
+    table, crew = rounds([0, 1, 2], total_frames=10)
+    taken = []
+    while table.wants_more:
+        taken += table.take()
+    assert len(taken) == 3  # 12 frames: 10 or more
+    assert len(crew.asked) == 3
+
+
+@pytest.mark.parametrize(("interval", "due"), [(-1, [[], [], []]), (0, [[0], [0], [0]]), (1, [[], [0], [0]])])
+def test_a_worker_is_due_after_more_batches_than_the_interval(interval: int, due: list[list[int]]) -> None:
+    table, _ = rounds([0, 1], update_interval=interval)
+    seen = []
+    for _ in range(3):
+        assert table.take() == [(0, 4)]
+        seen.append(table.due())
+        table.settled()
+    assert seen == due
+
+
+def test_a_worker_that_is_due_begins_nothing_before_it_is_settled() -> None:
+    table, crew = rounds([0, 1], update_interval=0)
+    table.take()
+    assert crew.asked == [0, 1]
+    table.settled()
+    table.since_update[0] = 0
+    assert table.take() == [(0, 4)]
+    assert crew.asked == [0, 1, 0]
+
+
+def test_nothing_begins_in_a_pause_and_what_has_come_is_still_given() -> None:
+    table, _ = rounds([0, 1])
+    table.take()
+    table.land_all()
+    table.is_held = True
+    assert [table.take()[0][0] for _ in range(2)] == [1, 0]
+    with pytest.raises(RuntimeError, match="inside a block of pause"):
+        table.take()
