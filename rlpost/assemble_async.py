@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from rlpost.assemble_player import PlayerOrder, player_builder
 from rlpost.catalog import CHOICES
+from rlpost.cluster import gpus_seen
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.players import Players
 from rlpost.collectors.process import WorkerProcess
@@ -50,7 +49,7 @@ def assemble_driver(
     if isinstance(settings.cluster, RayClusterSettings):
         from rlpost.assemble_cluster import ray_players
 
-        players, where = ray_players(settings.cluster, order)
+        players, where = ray_players(settings.cluster, order, trainable.model.device)
         max_restarts = settings.cluster.max_restarts
     else:
         players, where = Players(partial(_local_worker, order, _gpus(chosen.gpus), Output())), "in its own process"
@@ -104,8 +103,7 @@ def _gpus(numbers: list[int]) -> dict[str, str]:
     """The variable that leaves a process these GPUs, of those that this one sees."""
     if not numbers:
         return {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+    names = gpus_seen()
     if (missing := max(numbers)) >= len(names):
         raise ConfigError(f"collector.gpus={numbers}: there is no GPU {missing}, this process sees {len(names)}")
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlpost import cluster
 from rlpost.assemble_player import PlayerOrder, player_builder
 from rlpost.collectors.players import Players
@@ -21,12 +23,14 @@ HEAD_SECONDS = 20.0  # without an answer of the head, after which the cluster is
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def ray_players(settings: RayClusterSettings, order: PlayerOrder) -> tuple[Players, str]:
+def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.device) -> tuple[Players, str]:
     """The players of a training in the workers of a cluster, and where they are in words; none is started yet.
+
+    The model is trained on `device`, which a cluster that is begun here is not offered where there are others.
 
     Raises MissingExtraError without ray, PolicyError where the cluster does not answer.
     """
-    ray = cluster.connect(settings.address)
+    ray = cluster.connect(settings.address, own_gpu=device.index if device.type == "cuda" else None)
     shards = settings.tensor_parallel_size
     if isinstance(order.policy, VLLMSettings) and shards > 1:
         order = replace(order, policy=replace(order.policy, tensor_parallel_size=shards))

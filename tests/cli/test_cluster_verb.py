@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from rlpost.cli.main import run as rlpost
-from rlpost.cluster import NodeReport, connect, differences, versions
-from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.cluster import NodeReport, _without_gpu, connect, differences, gpus_seen, versions
+from rlpost.errors import ConfigError, MissingExtraError, PolicyError
 from rlpost.extras import is_installed
 
 with_ray = pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed")
@@ -61,3 +61,23 @@ def test_a_cluster_of_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) ->
     assert (node["alive"], told["problems"]) == (True, [])
     assert node["versions"] == versions()
     assert node["seconds"] < 60
+
+
+@pytest.mark.ray
+@with_ray
+@pytest.mark.timeout(60)
+def test_a_port_of_something_else_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:  # which takes connections and never says a word
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(PolicyError, match="did not answer as the head of a Ray cluster within 1 s"):
+            connect(address, seconds=1)
+
+
+def test_a_new_cluster_is_not_offered_the_gpu_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    with _without_gpu(1):
+        assert gpus_seen() == ["4", "7"]
+    assert gpus_seen() == ["4", "6", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with _without_gpu(0):  # the only one is shared
+        assert gpus_seen() == ["4"]
