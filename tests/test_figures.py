@@ -12,7 +12,7 @@ from test_layers import LATE_DOORS
 SCRIPT = Path(__file__).parents[1] / "scripts" / "figures.py"
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
-    "code lines": 34_000,
+    "code lines": 35_500,  # with what runs on a Ray cluster: collectors, players, a buffer, weight sync schemes
     "modules": 155,
     "lines": 19_570,
     "functions": 460,

@@ -303,7 +303,7 @@ def test_the_example_of_the_pendulum(cluster: Any) -> None:
         assert data is not None
         assert data.batch_size == (200,)
         with torch.no_grad():
-            assert torch.allclose(policy(data.select("observation"))["action"], data["action"])
+            assert torch.allclose(policy(data.select("observation"))["action"], data["action"], atol=1e-5)
         assert data["next", "truncated"].sum() == 4
         if i == 2:
             break
