@@ -226,7 +226,7 @@ def test_a_single_place_can_be_reset() -> None:
     assert told(next_of(collector)) == [("q2", 2), ("q3", 1)]
 
 
-@pytest.mark.skipif(is_installed("ray"), reason="ray is installed")
-def test_a_remote_class_needs_ray() -> None:
+def test_a_remote_class_needs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"LLMCollector.as_remote needs ray, .*rlpost\[ray\]"):
         LLMCollector.as_remote({"num_cpus": 1})

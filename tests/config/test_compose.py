@@ -59,6 +59,7 @@ def test_the_defaults_are_smollm2_on_sums() -> None:
     assert composed.choices == {
         "model": "smollm2",
         "collector": "sync",
+        "cluster": "none",
         "env": "arithmetic",
         "policy": "auto",
         "loss": "grpo",

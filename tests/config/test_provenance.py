@@ -74,7 +74,7 @@ def test_a_users_own_file_of_a_command_says_what_holds(tmp_path: Path, monkeypat
     (tmp_path / "conf" / "grpo.yaml").write_text(f"defaults:\n  - grpo_schema\n{defaults}  - _self_\nsteps: 9\n")
     told = provenance(TRAIN_GRPO)
     assert told.groups["model"] == [Layer("tiny", "conf/grpo.yaml, line 3")]
-    assert told.winner("steps") == Layer("9", "conf/grpo.yaml, line 11")
+    assert told.winner("steps") == Layer("9", "conf/grpo.yaml, line 12")
     assert value_of(told.merged, "model.path") == "builtin:tiny"
 
 

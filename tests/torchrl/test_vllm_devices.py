@@ -80,7 +80,7 @@ def test_a_policy_takes_a_folder_or_an_engine() -> None:
         vLLMWrapper(3)
 
 
-@pytest.mark.skipif(is_installed("ray"), reason="ray is installed")
-def test_a_worker_in_ray_needs_ray(tiny_folder: Path) -> None:
+def test_a_worker_in_ray_needs_ray(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"make_ray_worker=True needs ray, .*rlpost\[ray\]"):
         make_vllm_worker(tiny_folder, make_ray_worker=True)

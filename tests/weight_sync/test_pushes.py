@@ -205,11 +205,12 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
         )
 
     # `become`, and how a run or a collector begins and goes on
-    starts = ["collectors/async_process.py", "collectors/players.py", "policies/base.py", "weight_sync/base.py"]
+    starts = [f"collectors/{name}.py" for name in ("async_process", "players", "ray_collector", "ray_pushes")]
+    starts += ["policies/base.py", "weight_sync/base.py"]
     assert files_with(assigned) == starts
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
     # of a policy in another process: what the trainer's updater says there, and here
-    beyond = ["collectors/child_weights.py", "collectors/group_player.py"]
+    beyond = ["collectors/child_weights.py", "collectors/group_player.py", "collectors/ray_pushes.py"]
     assert files_with(becoming) == [*beyond, *loading, "weight_sync/base.py"]
 
 
