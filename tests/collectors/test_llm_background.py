@@ -16,7 +16,6 @@ from rlpost.collectors import LLMCollector
 from rlpost.collectors.background import Background
 from rlpost.data import ReplayBuffer
 from rlpost.errors import MissingExtraError, PolicyError
-from rlpost.extras import is_installed
 from rlpost.policies import Request, ScriptedPolicy
 from rlpost.settings import SamplingSettings
 from rlpost.weight_sync.base import SharedWeights
