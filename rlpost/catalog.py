@@ -48,7 +48,8 @@ class Command(Generic[S]):
 
 
 USUAL = {"model": "smollm2", "env": "arithmetic", "policy": "auto", "optim": "adamw", "tracking": "none"}
-SAMPLED = {**USUAL, "collector": "sync", "cluster": "none"}
+TRAINED = {**USUAL, "cluster": "none"}
+SAMPLED = {**TRAINED, "collector": "sync"}
 TRAIN_GRPO = Command(
     "train grpo",
     "grpo",
@@ -68,7 +69,7 @@ TRAIN_SFT = Command(
     "train sft",
     "sft",
     SFTSettings,
-    {**USUAL, "loss": "sft"},
+    {**TRAINED, "loss": "sft"},
     optional=("env.reward",),
     plan="cli.plan:sft_lines",
     short="Fine-tune on demonstrations.",

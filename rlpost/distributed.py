@@ -1,17 +1,144 @@
-"""Sums over the ranks of a training; without a process group there is one rank, and nothing to do."""
+"""The ranks of a training: which one this process is, and sums over all of them.
+
+Without a process group there is one rank, and nothing to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlpost.errors import RankError
+from rlpost.errors import ConfigError, RankError
 
 DEADLINE_SECONDS = 600.0  # for the slowest rank to reach the same sum
+
+# what torchrun tells each process, and other launchers with it
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"  # the launcher has opened the store where ranks meet
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank a process is, of how many, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int  # of those on this machine
+    local_world: int
+    address: str
+    port: int
+    store_is_there: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Place | None:
+        """What torchrun, or a launcher that sets the same variables, says; None of a process that is alone.
+
+        Raises ConfigError where it says too little.
+        """
+        if int(environ.get("WORLD_SIZE", "1")) <= 1:
+            return None
+        if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+            raise ConfigError(
+                f"WORLD_SIZE={environ['WORLD_SIZE']} says that this is one of several processes, and {missing[0]} is "
+                "not set: start them with torchrun, or unset WORLD_SIZE"
+            )
+        rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        return cls(
+            rank,
+            world,
+            int(environ.get("LOCAL_RANK", rank)),
+            int(environ.get("LOCAL_WORLD_SIZE", world)),
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            environ.get(STORE_IS_THERE) == "True",
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
+
+    def open_store(self, seconds: float) -> dist.TCPStore:
+        """Where the ranks meet; rank 0 opens it, unless the launcher has. Raises RankError where it is not reached."""
+        opens = self.rank == 0 and not self.store_is_there
+        try:
+            return dist.TCPStore(
+                self.address,
+                self.port,
+                is_master=opens,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            )
+        except RuntimeError as error:
+            at = f"{self.address}:{self.port}"
+            raise RankError(
+                f"{self} cannot meet the others at {at} ({_reason(error)}): see that rank 0 runs, and that this "
+                "port is free there and open between the machines"
+            ) from error
+
+
+def forget_place() -> None:
+    """Let the processes that this one starts not take themselves for ranks.
+
+    torchrun has each process compute in one thread; here the threads are chosen for each.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]
+    for name in [*PLACE, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
+        os.environ.pop(name, None)
+
+
+def device_of(device: str, place: Place) -> torch.device:
+    """Where the rank at `place` trains: a GPU of its own, or the CPU.
+
+    Raises ConfigError where `device`, as model.device says it, cannot be had by each rank.
+    """
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if device not in ("auto", "cuda"):
+        raise ConfigError(f"model.device={device} is one device, and {place.world} ranks train: take auto")
+    if (there_are := torch.cuda.device_count()) < place.local_world:
+        raise ConfigError(
+            f"{place.local_world} ranks train on this machine, and it has {there_are} GPUs: start as many ranks as "
+            "GPUs, or add model.device=cpu"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def form_group(place: Place, store: dist.Store, device: torch.device, seconds: float) -> None:
+    """Join the process group of all ranks: gloo for what lies on a CPU, NCCL for what lies on a GPU.
+
+    A wait for another rank ends after `seconds`. Raises RankError where they do not come.
+    """
+    global DEADLINE_SECONDS
+    DEADLINE_SECONDS = seconds
+    if place.local_world == place.world and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of a host whose name leads nowhere
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, _cores() // place.local_world))
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("rlpost/group", store),
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=seconds),
+        )
+    except RuntimeError as error:
+        raise RankError(f"{place} could not reach the others: {_reason(error)}") from error
+
+
+def leave_group() -> None:
+    """Leave the process group, where there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sum_over_ranks(value: float, *, what: str) -> float:
@@ -19,23 +146,25 @@ def sum_over_ranks(value: float, *, what: str) -> float:
 
     Raises RankError when DEADLINE_SECONDS pass, or another rank is lost, before all ranks are here.
     """
-    if not _several_ranks():
-        return value
-    total = torch.tensor([value], dtype=torch.float64, device=_device())
-    _wait([dist.all_reduce(total, async_op=True)], what)
-    return total.item()
+    return _over_ranks(value, what, dist.ReduceOp.SUM)
+
+
+def most_over_ranks(value: float, *, what: str) -> float:
+    """The largest of every rank's `value`; see `sum_over_ranks`."""
+    return _over_ranks(value, what, dist.ReduceOp.MAX)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace each trained parameter's gradient by its sum over all ranks; one that a rank lacks is 0 there.
 
-    Every rank must call this for the same parameters in the same order. Raises as `sum_over_ranks`.
+    Those of a sharded model are sums already. Every rank must call this for the same parameters in the same order.
+    Raises as `sum_over_ranks`.
     """
     if not _several_ranks():
         return
     sums = []
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             sums.append(dist.all_reduce(parameter.grad, async_op=True))
@@ -46,9 +175,21 @@ def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _over_ranks(value: float, what: str, how: dist.ReduceOp.RedOpType) -> float:
+    if not _several_ranks():
+        return value
+    total = torch.tensor([value], dtype=torch.float64, device=_device())
+    _wait([dist.all_reduce(total, how, async_op=True)], what)
+    return total.item()
+
+
 def _device() -> torch.device:
     """Where the process group's backend sums small tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _wait(sums: Iterable[dist.Work | None], what: str) -> None:

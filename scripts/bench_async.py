@@ -195,9 +195,10 @@ def vllm(pairs: int) -> None:
         prompt_template="Write Python code that prints the result of {question}, between ```python and ```.",
         max_turns=2,
         max_completion_tokens=64,
+        max_prompt_tokens=256,
         max_observation_tokens=128,
     )
-    folder = locate_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+    folder = locate_model("packaged:smollm2")
     wrapper = vLLMWrapper(
         folder,
         load_tokenizer(folder),

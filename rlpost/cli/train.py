@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,8 @@ def add_verb(command: Command[Any]) -> None:
         as_json: AsJson = False,
         plain: Plain = False,
     ) -> None:
+        if is_another_rank():
+            raise typer.Exit(0 if multirun or cfg or dry_run else follow_rank_0())
         words = with_seed(overrides or [], seed)
         typed = ["rlpost", *context.obj]
         if multirun:
@@ -85,6 +88,18 @@ def add_verb(command: Command[Any]) -> None:
         if as_json:
             raise typer.Exit(train_and_print_json(command, composed.settings, request))
         raise typer.Exit(load_training(command)(composed.settings, request))
+
+
+def is_another_rank() -> bool:
+    """Whether torchrun has started this process beside one that has the settings, the run folder and the terminal."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") != "0"
+
+
+def follow_rank_0() -> int:
+    """Do what rank 0 of the same training says; returns the exit code."""
+    from rlpost.train.joining import follow
+
+    return follow()
 
 
 def with_seed(words: list[str], seed: int | None) -> list[str]:

@@ -67,7 +67,7 @@ class RemoteObject(ABC):
 
     @abstractmethod
     def _open(self, seconds: float) -> None:
-        """Start the process, which is to be there after `seconds`; `_take` is called with what it says from then on."""
+        """Start the process, which is to be there after `seconds`; `take` is called with what it says from then on."""
 
     @abstractmethod
     def _write(self, message: bytes) -> None:
@@ -81,6 +81,10 @@ class RemoteObject(ABC):
     @abstractmethod
     def _end(self) -> None:
         """End the process and all it has started, at once; nothing happens where it has ended."""
+
+    def lost(self) -> None:
+        """The connection that `listen` listens to has ended."""
+        self._fail(f"{self.name} was lost: its connection has ended")
 
     def bring(self, folder: Path) -> Path:
         """Where the process finds what `folder` of this machine holds; `taken_back` ends that."""
@@ -155,8 +159,17 @@ class RemoteObject(ABC):
         future.set_exception(PolicyError(*self._failure.args))
         return future
 
-    def _take(self, message: bytes) -> None:
-        """One message: (number of a call, whether it went well, result), or (None, kind, content) of an event."""
+    def take(self, message: bytes | None) -> None:
+        """One message: (number of a call, whether it went well, result), or (None, kind, content) of an event.
+
+        None: nothing has come for a while. A process that has been silent for too long is killed.
+        """
+        if message is None:
+            if (silent := time.monotonic() - self._heard) > self._silent_seconds:
+                self.kill(
+                    f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy"
+                )
+            return
         self._heard = time.monotonic()
         number, kind, content = cloudpickle.loads(message)
         if number is None:
@@ -168,11 +181,6 @@ class RemoteObject(ABC):
         if future is not None:
             with suppress(InvalidStateError):  # whoever asked may have given up
                 future.set_result(content) if kind else future.set_exception(content)
-
-    def _look(self) -> None:
-        """Nothing has come for a while: kill a process that has been silent for too long."""
-        if (silent := time.monotonic() - self._heard) > self._silent_seconds:
-            self.kill(f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy")
 
     def _fail(self, why: str) -> None:
         """Wake whoever waits."""
@@ -222,7 +230,7 @@ class WorkerProcess(RemoteObject):
         self._finalizer = weakref.finalize(self, kill_worker, self._popen)
         atexit.register(self._finalizer)
         self._heard = time.monotonic()
-        threading.Thread(target=_listen, args=(weakref.ref(self), self._connection), daemon=True).start()
+        listen(self, self._connection)
 
     def _write(self, message: bytes) -> None:
         with suppress(OSError):  # its death is noticed where it is read from
@@ -232,8 +240,8 @@ class WorkerProcess(RemoteObject):
         self._finalizer()
         atexit.unregister(self._finalizer)
 
-    def _lost(self) -> None:
-        """The connection has ended: say how the process did."""
+    def lost(self) -> None:
+        """See `RemoteObject.lost`: says how the process ended."""
         assert self._popen is not None
         try:
             code = self._popen.wait(END_SECONDS)
@@ -274,18 +282,22 @@ def kill_worker(popen: subprocess.Popen[Any]) -> None:
         popen.wait(END_SECONDS)
 
 
-def _listen(worker: weakref.ref[WorkerProcess], connection: Connection) -> None:
-    """Take what comes until the process ends or nobody holds the worker any more."""
+def listen(remote: RemoteObject, connection: Connection) -> None:
+    """Have a thread take what comes until the process ends, or nobody holds `remote` any more."""
+    threading.Thread(target=_listen, args=(weakref.ref(remote), connection), daemon=True).start()
+
+
+def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
     while True:
         try:
             message = connection.recv_bytes() if connection.poll(LOOK_SECONDS) else None
         except (EOFError, OSError):
-            if (mine := worker()) is not None:
-                mine._lost()
+            if (remote := held()) is not None:
+                remote.lost()
             return
-        mine = worker()
-        if mine is None or mine.failure is not None:
+        remote = held()
+        if remote is None or remote.failure is not None:
             connection.close()
             return
-        mine._look() if message is None else mine._take(message)
-        del mine
+        remote.take(message)
+        del remote

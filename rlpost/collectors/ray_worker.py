@@ -246,7 +246,7 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
                 actor.read.options(concurrency_group=READING).remote(LOOK_SECONDS), timeout=mine._silent_seconds
             )
         except ray.exceptions.GetTimeoutError:
-            mine._look()
+            mine.take(None)
             continue
         except ray.exceptions.RayError as error:
             mine._fail(f"{mine.name} was lost: {_first_line(error)}")
@@ -256,9 +256,9 @@ def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
                 mine._fail(f"{mine.name} {message}")
                 mine._end()
                 return
-            mine._take(message)
+            mine.take(message)
         if not came:
-            mine._look()
+            mine.take(None)
         del mine
 
 

@@ -30,11 +30,12 @@ class Host:
     The object may be given this host: by an attribute `host`, which is set before its first call.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, orphaned: Callable[[], None] | None = None) -> None:
         self._connection = connection
+        self._orphaned = orphaned  # called in the place of ending this process once its owner is gone
         self._writing = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._object: Any = None
+        self.object: Any = None
         self._ended = False
 
     def tell(self, kind: str, content: Any) -> None:
@@ -90,9 +91,9 @@ class Host:
 
     def _carried_out(self, kind: str, content: bytes) -> Any:
         if kind == "build":
-            self._object = cloudpickle.loads(content)()
-            if hasattr(self._object, "host"):
-                self._object.host = self
+            self.object = cloudpickle.loads(content)()
+            if hasattr(self.object, "host"):
+                self.object.host = self
             gc.collect()
             gc.freeze()  # what was loaded stays: a collection that looks through it stops every thread for 0.1 s
             return None
@@ -101,7 +102,7 @@ class Host:
             self._close()
             return None
         method, arguments, named = cloudpickle.loads(content)
-        return getattr(self._object, method)(*arguments, **named)
+        return getattr(self.object, method)(*arguments, **named)
 
     def _send_future(self, number: int, done: Future[Any]) -> None:
         error = done.exception() if not done.cancelled() else PolicyError("it was cancelled")
@@ -115,11 +116,15 @@ class Host:
             self._connection.send_bytes(message)
 
     def _close(self) -> None:
-        if hasattr(self._object, "close"):
-            self._object.close()
+        if hasattr(self.object, "close"):
+            self.object.close()
 
     def _leave(self) -> None:
         """The owner is gone: close in order while there is time, and end with all that was started."""
+        if self._ended:
+            return
+        if self._orphaned is not None:
+            self._orphaned()
         closing = threading.Thread(target=self._close, daemon=True)
         closing.start()
         closing.join(END_SECONDS)
@@ -132,7 +137,7 @@ class Host:
 
 def _sendable(error: BaseException) -> BaseException:
     """The error with where it arose as a note, or a PolicyError that says the same where it cannot be pickled."""
-    error.add_note("in the collector's process:\n" + "".join(traceback.format_exception(error)))
+    error.add_note("in the other process:\n" + "".join(traceback.format_exception(error)))
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:  # noqa: BLE001  any failure of a stranger's class to be pickled

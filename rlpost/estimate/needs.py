@@ -14,7 +14,6 @@ from rlpost.settings import (
     EnvSettings,
     ExpertIterationSettings,
     GRPOSettings,
-    MinorSFTLossSettings,
     SFTSettings,
     VLLMSettings,
 )
@@ -101,7 +100,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         autocast=autocast,
         lora=(lora.rank, targets) if lora.enabled else None,
         eight_bit=isinstance(settings.optim, AdamW8bitSettings),
-        reference=_needs_reference(settings) and not lora.enabled,
+        reference=settings.needs_reference and not lora.enabled,
         sampler=sampler,
         beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
         sampler_bytes=sampler_bytes,
@@ -232,10 +231,6 @@ def conversation_length(env: EnvSettings, longest_prompt: int = COMMON_PROMPT) -
     """Tokens of a conversation as long as the settings let the model make it, with such a prompt at most."""
     prompt = min(env.max_prompt_tokens, longest_prompt)
     return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
-
-
-def _needs_reference(settings: TrainingSettings) -> bool:
-    return isinstance(settings.loss, MinorSFTLossSettings) or getattr(settings.loss, "kl_coef", 0.0) > 0
 
 
 def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:

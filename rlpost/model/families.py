@@ -93,12 +93,19 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
     return inside() if callable(inside) else model  # type: ignore[return-value]
 
 
+def tried_on(model: PreTrainedModel) -> torch.device:
+    """Where a small copy of `model` is tried: on its device, or where it will be once its weights have come."""
+    if model.device.type != "meta":
+        return model.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _fingerprint(model: nn.Module) -> str:
     """What a verdict depends on: the configuration, the device, and the versions and files that read it."""
     own = plain_model(model)
     config = {key: value for key, value in own.config.to_dict().items() if key not in ("_name_or_path", "dtype")}
     versions = {name: installed_version(name) for name in VERSIONS}
-    known: list[Any] = [type(own).__name__, config, own.config._attn_implementation, own.device.type, versions]
+    known: list[Any] = [type(own).__name__, config, own.config._attn_implementation, tried_on(own).type, versions]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
     for name in OWN_FILES:
         digest.update(Path(__file__).with_name(name).read_bytes())

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rlpost.model.decoding import DECODINGS
-from rlpost.model.families import REFUSED, Reader, Verdict, attending, plain_model
+from rlpost.model.families import REFUSED, Reader, Verdict, attending, plain_model, tried_on
 from rlpost.model.packing import Row, pack
 from rlpost.model.small_copy import VOCABULARY, CannotCopyError, small_copy, widths_to_try
 
@@ -49,18 +49,19 @@ def tried_on_a_small_copy(model: nn.Module, readers: Mapping[str, Reader]) -> Ve
     own = plain_model(model)
     implementation: Any = own.config._attn_implementation
     unknown = ""
-    devices = [own.device] if own.device.type == "cuda" else []
+    device = tried_on(own)
+    devices = [device] if device.type == "cuda" else []
     widths = widths_to_try(own)
     for heads in widths:
         with (
             torch.random.fork_rng(devices),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.autocast(own.device.type, enabled=False),
+            torch.autocast(device.type, enabled=False),
         ):
             torch.manual_seed(0)
             try:
-                small = small_copy(own, heads)
+                small = small_copy(own, heads).to(device)
             except CannotCopyError as error:
                 unknown = f"no small copy of it can be tried: {error}"
                 continue

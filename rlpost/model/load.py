@@ -45,6 +45,7 @@ from rlpost.config.paths import (
 from rlpost.data.template_choice import VARIABLES_KEY, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.lora import MergedWeights, is_adapted, merged_with
+from rlpost.model.shards import is_sharded
 from rlpost.settings import ModelSettings
 from rlpost.settings.chat_template import template_variables
 from rlpost.text import first_line
@@ -214,7 +215,12 @@ def _check_complete(source: Path, missing: Any) -> None:
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write `model` as a plain HF folder; an adapter is merged into what is written, not into `model`."""
-    model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
+    if is_sharded(model):
+        from rlpost.model.sharding import export
+
+        export(model, folder)
+    else:
+        model.save_pretrained(folder, state_dict=dict(MergedWeights(model)) if is_adapted(model) else None)
     tokenizer.save_pretrained(folder)
 
 

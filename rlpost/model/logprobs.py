@@ -10,6 +10,7 @@ log-probs is found on a small copy of it: see `rlpost.model.families`.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rlpost.errors import ConfigError
 from rlpost.model.decoding import takes
 from rlpost.model.families import Verdict, attending, examine
 from rlpost.model.packing import Microbatch, Row, pack
+from rlpost.model.shards import is_sharded
 from rlpost.model.shared_prompt import ATTENTION_NAME, shared_prompt_attention
 
 AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
@@ -127,8 +129,12 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
     The first time, the fastest way that is right for `model` is found out. Raises ConfigError where none is.
     """
     verdict = trainable_verdict(model)
+    read = READERS[verdict.reading]
     with attending(model.config, verdict.attention):
-        return READERS[verdict.reading](model, microbatch, temperature)
+        if not is_sharded(model):
+            return read(model, microbatch, temperature)
+        with _forward_is(model, lambda: read(model, microbatch, temperature)):
+            return model()  # whose hooks gather the weights
 
 
 def microbatches_of(
@@ -206,6 +212,7 @@ READERS: dict[str, Reader] = {
     "alone, own head": plain_log_probs_by_own_head,
     "alone": plain_log_probs,
 }
+READ_INSIDE = ("packed", "packed, own head")  # those that a sharded model can be read by: one call of each layer
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
 
 
@@ -249,11 +256,14 @@ def _own_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log π(target) and entropy, both (M,), from what `model` makes of its body's output, chunk by chunk."""
 
+    # a sharded model is inside its own forward already
+    forward = functools.partial(type(model).forward, model) if is_sharded(model) else model
+
     def read(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         part = copy.copy(output)
         part["last_hidden_state"] = hidden[None]
-        with _body_gives(model, part):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        with _forward_is(model.get_decoder(), lambda *args, **kwargs: part):  # type: ignore[operator]
+            logits = forward(input_ids=ids[None], use_cache=False).logits[0]
         return _of_logits(logits, ids, temperature)
 
     pairs = zip(output.last_hidden_state.split(CHUNK), target.split(CHUNK), strict=True)
@@ -263,18 +273,17 @@ def _own_head(
 
 
 @contextmanager
-def _body_gives(model: nn.Module, output: Any) -> Iterator[None]:
-    """`model` with a body that has been read already, so that what follows it is all that a forward does."""
-    body = model.get_decoder()  # type: ignore[operator]
-    before = vars(body).get("forward")
-    body.forward = lambda *args, **kwargs: output
+def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` computes `forward` meanwhile; what is hooked to its calls stays. A body may have been read already."""
+    before = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
         if before is None:
-            del body.forward
+            del module.forward
         else:
-            body.forward = before
+            module.forward = before
 
 
 def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

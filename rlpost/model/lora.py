@@ -22,6 +22,7 @@ from torch import nn
 from rlpost.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import require_peft
+from rlpost.model.shards import ADAPTER, announced, whole
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings import LoRASettings
 
@@ -95,7 +96,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         layer = self._layers.get(name)
         if layer is None:
             return weight
-        a, b = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
+        weight = whole(weight)
+        a, b = (whole(of[NAME].weight.detach()) for of in (layer.lora_A, layer.lora_B))
         dtype = torch.promote_types(weight.dtype, a.dtype)
         merged = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=layer.scaling[NAME])
         return merged.to(weight.dtype)
@@ -110,7 +112,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(model).items()}
+    announced(model, ADAPTER)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in whole_adapter(model).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(folder)
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -171,6 +174,11 @@ def describe_adapter(model: Any) -> str:
     trained = sum(tensor.numel() for tensor in _adapter_tensors(model).values())
     whole = sum(tensor.numel() for tensor in model.parameters()) - trained
     return f"rank {config.r}, alpha {config.lora_alpha}, {layers} layers, {trained / whole:.2%} as many parameters"
+
+
+def whole_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """A and B of every adapted layer, named as in an adapter's file; gathered where ranks have parts of them."""
+    return {name: whole(tensor) for name, tensor in _adapter_tensors(model).items()}
 
 
 def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from rlpost.errors import CheckpointError
 from rlpost.extras import require_bitsandbytes
+from rlpost.model.shards import is_sharded
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
 # of the 8-bit form's state: the tables of its numbers, which all parameters share, and a scale for each block of them
@@ -62,6 +63,8 @@ def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The RNG, and the optimizer's moments by the names of their parameters."""
     tensors = {"rng": torch.get_rng_state()}
+    if is_sharded(model):  # whose moments each rank writes: `rlpost.model.sharding.save_moments`
+        return tensors
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             saved = torch.as_tensor(value)  # a count may be an int

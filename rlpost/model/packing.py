@@ -118,6 +118,7 @@ class Microbatch:
     rows: list[Row] = field(default_factory=list)  # whose trained tokens these are, in order
     old_log_probs: torch.Tensor | None = None  # (M,)
     ref_log_probs: torch.Tensor | None = None  # (M,)
+    is_filler: bool = False  # read only because other ranks read one more, which none may do alone
 
     @property
     def num_packed(self) -> int:
@@ -161,16 +162,52 @@ def pack(
         yield _pack_groups(pending, device)
 
 
+def filler(device: torch.device) -> Microbatch:
+    """A microbatch of two tokens that counts for nothing."""
+    one, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    row = Row(one, one, one == 0, nothing, 0.0, old_log_probs=nothing, ref_log_probs=nothing)
+    [microbatch] = pack([row], 2, device)
+    microbatch.is_filler = True
+    return microbatch
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[int]]:
+    """The places of neighbouring rows with one prompt, group by group."""
+    groups: list[list[int]] = []
+    for place, row in enumerate(rows):
+        if groups and torch.equal(rows[groups[-1][0]].prompt, row.prompt):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
 def largest_group(rows: Sequence[Row]) -> int:
     """Tokens of the largest group of neighbouring rows with one prompt, which is counted once; 0 without rows."""
-    largest = size = 0
-    prompt: torch.Tensor | None = None
-    for row in rows:
-        if prompt is None or not torch.equal(prompt, row.prompt):
-            prompt, size = row.prompt, row.prompt.numel()
-        size += row.response.numel()
-        largest = max(largest, size)
-    return largest
+    return max((packed_tokens([rows[place] for place in group]) for group in groups_of(rows)), default=0)
+
+
+def packed_tokens(group: Sequence[Row], *, share_prompts: bool = True) -> int:
+    """Tokens that the rows of one prompt take in a microbatch, the prompt once or once for each."""
+    prompts = group[0].prompt.numel() * (1 if share_prompts else len(group))
+    return prompts + sum(row.response.numel() for row in group)
+
+
+def shares_of(rows: Sequence[Row], ranks: int, *, share_prompts: bool = True) -> list[list[int]]:
+    """The places of the rows that each of `ranks` reads: whole groups, balanced by their packed tokens.
+
+    The largest group goes first, each to the rank that has least. A share is in the order of the rows.
+    """
+    groups = [
+        (packed_tokens([rows[p] for p in group], share_prompts=share_prompts), group) for group in groups_of(rows)
+    ]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for tokens, group in sorted(groups, key=lambda each: -each[0]):
+        least = loads.index(min(loads))
+        loads[least] += tokens
+        shares[least] += group
+    return [sorted(share) for share in shares]
 
 
 def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Microbatch:

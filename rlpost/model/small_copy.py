@@ -89,7 +89,7 @@ def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
         # what the model's own code raises for sizes that it does not expect
         raise CannotCopyError(f"{type(error).__name__}: {first_line(error)}") from error
     _draw_wide(small)
-    return small.to(model.device).eval()
+    return small.to("cpu" if model.device.type == "meta" else model.device).eval()
 
 
 def widths_to_try(model: PreTrainedModel) -> list[int | None]:

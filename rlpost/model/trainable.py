@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
@@ -20,7 +20,9 @@ from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
-from rlpost.settings import LoRASettings, ModelSettings, OptimSettings, Push
+from rlpost.model.sharding import ShardingPlan, load_sharded, shard
+from rlpost.model.shards import is_sharded
+from rlpost.settings import ClusterSettings, DType, LoRASettings, ModelSettings, OptimSettings, Push, Sharding
 
 Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
 
@@ -31,6 +33,7 @@ class TrainingSettings(Protocol):
     model: ModelSettings
     lora: LoRASettings
     optim: OptimSettings
+    cluster: ClusterSettings
 
 
 @dataclass
@@ -75,7 +78,8 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         start = locate_merged(start, resolve_adapter_path(lora.path))
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    model = load_model(start if lora.enabled else current, settings.model)
+    plan = _sharding_plan(settings.cluster)
+    model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
         add_adapter(model, lora, base=_name(settings, start))
@@ -84,6 +88,8 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
+    if plan is not None and not is_sharded(model):
+        shard(model, plan)
     beside = lora.enabled and lora.push is Push.adapter
     return Trainable(
         model=model,
@@ -91,7 +97,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         folder=start if beside else current,
         adapter_rank=lora.rank if beside else None,
         adapter=adapter if beside else None,
-        reference=_reference(model, start, settings) if with_reference else None,
+        reference=_reference(model, start, settings, plan) if with_reference else None,
     )
 
 
@@ -116,8 +122,32 @@ def _check_same_start(adapter: Path, start: str) -> None:
         )
 
 
-def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings) -> Reference:
+def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> Reference:
     if settings.lora.enabled:
         return lambda: adapter_off(model)
-    frozen = load_model(start, settings.model).requires_grad_(False)
+    frozen = _load(start, settings, plan)
+    if plan is not None and not is_sharded(frozen):
+        trainable_verdict(frozen)
+        shard(frozen, plan)
+    frozen.requires_grad_(False)
     return lambda: nullcontext(frozen)
+
+
+def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> PreTrainedModel:
+    """The model of `folder`: this rank's part of it where it can be read so, and else all of it.
+
+    One that is still to be divided, with its adapter, lies on the CPU.
+    """
+    if plan is None:
+        return load_model(folder, settings.model)
+    divided = None if settings.lora.enabled else load_sharded(folder, settings.model, plan)
+    return load_model(folder, replace(settings.model, device="cpu")) if divided is None else divided
+
+
+def _sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
+    """How the model is divided; None where each rank holds all of it, or there is one."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if cluster.sharding is Sharding.none or not several:
+        return None
+    dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
+    return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)

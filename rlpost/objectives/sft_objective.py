@@ -38,7 +38,7 @@ class SFTObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether rows have to carry the reference's log-probs."""
-        return isinstance(self.settings, MinorSFTLossSettings) or self.settings.kl_coef > 0
+        return self.settings.needs_reference
 
     def normaliser(self, rows: Sequence[Row]) -> int:
         """What the sum over a minibatch is divided by: its trained tokens, or its samples."""

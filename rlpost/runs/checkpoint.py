@@ -4,6 +4,7 @@ step-000050/
     model/          a plain HF folder
     adapter/        of a LoRA run: what is trained, as peft writes it; model/ has it merged
     state/          tensors.safetensors, state.json: what resuming needs beside the weights; in the newest alone
+        optimizer/  of a sharded run: the moments, a file a rank, readable on any number of ranks
     manifest.json   size and SHA-256 of every file, written last
 """
 
@@ -19,14 +20,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import nn
 
 from rlpost.config.manifest import check_file, read_manifest, sha256
 from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of
 from rlpost.errors import CheckpointError
+from rlpost.model.optim import restore_optimizer
+from rlpost.model.shards import is_sharded
+from rlpost.model.weights import SavedWeights
 from rlpost.runs.resumable import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
 
 TENSORS = "state/tensors.safetensors"
+MOMENTS = "state/optimizer"
 STATE = "state/state.json"
 FORMAT = 4  # of what lies in state/; another is not read
 NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
@@ -38,6 +44,7 @@ def save_checkpoint(
     *,
     write_model: Callable[[Path], None],
     write_adapter: Callable[[Path], None] | None = None,
+    write_moments: Callable[[Path], None] | None = None,
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int,
@@ -59,6 +66,8 @@ def save_checkpoint(
         write_model(making / "model")
         if write_adapter is not None:
             write_adapter(making / "adapter")
+        if write_moments is not None:
+            write_moments(making / MOMENTS)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
@@ -77,15 +86,30 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the state of a checkpoint, after every file of it was checked.
+def load_checkpoint(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+    """The tensors, each read when it is asked for, and the state of a checkpoint, after every file was checked.
 
     Raises CheckpointError as `verify` does, and for a checkpoint that keeps the model alone.
     """
     check_resumable(path)
     verify(path)
     state = json.loads((path / STATE).read_text())
-    return load_file(path / TENSORS), {key: value for key, value in state.items() if key != "format"}
+    return SavedWeights((path / TENSORS).parent), {key: value for key, value in state.items() if key != "format"}
+
+
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Put the optimizer's moments and torch's random state back as the checkpoint `path` has them.
+
+    They may have been written on another number of ranks, divided or whole. Raises CheckpointError for another model's.
+    """
+    divided, state = (path / MOMENTS).is_dir(), (path / TENSORS).parent
+    if divided or is_sharded(model):
+        from rlpost.model.sharding import load_moments
+
+        load_moments(model, optimizer, path / MOMENTS if divided else state)
+        torch.set_rng_state(SavedWeights(state)["rng"])
+    else:
+        restore_optimizer(model, optimizer, SavedWeights(state))
 
 
 def kept_numbers(path: Path) -> dict[str, str] | None:

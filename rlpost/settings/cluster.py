@@ -1,11 +1,21 @@
-"""Where a training's completions are sampled: on this machine, or by the workers of a Ray cluster."""
+"""Whose machines a training uses: the processes that train, and the workers of a Ray cluster that sample."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
+from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
+from rlpost.settings.model import DType
+
+
+class Sharding(Enum):
+    """What each trainer rank holds of the model."""
+
+    none = "none"  # all of it, beside the others' copies
+    full = "full"  # its share of weights, gradients and moments (FSDP2); a layer is whole while it computes
 
 
 @dataclass
@@ -13,6 +23,20 @@ class ClusterSettings(Settings, group="cluster"):
     """What every choice of machines is."""
 
     name: ClassVar[str] = ""  # by which cluster= chooses it
+
+    trainer_ranks: int | None = limited(
+        None, at_least=1
+    )  # processes that train one model, each on its device; None: as many as torchrun has started, else 1
+    sharding: Sharding = Sharding.none  # what each rank holds of the model: all of it, or its share (full)
+    gather_dtype: DType = DType.auto  # of a sharded model: what layers are gathered and computed in; auto: the weights'
+    cpu_offload: bool = False  # of a sharded model: weights, gradients and moments wait in the machine's memory
+    rank_seconds: float = limited(600.0, above=0.0)  # longest wait of a rank for the others
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sharding is Sharding.none and (self.cpu_offload or self.gather_dtype is not DType.auto):
+            key = "cluster.cpu_offload" if self.cpu_offload else "cluster.gather_dtype"
+            raise ConfigError(f"{key} is of a model that is divided among ranks: add cluster.sharding=full")
 
 
 @dataclass

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
 from rlpost.settings.checks import MISSING, Settings, limited
-from rlpost.settings.cluster import ClusterSettings, RayClusterSettings
+from rlpost.settings.cluster import ClusterSettings, RayClusterSettings, Sharding
 from rlpost.settings.code import CODE
 from rlpost.settings.collector import MAX_RESTARTS, AsyncCollectorSettings, CollectorSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
-from rlpost.settings.learning import GRPO_RATES, SFT_RATES, OptimSettings, UsualRates
+from rlpost.settings.learning import GRPO_RATES, SFT_RATES, AdamW8bitSettings, OptimSettings, UsualRates
 from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings, SamplerCorrection
 from rlpost.settings.model import ModelSettings
@@ -43,6 +43,7 @@ class TrainingSettings(Settings):
     policy: PolicySettings = MISSING  # what samples the completions
     lora: LoRASettings = field(default_factory=LoRASettings)  # what is trained in the place of all weights
     optim: OptimSettings = MISSING  # what turns gradients into an update
+    cluster: ClusterSettings = MISSING  # whose machines train and sample
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
     plugin: list[str] = field(
@@ -59,6 +60,12 @@ class TrainingSettings(Settings):
         """Whether completions are sampled at all."""
         return True
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the log-probs of the starting model."""
+        loss: Any = getattr(self, "loss")  # noqa: B009  that of each training
+        return loss.needs_reference
+
     def unusual_rate(self) -> str | None:
         """What to say of a learning rate that nobody is known to use; None of any other."""
         return self.usual_rates.question(self.optim.lr, adapter=self.lora.enabled)
@@ -66,6 +73,9 @@ class TrainingSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         shares_weights = getattr(self.policy, "shares_weights", False)  # of none while the policy is MISSING
+        is_divided = isinstance(self.cluster, ClusterSettings) and self.cluster.sharding is Sharding.full
+        if is_divided and isinstance(self.optim, AdamW8bitSettings):
+            raise ConfigError("optim=adamw_8bit cannot divide its state among ranks: take optim=adamw")
         if shares_weights and self.lora.push is Push.adapter:
             raise ConfigError("lora.push=adapter is a way into vLLM: add policy=vllm, or leave it out")
         if self.deterministic and self.uses_policy and not shares_weights:
@@ -86,7 +96,6 @@ class SampledSettings(TrainingSettings):
     """What every training has that learns from groups of completions of its own policy."""
 
     collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
-    cluster: ClusterSettings = MISSING  # whose machines sample
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts

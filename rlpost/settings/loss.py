@@ -63,6 +63,11 @@ class PolicyLossSettings(Settings, group="loss"):
         None, at_least=1.0
     )  # pi_old / mu above it is cut or masked; None: 2 cut, 3 masked, icepop 5
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the starting model."""
+        return self.kl_coef > 0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_in is KLPlace.reward and not self.kl_coef:

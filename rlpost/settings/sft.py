@@ -27,6 +27,11 @@ class DemonstrationLossSettings(Settings, group="loss"):
 
     variant: ClassVar[str]
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the starting model."""
+        return False
+
 
 @dataclass
 class SFTLossSettings(DemonstrationLossSettings):
@@ -37,6 +42,11 @@ class SFTLossSettings(DemonstrationLossSettings):
     aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
     kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
 
+    @property
+    def needs_reference(self) -> bool:
+        """See `DemonstrationLossSettings.needs_reference`."""
+        return self.kl_coef > 0
+
 
 @dataclass
 class MinorSFTLossSettings(DemonstrationLossSettings):
@@ -45,6 +55,11 @@ class MinorSFTLossSettings(DemonstrationLossSettings):
     variant: ClassVar[str] = "minor_sft"
 
     beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `DemonstrationLossSettings.needs_reference`."""
+        return True
 
 
 @dataclass

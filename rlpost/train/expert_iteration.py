@@ -23,7 +23,7 @@ from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.run import RunRequest
 from rlpost.text import counted
 from rlpost.train.sampled import SamplingSession
-from rlpost.train.update import Update, fill_reference, update
+from rlpost.train.update import Update
 
 ExpertIterationSession = SamplingSession[ExpertIterationSettings, ExpertIterationParts]
 
@@ -38,8 +38,8 @@ def train(settings: ExpertIterationSettings, request: RunRequest) -> int:
 
 def learn(session: ExpertIterationSession) -> None:
     """The loop: every step still to do."""
-    settings, parts, microbatches = session.settings, session.parts, session.microbatches
-    learner = session.learner(settings.steps * most_updates(settings))
+    settings, parts = session.settings, session.parts
+    ranks = session.ranks.over(settings.steps * most_updates(settings))
     for step in session.steps():
         sampled = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)
         session.collected(sampled)
@@ -47,11 +47,11 @@ def learn(session: ExpertIterationSession) -> None:
         completions, selected = rows_of(sampled), best_of_groups(sampled, settings.topk_size, settings.min_reward)
         rows = [completions[place] for place in selected]
         session.metrics |= selection_metrics(sampled, selected)
-        fill_reference(parts.reference, microbatches, rows)
+        ranks.fill_reference(rows)
         updates: list[Update[SFTOutput]] = []
         for number, minibatch in enumerate(minibatches(settings, rows), start=(step - 1) * most_updates(settings)):
             with session.diverging(sampled):
-                updates.append(update(learner, microbatches, minibatch, number))
+                updates.append(ranks.update(minibatch, number))
         if not updates:
             tell_nothing_selected(session)
         session.metrics |= update_metrics(parts, updates)

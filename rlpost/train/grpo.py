@@ -21,8 +21,9 @@ from rlpost.objectives.policy_objective import PolicyOutput
 from rlpost.settings import GRPOSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.metrics import loss_metrics
+from rlpost.train.ranks import Ranks
 from rlpost.train.sampled import SamplingSession
-from rlpost.train.update import Microbatches, Update, fill_reference, read_log_probs, update
+from rlpost.train.update import Update
 
 GRPOSession = SamplingSession[GRPOSettings, GRPOParts]
 
@@ -37,8 +38,8 @@ def train(settings: GRPOSettings, request: RunRequest) -> int:
 
 def learn(session: GRPOSession) -> None:
     """The loop: every step still to do."""
-    settings, parts, microbatches = session.settings, session.parts, session.microbatches
-    learner = session.learner(settings.steps * updates_per_step(settings))
+    settings, parts = session.settings, session.parts
+    ranks = session.ranks.over(settings.steps * updates_per_step(settings))
     for _ in session.steps():
         batch = parts.buffer.take(settings.prompts_per_step, settings.max_policy_lag)  # whole groups, each once
         if settings.overlong.penalty_tokens:
@@ -46,17 +47,17 @@ def learn(session: GRPOSession) -> None:
         session.collected(batch)
 
         rows = rows_of(batch)
-        fill_log_probs(settings, parts, microbatches, rows)  # of the reference and the old policy, where they are read
+        fill_log_probs(settings, parts, ranks, rows)  # of the reference and the old policy, where they are read
         session.metrics |= give_advantages(settings, batch, rows)
         trained = leave_out_overlong(session, batch, rows) if settings.overlong.mask else rows
         updates: list[Update[PolicyOutput]] = []
         for minibatch in minibatches(settings, trained):
             with session.diverging(batch):
-                updates.append(update(learner, microbatches, minibatch, session.progress.updates))
+                updates.append(ranks.update(minibatch, session.progress.updates))
             session.progress.updates += 1
             if not any(row.counts for row in minibatch):
                 session.screen.note(f"step {session.step}: all rewards of a minibatch failed, so it changed no weight")
-        session.metrics |= update_metrics(settings, parts, microbatches, rows, updates)
+        session.metrics |= update_metrics(settings, parts, ranks, rows, updates)
         session.trained()
 
         if any(u.stepped for u in updates):
@@ -99,12 +100,12 @@ def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[R
     return trained
 
 
-def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Microbatches, rows: Sequence[Row]) -> None:
+def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, rows: Sequence[Row]) -> None:
     """Give `rows` the log-probs of the reference, and of the model before the first update, where those are read."""
     temperature = parts.policy.sampling.temperature
-    fill_reference(parts.reference, microbatches, rows, temperature)
+    ranks.fill_reference(rows, temperature)
     if updates_per_step(settings) > 1 or kl_in_reward(settings):
-        read = read_log_probs(parts.model, microbatches, rows, temperature=temperature)
+        read = ranks.read_log_probs(rows, temperature=temperature)
         for row, log_probs in zip(rows, read, strict=True):
             row.old_log_probs = log_probs
 
@@ -112,7 +113,7 @@ def fill_log_probs(settings: GRPOSettings, parts: GRPOParts, microbatches: Micro
 def update_metrics(
     settings: GRPOSettings,
     parts: GRPOParts,
-    microbatches: Microbatches,
+    ranks: Ranks,
     rows: list[Row],
     updates: list[Update[PolicyOutput]],
 ) -> dict[str, float]:
@@ -124,7 +125,7 @@ def update_metrics(
     if not outputs and read:
         longest = max(read, key=lambda row: row.num_trained)
         temperature = parts.policy.sampling.temperature
-        [log_probs] = read_log_probs(parts.model, microbatches, [longest], temperature=temperature)
+        [log_probs] = ranks.read_log_probs([longest], temperature=temperature)
         difference = (log_probs - longest.sampler_log_probs)[longest.sampled]
         metrics["sampler/logprob_gap"] = difference.abs().mean().item()
     return metrics | {

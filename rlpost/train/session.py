@@ -33,14 +33,17 @@ from rlpost.estimate.shape import shape_of_folder
 from rlpost.model.load import locate_tokenizer, pick_device, save_model
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
-from rlpost.model.optim import learning_rate_of, optimizer_tensors, restore_optimizer, set_learning_rate
+from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.precision import Numbers
+from rlpost.model.shards import is_sharded
+from rlpost.model.trainable import Reference
 from rlpost.output import output_into
-from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, save_checkpoint
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings, Sharding
 from rlpost.settings.run import RunRequest
+from rlpost.train.joining import beside_ranks, join_ranks
 from rlpost.train.narration import say_stopped
 from rlpost.train.progress import (
     ENDS_TRAINING,
@@ -52,7 +55,9 @@ from rlpost.train.progress import (
     watch,
     why_ended,
 )
-from rlpost.train.update import Learner, Microbatches, Objective, diverged
+from rlpost.train.rank import Rank
+from rlpost.train.ranks import Ranks
+from rlpost.train.update import Microbatches, Objective, diverged
 
 log = logging.getLogger("rlpost")
 
@@ -63,6 +68,7 @@ class Parts(Protocol):
     model: PreTrainedModel
     tokenizer: Any
     optimizer: torch.optim.Optimizer
+    reference: Reference | None
 
     @property
     def objective(self) -> Objective[Any]:
@@ -125,6 +131,7 @@ class Session(ABC, Generic[S, P]):
             tracker=build_tracker(settings.tracking, request),
         )
         self.parts: P
+        self.ranks: Ranks  # that train
         self.progress = Progress()
         self.step = 0  # the one under way
         self.metrics: dict[str, float] = {}
@@ -151,6 +158,8 @@ class Session(ABC, Generic[S, P]):
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
             self.run.keep_numbers(numbers.record())
+            self.ranks = self._opened.enter_context(join_ranks(self.settings, checkpoint, self.run.folder))
+            self.settings = beside_ranks(self.settings, self.ranks.count)
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
             self.parts.start()
             self._opened.enter_context(frozen_heap())
@@ -160,19 +169,12 @@ class Session(ABC, Generic[S, P]):
         self.announce(numbers)
         if (question := self.settings.unusual_rate()) is not None:
             self.screen.note(question)
-        self.microbatches = Microbatches.shown_on(
-            self.screen, self.tokens_per_microbatch, self.parts.device, self.settings.model.autocast
-        )
+        self._begin_ranks()
         if checkpoint is None:
             self._begin()
         else:
             self._go_on(checkpoint)
         return self.parts
-
-    def learner(self, total_updates: int) -> Learner[Any]:
-        """Who learns, over `total_updates` optimizer steps."""
-        parts, settings = self.parts, self.settings
-        return Learner(parts.model, parts.optimizer, parts.objective, settings.optim, total_updates)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, until the last or until a signal asks to stop."""
@@ -192,7 +194,8 @@ class Session(ABC, Generic[S, P]):
         except FloatingPointError as error:
             folder = self.run.folder / f"diverged-step-{self.step:06d}"
             self.keep_batch(folder, batch)
-            raise diverged(self.parts.model, self.parts.tokenizer, folder, f"step {self.step}: {error}") from error
+            bad = self.ranks.bad_gradients()
+            raise diverged(self.parts.model, self.parts.tokenizer, folder, f"step {self.step}: {error}", bad) from error
 
     def finish(self, batch: Any = None) -> None:
         """Record the step, which trained on `batch`; save it if that is due, and evaluate if that is.
@@ -207,7 +210,7 @@ class Session(ABC, Generic[S, P]):
         run, kept = self.run, self.settings.checkpoint
         measured = self._evaluation_due() and not run.stopping
         run.screen.phase("recording", f"step {step}")
-        self.metrics |= run.memory.metrics(self.parts.device)
+        self.metrics |= run.memory.metrics(self.parts.device) | self.ranks.memory()
         run.record(step, self.metrics, batch, evaluation_follows=measured)
         if saved := run.due(step, kept.every, kept.every_minutes):
             self.save()
@@ -234,6 +237,7 @@ class Session(ABC, Generic[S, P]):
             self.progress.step,
             write_model=partial(save_model, model, self.parts.tokenizer),
             write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+            write_moments=self.ranks.save_moments(),
             tensors=optimizer_tensors(model, optimizer),
             state={
                 **self.state(),
@@ -297,6 +301,15 @@ class Session(ABC, Generic[S, P]):
     def conclude(self) -> None:
         """The result of a run that was not stopped, in a few lines, and what to do next."""
 
+    def told_of_ranks(self) -> list[str]:
+        """A line of a plan where several processes train: how many, and what each holds."""
+        if self.ranks.count == 1:
+            return []
+        cluster = self.settings.cluster
+        held = "a part of the model" if cluster.sharding is Sharding.full else "the whole model"
+        offload = ", kept in the machine's memory" if cluster.cpu_offload else ""
+        return [f"ranks   {self.ranks.count} train together, each holds {held}{offload}"]
+
     # Beginning, going on, ending
 
     def _check_needs(self) -> None:
@@ -315,6 +328,14 @@ class Session(ABC, Generic[S, P]):
             for line in needs.lines():
                 self.screen.line(line)
 
+    def _begin_ranks(self) -> None:
+        parts, tokens = self.parts, self.tokens_per_microbatch
+        microbatches = Microbatches.shown_on(
+            self.screen, tokens, parts.device, self.settings.model.autocast, in_step=is_sharded(parts.model)
+        )
+        own = Rank(parts.model, parts.optimizer, parts.reference, parts.objective, self.settings.optim, microbatches)
+        self.ranks.begin(own, tokens)
+
     def _begin(self) -> None:
         self.run.forget_after(-1)
         if self.settings.eval.enabled:
@@ -328,14 +349,14 @@ class Session(ABC, Generic[S, P]):
 
         Raises ConfigError for settings that would read the saved data position as another one.
         """
-        tensors, state = load_checkpoint(checkpoint)
+        _, state = load_checkpoint(checkpoint)
         optimizer, own = self.parts.optimizer, type(self.parts.optimizer).__name__
         for key, saved in state["must_stay"].items():
             if (now := getattr(self.settings, key)) != saved:
                 raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
         if state["optimizer"] != own:
             raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
-        restore_optimizer(self.parts.model, optimizer, tensors)
+        restore_moments(self.parts.model, optimizer, checkpoint)
         if "lr" in state:  # a step without a gradient tells that of the last update
             set_learning_rate(optimizer, state["lr"])
         self.progress = Progress(**state["progress"])

@@ -18,7 +18,7 @@ from rlpost.settings import SFTSettings
 from rlpost.settings.run import RunRequest
 from rlpost.train.progress import Progress
 from rlpost.train.sft_session import SFTSession, row_of
-from rlpost.train.update import Update, fill_reference, update
+from rlpost.train.update import Update
 
 
 def train(settings: SFTSettings, request: RunRequest) -> int:
@@ -31,16 +31,16 @@ def train(settings: SFTSettings, request: RunRequest) -> int:
 
 def learn(session: SFTSession) -> None:
     """The loop: every step still to do, one minibatch each."""
-    settings, parts, microbatches = session.settings, session.parts, session.microbatches
-    learner = session.learner(session.run.total_steps)
+    settings, parts = session.settings, session.parts
+    ranks = session.ranks.over(session.run.total_steps)
     stream = session.stream()
     for step in session.steps():
         samples = list(itertools.islice(stream, min(settings.minibatch_size, session.samples_left())))
         session.screen.phase("training")
         rows = [row_of(sample) for sample in samples]
-        fill_reference(parts.reference, microbatches, rows)
+        ranks.fill_reference(rows)
         with session.diverging(samples):
-            updated = update(learner, microbatches, rows, number=step - 1)
+            updated = ranks.update(rows, step - 1)
         session.progress.position += len(samples)
         session.metrics |= step_metrics(parts, updated, rows, session.progress)
         session.finish()

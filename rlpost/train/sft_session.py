@@ -37,7 +37,6 @@ from rlpost.train.narration import (
     thinking_note,
 )
 from rlpost.train.session import Session
-from rlpost.train.update import read_log_probs
 
 FIRST = 32  # rows drawn that are encoded to see that a run goes on with the same tokens
 ONE_SAMPLE = 1  # tokens a microbatch that no two samples fit in
@@ -79,6 +78,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         lines = [
             model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
+            *self.told_of_ranks(),
             *reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), 'sample')}"
             + (f", {len(parts.held_out)} held out" if parts.held_out else ""),
@@ -118,9 +118,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
             screen.line(f"evaluating on {len(parts.held_out)} held-out rows, {when} ...")
         screen.phase("evaluating", "the loss")
         rows = [row_of(sample) for sample in parts.held_out]
-        read = read_log_probs(
-            parts.model,
-            self.microbatches,
+        read = self.ranks.read_log_probs(
             rows,
             progress=lambda done, total: screen.phase("evaluating", "the loss", done, total),
         )

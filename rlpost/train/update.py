@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpost.distributed import sum_gradients, sum_over_ranks
-from rlpost.errors import DivergedError
+from rlpost.distributed import most_over_ranks, sum_gradients, sum_over_ranks
+from rlpost.errors import DivergedError, ResourceError
 from rlpost.estimate.needs import FEWEST_ON_CPU, MOST_ON_CPU, ON_GPU
 from rlpost.model.load import save_model
 from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
-from rlpost.model.packing import Microbatch, Row, largest_group, pack
+from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
+from rlpost.model.shards import whole
 from rlpost.model.trainable import Reference
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
@@ -85,8 +86,10 @@ class Microbatches:
         tokens: int | None,
         device: torch.device,
         kind: Autocast,
-        note: Callable[[str], None],
-        progress: Callable[[int, int], None],
+        note: Callable[[str], None] = lambda text: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        in_step: bool = False,
     ) -> None:
         on_cpu = device.type == "cpu"
         self.tokens = tokens or (MOST_ON_CPU if on_cpu else ON_GPU)
@@ -94,24 +97,35 @@ class Microbatches:
         self._used = self.tokens  # what the work under way was split by
         self.device = device
         self.kind = kind  # the format that forwards compute in
+        self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
         self._note = note
         self.progress = progress  # told the completions that one update has gone through, and how many it has
 
     @classmethod
-    def shown_on(cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast) -> Microbatches:
+    def shown_on(
+        cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast, *, in_step: bool = False
+    ) -> Microbatches:
         """Microbatches whose progress and notes a training's screen shows."""
 
         def progress(done: int, total: int) -> None:
             screen.phase("training", done=done, total=total)
 
-        return cls(tokens, device, kind, note=screen.note, progress=progress)
+        return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
 
     def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
         """The microbatches of `rows`; a prompt counts once for each unless they `share_prompts`."""
         self._used = self.tokens
         if self._enough < self.tokens:
             self._used = min(self.tokens, max(self._enough, largest_group(rows)))
-        return pack(rows, self._used, self.device, share_prompts=share_prompts)
+        packed = pack(rows, self._used, self.device, share_prompts=share_prompts)
+        if not self.in_step:
+            yield from packed
+            return
+        own = list(packed)
+        most = int(most_over_ranks(len(own), what="their numbers of microbatches"))
+        yield from own
+        for _ in range(most - len(own)):
+            yield filler(self.device)
 
     def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.
@@ -129,6 +143,10 @@ class Microbatches:
             except RuntimeError as error:
                 if not is_out_of_memory(error) or self.tokens <= 1:
                     raise
+                if self.in_step:  # the others are in the midst of the same microbatch
+                    raise ResourceError(
+                        f"out of memory in a microbatch of {self._used} tokens: give a smaller tokens_per_microbatch"
+                    ) from error
 
         while True:
             yield attempt()
@@ -154,7 +172,7 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
     outputs = accumulate_gradient(learner, microbatches, needed, normaliser)
     sum_gradients(learner.model.parameters())
     parameters = [p for p in learner.model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     loss = sum_over_ranks(sum(output.loss.item() for output in outputs), what="their losses")
     if not (math.isfinite(loss) and norm.isfinite()):  # clipping by a NaN would spread it to every gradient
         raise FloatingPointError(f"loss {loss:g}, gradient norm {norm.item():g}")
@@ -180,6 +198,9 @@ def accumulate_gradient(
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(learner.model).reads_packed):
                 with autocast(microbatches.kind, microbatches.device):
                     output = learner.objective(learner.model, microbatch, normaliser)
+                if microbatch.is_filler:
+                    (0 * output.loss).backward()
+                    continue
                 output.loss.backward()
                 output.loss = output.loss.detach()
                 outputs.append(output)
@@ -207,6 +228,8 @@ def read_log_probs(
             for microbatch in microbatches.of(rows, share_prompts=verdict_of(model).reads_packed):
                 with autocast(microbatches.kind, microbatches.device):
                     log_probs, _ = token_log_probs(model, microbatch, temperature)
+                if microbatch.is_filler:
+                    continue
                 pieces = log_probs.cpu().split([row.num_trained for row in microbatch.rows])
                 for row, values in zip(microbatch.rows, pieces, strict=True):
                     read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
@@ -218,7 +241,7 @@ def fill_reference(
     reference: Reference | None, microbatches: Microbatches, rows: Sequence[Row], temperature: float = 1.0
 ) -> None:
     """Give `rows` the log-probs of the reference, where the loss reads one."""
-    if reference is None or not rows:
+    if reference is None or not (rows or microbatches.in_step):
         return
     with reference() as model:
         read = read_log_probs(model, microbatches, rows, temperature=temperature)
@@ -226,11 +249,11 @@ def fill_reference(
         row.ref_log_probs = log_probs
 
 
-def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str) -> DivergedError:
-    """Write the weights and a report of their gradients to `folder`; the error that stops the run."""
+def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, bad: list[str]) -> DivergedError:
+    """Write the weights and a report of `bad`, what `bad_gradients` found, to `folder`; the error that stops the
+    run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    named = model.named_parameters()
-    bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
     report = {"what": what, "parameters_with_bad_gradient": bad}
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     save_model(model, tokenizer, folder / "model")
@@ -238,6 +261,13 @@ def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str) ->
         f"stopped before an update that would have destroyed the weights: {what}. The batch, the weights and a report "
         f"are in {folder}; resume with a lower optim.lr"
     )
+
+
+def bad_gradients(model: nn.Module) -> list[str]:
+    """The parameters whose gradient is not finite, in this rank's part of them."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    parts: Iterator[tuple[str, Any]] = ((name, getattr(g, "to_local", lambda g=g: g)()) for name, g in gradients)
+    return [name for name, part in parts if not part.isfinite().all()]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -13,6 +13,7 @@ from rlpost.catalog import opened
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import MergedWeights, is_adapted
+from rlpost.model.shards import is_sharded
 from rlpost.model.weights import copy_weights
 from rlpost.policies.base import Policy
 
@@ -123,6 +124,10 @@ def named_weights(source: WeightSource) -> Mapping[str, torch.Tensor]:
     An engine may keep the output head apart from the embedding it is tied to (vLLM does on a CPU),
     so the head is always among them. Those of an adapted model are merged, each when it is read.
     """
+    if is_sharded(source):
+        from rlpost.model.sharding import GatheredWeights
+
+        return GatheredWeights(source)
     if isinstance(source, torch.nn.Module):
         # detached, and with a tied head under both its names
         return MergedWeights(source) if is_adapted(source) else source.state_dict()

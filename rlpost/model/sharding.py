@@ -1,0 +1,242 @@
+"""A model whose weights, gradients and moments are divided among the ranks of a training (FSDP2, arXiv:2304.11277).
+
+Each layer is a unit: gathered whole while it computes, forward and backward, and dropped. What stands around the
+layers, embeddings, norm and head, is one unit more, that of the model itself, since heads are often tied to the
+embeddings; so a model is read inside its own forward (`rlpost.model.logprobs`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlpost.config.model_folder import weight_files
+from rlpost.errors import ConfigError
+from rlpost.model.load import pick_device
+from rlpost.model.logprobs import READ_INSIDE, trainable_verdict
+from rlpost.model.lora import MergedWeights, is_adapted
+from rlpost.model.shards import announced, whole
+from rlpost.settings import ModelSettings
+
+INDEX = "model.safetensors.index.json"
+OUTSIDE_LAYERS = "outside"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a model is divided over the ranks of the process group."""
+
+    offload: bool = False  # weights, gradients and moments lie in the machine's memory between uses
+    gather_dtype: torch.dtype | None = None  # that layers are gathered and computed in; None: that of the weights
+
+
+def shard(model: PreTrainedModel, plan: ShardingPlan) -> None:
+    """Divide `model` over the ranks; from now on each has its part of every parameter. All ranks call this.
+
+    Gradients are sums over ranks. Raises ConfigError for a model that is not read as one packed row: ranks would gather
+    different numbers of times.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    verdict = trainable_verdict(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if verdict.reading not in READ_INSIDE or not layers:
+        raise ConfigError(
+            f"cluster.sharding=full cannot divide {type(model).__name__}: {verdict.reason or 'it names no layers'}; "
+            "take cluster.sharding=none"
+        )
+    device = "cuda" if "nccl" in str(torch.distributed.get_backend_config()) else "cpu"
+    how: dict[str, Any] = {"mesh": init_device_mesh(device, (torch.distributed.get_world_size(),))}
+    if plan.offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
+    if plan.gather_dtype is not None:
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=plan.gather_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # with the factor of 1: a sum, which gloo can do too
+            module.set_gradient_divide_factor(1.0)
+
+
+def load_sharded(folder: Path, settings: ModelSettings, plan: ShardingPlan) -> Any | None:
+    """The model of `folder`, of which each rank reads its own part alone; None where its files have other names.
+
+    It is built without weights first, and then read from the safetensors files part by part.
+    """
+    device, dtype = pick_device(settings.device), getattr(torch, settings.dtype.value)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with _no_weights():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if wanted.items() - _shapes(folder).items():
+        return None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.eval()
+    trainable_verdict(model)
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    shard(model, plan)
+    model.to_empty(device="cpu" if plan.offload else device)
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = buffer
+    _read_shards(dict(model.named_parameters()), folder)
+    return model
+
+
+class GatheredWeights(Mapping[str, torch.Tensor]):
+    """The whole weights of a sharded model, under the names of a plain checkpoint, each gathered when it is read.
+
+    An adapter is merged. Reading one is a collective: rank 0's reads are announced, and others follow.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._weights = MergedWeights(model) if is_adapted(model) else model.state_dict()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._weights:
+            raise KeyError(name)
+        announced(self._model, name)
+        return whole(self._weights[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def export(model: Any, folder: Path) -> None:
+    """Write the whole model as a plain HF folder, a layer a file: no more than a layer is whole at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = GatheredWeights(model)
+    tied = _tied_names(model)
+    files: dict[str, list[str]] = {}
+    for name in weights:
+        if name not in tied:
+            files.setdefault(_layer_of(name), []).append(name)
+    weight_map, size = {}, 0
+    for number, names in enumerate(files.values(), start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: weights[name].cpu().contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def save_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write the optimizer's state, each rank its own part, as safetensors (torch.distributed.checkpoint)."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    state = _moments(model, optimizer)
+    with _quiet():
+        checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Take up what `save_moments` wrote, on however many ranks, or the tensors of a checkpoint of one rank."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=_device_of_steps(parameter)),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    _read_shards(_moments(model, optimizer), folder)
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state of AdamW by the names that `optimizer_tensors` gives it."""
+    return {
+        f"optimizer/{key}/{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _device_of_steps(parameter: torch.Tensor) -> torch.device:
+    return parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
+
+
+def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill `tensors`, this rank's parts, from the safetensors files of `folder`, and read no other parts of them."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    with _quiet(), torch.no_grad():
+        checkpoint.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextlib.contextmanager
+def _no_weights() -> Iterator[None]:
+    """Modules that are built meanwhile have parameters without memory; their buffers are real."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the remarks of torch's checkpoints to their own developers."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _shapes(folder: Path) -> dict[str, torch.Size]:
+    """The shape of every tensor in the files of `folder`."""
+    found = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+def _tied_names(model: Any) -> set[str]:
+    """Names of weights that are another one's too, which comes first."""
+    first: dict[int, str] = {}
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied.add(name)
+    return tied
+
+
+def _layer_of(name: str) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; one word for all that is in no layer."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return OUTSIDE_LAYERS if number is None else ".".join(parts[: number + 1])
