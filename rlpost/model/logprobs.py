@@ -133,7 +133,11 @@ def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float
     with attending(model.config, verdict.attention):
         if not is_sharded(model):
             return read(model, microbatch, temperature)
-        with _forward_is(model, lambda: read(model, microbatch, temperature)):
+
+        def copied() -> tuple[torch.Tensor, ...]:  # FSDP2 cannot hook what is a view
+            return tuple(values.clone() for values in read(model, microbatch, temperature))
+
+        with _forward_is(model, copied):
             return model()  # whose hooks gather the weights
 
 

@@ -108,18 +108,22 @@ class GatheredWeights(Mapping[str, torch.Tensor]):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._weights = MergedWeights(model) if is_adapted(model) else model.state_dict()
+        self._names = dict.fromkeys(self._weights)  # to look at which gathers nothing
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._weights:
+        if name not in self:
             raise KeyError(name)
         announced(self._model, name)
         return whole(self._weights[name].detach())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._names)
 
 
 def export(model: Any, folder: Path) -> None:
@@ -157,6 +161,8 @@ def save_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Take up what `save_moments` wrote, on however many ranks, or the tensors of a checkpoint of one rank."""
+    if not any(folder.glob("*.safetensors")):
+        return  # it was saved before the first update
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -64,6 +64,15 @@ def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> t
     return load_tokenizer(folder, settings.model), folder
 
 
+def locate_start(settings: TrainingSettings) -> Path:
+    """The folder of the starting model, made, converted or fetched where needed.
+
+    transformers writes no model in a process of a group whose rank is not 0, so each looks before it joins one.
+    """
+    start, adapter = locate_model(settings.model.path, settings.model.revision), settings.lora.path
+    return start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
+
+
 def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
     """The model of `settings` as it starts, or as it is in the folder `checkpoint`, with a new optimizer.
 
@@ -72,10 +81,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     Raises CheckpointError for a checkpoint whose adapter is not one of that starting model, ConfigError for a
     model that cannot be trained.
     """
-    start = locate_model(settings.model.path, settings.model.revision)
-    lora = settings.lora
-    if lora.path is not None:
-        start = locate_merged(start, resolve_adapter_path(lora.path))
+    start, lora = locate_start(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
     plan = _sharding_plan(settings.cluster)

@@ -23,6 +23,7 @@ from rlpost.collectors.worker import Host
 from rlpost.distributed import Place, device_of, forget_place, form_group
 from rlpost.errors import ConfigError, RankError
 from rlpost.estimate.machine import chosen_policy
+from rlpost.model.trainable import locate_start
 from rlpost.settings import ClusterSettings, Engine, Sharding, TransformersSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings, TrainingSettings
 from rlpost.train.rank import OtherRank
@@ -52,6 +53,10 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
         device = device_of(settings.model.device, place)
         with ThreadPoolExecutor(len(others)) as pool:
             list(pool.map(lambda other: other.start(START_SECONDS), others))
+        found = [other.submit("find_model", settings) for other in others]
+        locate_start(settings)
+        for future in found:
+            future.result()
         formed = [other.submit("form_group", settings.model.device, cluster.rank_seconds) for other in others]
         form_group(place, store, device, cluster.rank_seconds)
         for future in formed:

@@ -17,7 +17,7 @@ from rlpost.distributed import Place, device_of, form_group, leave_group
 from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row
 from rlpost.model.shards import ADAPTER, is_sharded
-from rlpost.model.trainable import Reference, Trainable, load_trainable
+from rlpost.model.trainable import Reference, Trainable, load_trainable, locate_start
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import OptimSettings
 from rlpost.settings.commands import TrainingSettings
@@ -109,6 +109,10 @@ class OtherRank:
         self._settings: TrainingSettings
         self._trainable: Trainable
         self._rank: Rank | None = None
+
+    def find_model(self, settings: TrainingSettings) -> None:
+        """See `locate_start`."""
+        locate_start(settings)
 
     def form_group(self, device: str, seconds: float) -> None:
         """Join the process group."""

@@ -223,7 +223,7 @@ class Alarm:
         self._closed = False
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         if self._in_main_thread:
-            self._before = signal.signal(signal.SIGUSR1, self._raise)
+            signal.signal(signal.SIGUSR1, self._raise)  # for good: one may be under way when this is closed
 
     def ring(self, error: BaseException) -> None:
         """Raise `error` in the main thread; where that does not end this process in time, end it."""
@@ -244,8 +244,6 @@ class Alarm:
     def close(self) -> None:
         """Raise nothing any more."""
         self._closed = True
-        if self._in_main_thread:
-            signal.signal(signal.SIGUSR1, self._before)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._error is not None and not self._closed:
