@@ -90,14 +90,14 @@ def follow() -> int:
     """Be one of the ranks that torchrun has started, but rank 0, until that ends; returns the exit code."""
     place = Place.from_environment(os.environ)
     assert place is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides what a signal ends
-        signal.signal(number, signal.SIG_IGN)
     store = place.open_store(START_SECONDS)
     forget_place()
     host, _, port = store.get(ADDRESS).decode().rpartition(":")
     connection = Client((host, int(port)), authkey=store.get(KEY))
     _keep_alive(connection)
     connection.send(place)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides what a signal ends
+        signal.signal(number, signal.SIG_IGN)
     terminal = os.dup(2)
     served = Host(connection, orphaned=partial(_orphaned, place, terminal))
     served.serve()

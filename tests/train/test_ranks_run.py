@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +22,7 @@ from safetensors.torch import load_file
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
+from rlpost.settings import Estimator
 from rlpost.settings.run import RunRequest
 from rlpost.train import expert_iteration, grpo, sft
 from tests.asynchronous import players, started, trained_groups, wait_for, write_rows
@@ -24,6 +31,8 @@ from tests.processes import children
 LOOPS = {TRAIN_GRPO: grpo, TRAIN_SFT: sft, TRAIN_EXPERT_ITERATION: expert_iteration}
 PLAIN = ["cluster.trainer_ranks=2"]
 SHARDED = [*PLAIN, "cluster.sharding=full", "collector=async", "max_policy_lag=0"]
+ASYNC = SHARDED[2:]
+THREE = "cluster.trainer_ranks=3"
 LORA = ["lora.enabled=true"]
 NOT_COMPARED = ("time/", "memory/", "collector/", "groups/issued", "groups/waiting")
 
@@ -66,12 +75,22 @@ def check_equal(folder: Path, other: Path, first: float = 1e-5, later: float = 1
                 assert values[0] == near, (row["step"], name)
 
 
-def test_two_ranks_are_one_run(words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def launched(ranks: int, folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node RANKS -m rlpost train grpo WORDS`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    last = {word.partition("=")[0]: word for word in words}
+    command = [*launcher, "-m", "rlpost", "train", "grpo", *last.values(), "--out", str(folder), "--plain"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_torchrun_starts_one_run(words: list[str], tmp_path: Path) -> None:
     three = [*words, "steps=3", "loss.kl_coef=0.1", "passes=2", "minibatch_size=4"]
+    started = launched(2, tmp_path / "two", three)
     assert run(tmp_path / "one", three) == 0
-    capfd.readouterr()
-    assert run(tmp_path / "two", [*three, *PLAIN]) == 0
-    assert "ranks   2 train together, each holds the whole model" in (said := capfd.readouterr().out)
+    said, complaints = started.communicate(timeout=120)
+    assert started.returncode == 0, complaints
+    assert "ranks   2 train together, each holds the whole model" in said
     assert said.count("step 3/3") == 1
     assert rollouts(tmp_path / "one", 1) == rollouts(tmp_path / "two", 1)
     check_equal(tmp_path / "two", tmp_path / "one")
@@ -106,3 +125,123 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(words: list[str], tmp_path: 
     done = metrics(folder)[-1]["step"]
     assert run(folder, [*words, f"steps={done + 1}"], resume="latest") == 0
     assert not children()
+
+
+# By the dozen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [*(f"advantage.estimator={name.name}" for name in Estimator), "loss.kl_in=reward"])
+@pytest.mark.parametrize("kind", [PLAIN, SHARDED, [*PLAIN, *LORA], [*SHARDED, *LORA]], ids=str)
+def test_every_estimator_sees_all_ranks(words: list[str], tmp_path: Path, more: str, kind: list[str]) -> None:
+    asked = [*words, "steps=2", "loss.kl_coef=0.1", more]
+    assert run(tmp_path / "one", [*asked, *(LORA if LORA[0] in kind else [])]) == 0
+    assert run(tmp_path / "two", [*asked, *kind]) == 0
+    assert rollouts(tmp_path / "one", 1) == rollouts(tmp_path / "two", 1)
+    check_equal(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PLAIN, SHARDED, [*SHARDED, *LORA]], ids=str)
+def test_expert_iteration_is_the_same(words: list[str], tmp_path: Path, kind: list[str]) -> None:
+    asked = [*words, "steps=3", *(LORA if LORA[0] in kind else [])]
+    assert run(tmp_path / "one", asked, command=TRAIN_EXPERT_ITERATION) == 0
+    assert run(tmp_path / "two", [*asked, *kind], command=TRAIN_EXPERT_ITERATION) == 0
+    check_equal(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [PLAIN, SHARDED[:2], [*SHARDED[:2], *LORA]], ids=str)
+@pytest.mark.parametrize("more", ["loss=minor_sft", "loss.kl_coef=0.1", "packing=false"])
+def test_fine_tuning_is_the_same(tmp_path: Path, kind: list[str], more: str) -> None:
+    rows = [json.dumps({"prompt": f"Say {i}.", "completion": f"{i} " * (1 + i % 5)}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    asked = ["model=tiny", "model.autocast=none", "env=dataset", f"env.path={tmp_path / 'rows.jsonl'}", more]
+    asked += ["env.prompt_column=prompt", "env.completion_column=completion", "minibatch_size=6", "steps=3"]
+    asked += ["optim.lr=1e-3", "eval.limit=4", *(LORA if LORA[0] in kind else [])]
+    assert run(tmp_path / "one", asked, command=TRAIN_SFT) == 0
+    assert run(tmp_path / "two", [*asked, *kind], command=TRAIN_SFT) == 0
+    check_equal(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (PLAIN, []),
+        (PLAIN, [THREE]),
+        ([], PLAIN),
+        (SHARDED, [*SHARDED, THREE]),
+        (ASYNC, SHARDED),
+        (SHARDED, [*PLAIN, *ASYNC]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", [[], LORA], ids=str)
+def test_a_run_goes_on_with_other_ranks(
+    words: list[str], tmp_path: Path, first: list[str], then: list[str], more: list[str]
+) -> None:
+    kept = ASYNC if first[-2:] == ASYNC else []
+    assert run(tmp_path / "one", [*words, *more, *kept, "steps=4"]) == 0
+    assert run(tmp_path / "two", [*words, *more, "steps=2", *first]) == 0
+    assert run(tmp_path / "two", [*words, *more, "steps=4", *then, *kept], resume="latest") == 0
+    check_equal(tmp_path / "two", tmp_path / "one", later=1e-4)
+    groups = trained_groups(tmp_path / "two")
+    assert len(groups) == len(set(groups)) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], LORA], ids=str)
+def test_two_runs_of_as_many_ranks_are_bitwise_equal(words: list[str], tmp_path: Path, more: list[str]) -> None:
+    asked = [*words, *PLAIN, *more, "steps=3", "deterministic=true"]
+    for name in ("a", "b"):
+        assert run(tmp_path / name, asked) == 0
+    ours, others = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+    check_equal(tmp_path / "a", tmp_path / "b", first=0, later=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rank_killed_at_any_moment_ends_the_run_by_name(words: list[str], tmp_path: Path, seed: int) -> None:
+    folder, rng = tmp_path / "r", random.Random(seed)
+    kind = (PLAIN, [THREE], SHARDED)[seed % 3]
+    asked = [*words, "steps=2000", "checkpoint.every=1", "eval.enabled=true", "eval.every=1", "eval.limit=20", *kind]
+    last = {word.partition("=")[0]: word for word in asked}
+    with started(folder, list(last.values())) as process:
+        wait_for(lambda: any(folder.glob("rank-*.log")) and bool(players()))
+        if seed % 4:
+            wait_for(lambda: (folder / "checkpoints" / "latest").exists())
+        time.sleep(rng.uniform(0, 2))
+        ranks = [pid for pid in players() if any(f"rank-{r}.log" in opened(pid) for r in (1, 2))]
+        os.kill(rng.choice(ranks), signal.SIGKILL)
+        assert process.wait(30) == 5
+    assert re.search(r"rank \d of \d was ended by SIGKILL", (folder / "log.txt").read_text())
+    wait_for(lambda: not players())
+    if (folder / "checkpoints" / "latest").exists():
+        done = metrics(folder)[-1]["step"]
+        assert run(folder, [*asked, f"steps={done + 2}", "eval.every=0"], resume="latest") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_when_rank_0_of_torchrun_is_killed_the_others_end(words: list[str], tmp_path: Path, ranks: int) -> None:
+    launcher = launched(ranks, tmp_path / "r", [*words, "steps=2000", "checkpoint.every=1"])
+    wait_for(lambda: (tmp_path / "r" / "checkpoints" / "latest").exists())
+    [rank_0] = [pid for pid, said in children_of(launcher.pid).items() if said["RANK"] == "0"]
+    os.kill(rank_0, signal.SIGKILL)
+    _, complaints = launcher.communicate(timeout=40)
+    assert launcher.returncode != 0
+    assert "since rank 0 was lost" in complaints
+    wait_for(lambda: not children())
+    assert run(tmp_path / "r", [*words, f"steps={metrics(tmp_path / 'r')[-1]['step'] + 1}"], resume="latest") == 0
+
+
+def opened(pid: int) -> str:
+    """The files that a process writes to, in one text."""
+    return " ".join(str(each.path) for each in psutil.Process(pid).open_files())
+
+
+def children_of(pid: int) -> dict[int, dict[str, str]]:
+    """The environment that each child of a process was started with."""
+    return {each.pid: each.environ() for each in psutil.Process(pid).children()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost import distributed
 from rlpost.errors import RankError
-from rlpost.model.packing import Row
+from rlpost.model.activations import recompute_activations
+from rlpost.model.lora import add_adapter
+from rlpost.model.packing import Row, shares_of
+from rlpost.model.sharding import ShardingPlan, shard
+from rlpost.model.shards import is_sharded, whole
 from rlpost.objectives.functional import aggregate, minor_sft_loss, policy_loss, sft_loss
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.objectives.sft_objective import SFTObjective
@@ -37,6 +41,7 @@ from rlpost.settings import (
     GSPOLossSettings,
     GSPOTokenLossSettings,
     KLEstimator,
+    LoRASettings,
     MinorSFTLossSettings,
     OptimSettings,
     PolicyLossSettings,
@@ -123,7 +128,7 @@ class Kept(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         [group] = self.param_groups
-        self.gradient = torch.cat([p.grad.flatten() for p in group["params"]])
+        self.gradient = torch.cat([whole(p.grad).flatten() for p in group["params"]])
 
 
 def objective_of(settings: PolicyLossSettings | DemonstrationLossSettings) -> Any:
@@ -136,12 +141,10 @@ def gradient(
     model: PreTrainedModel, name: str, rows: Sequence[Row], tokens_per_microbatch: int = 10_000
 ) -> torch.Tensor:
     """What the training loops would step with."""
-    kept = Kept(model.parameters(), lr=1.0)
+    kept = Kept([p for p in model.parameters() if p.requires_grad], lr=1.0)
     learner = Learner(model, kept, objective_of(LOSSES[name]), OptimSettings(max_grad_norm=1e9), total_updates=1)
     cpu = torch.device("cpu")
-    microbatches = Microbatches(
-        tokens_per_microbatch, cpu, Autocast.none, note=lambda text: None, progress=lambda done, total: None
-    )
+    microbatches = Microbatches(tokens_per_microbatch, cpu, Autocast.none, in_step=is_sharded(model))
     update(learner, microbatches, rows, 0)
     return kept.gradient
 
@@ -257,9 +260,88 @@ def gradients_of_a_rank(rank: int, meeting: str) -> dict[tuple[str, torch.dtype]
     return found
 
 
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with an adapter that already changes something, so that all of it has a gradient."""
+    add_adapter(model, LoRASettings(enabled=True, rank=4), base="")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+KINDS: dict[str, Callable[[], PreTrainedModel]] = {  # what a rank may hold
+    "divided": lambda: small_model(torch.float32),
+    "recomputed and divided": lambda: small_model(torch.float32),
+    "adapter": lambda: adapted(small_model(torch.float32)),
+    "adapter, divided": lambda: adapted(small_model(torch.float32)),
+}
+
+
+def with_a_failed_reward(rows: list[Row]) -> list[Row]:
+    """`rows`, of which one does not count."""
+    rows[6].counts = False
+    return rows
+
+
+def gradients_by_kind(rank: int, world: int) -> dict[tuple[str, str], torch.Tensor]:
+    """The gradient of every loss over the ranks of the group, whatever each holds, and with a rank without rows."""
+    found = {}
+    whole_model = small_model(torch.float32)
+    for kind, build in KINDS.items():
+        model = build()
+        if kind.startswith("recomputed"):
+            recompute_activations(model)
+        if kind.endswith("divided"):
+            shard(model, ShardingPlan())
+        rows = with_a_failed_reward(minibatch(whole_model))
+        mine = [rows[place] for place in shares_of(rows, world)[rank]]
+        found |= {(kind, name): gradient(model, name, mine, tokens_per_microbatch=15) for name in LOSSES}
+        found[kind, "nothing"] = gradient(model, "grpo", rows if rank == 0 else [])
+        assert not parameters_left(model)
+    return found
+
+
+def parameters_left(model: PreTrainedModel) -> list[str]:
+    """Those that still hold a gradient."""
+    return [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+
+def check_kinds(found: dict[tuple[str, str], torch.Tensor]) -> None:
+    """Every gradient over several ranks is one rank's, within 1e-5 of its norm."""
+    rows = with_a_failed_reward(minibatch(small_model(torch.float32)))
+    for kind, build in KINDS.items():
+        model = build()
+        for name in LOSSES:
+            assert difference(found[kind, name], gradient(model, name, rows)) < 1e-5, (kind, name)
+        assert difference(found[kind, "nothing"], gradient(model, "grpo", rows)) < 1e-5, kind
+
+
+def rank_of_three(rank: int, meeting: str) -> dict[tuple[str, str], torch.Tensor]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=3, timeout=timedelta(seconds=120))
+    return gradients_by_kind(rank, 3)
+
+
+@pytest.mark.slow
+def test_the_gradient_is_the_same_over_three_ranks(tmp_path: Path) -> None:
+    context, meeting = multiprocessing.get_context("spawn"), f"file://{tmp_path}/meeting"
+    others = [context.Process(target=rank_of_three, args=(rank, meeting)) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    try:
+        found = rank_of_three(0, meeting)
+    finally:
+        dist.destroy_process_group()
+        for other in others:
+            other.join(60)
+    assert [other.exitcode for other in others] == [0, 0]
+    check_kinds(found)
+
+
 def other_rank(meeting: str, done: Any) -> None:
     torch.set_num_threads(1)
     gradients_of_a_rank(1, meeting)
+    gradients_by_kind(1, 2)
     done.wait(60)  # alive, but in no sum
 
 
@@ -271,6 +353,7 @@ def test_the_gradient_is_the_same_over_two_ranks(tmp_path: Path, monkeypatch: py
     other.start()
     try:
         found = gradients_of_a_rank(0, meeting)
+        by_kind = gradients_by_kind(0, 2)
         monkeypatch.setattr(distributed, "DEADLINE_SECONDS", 0.2)
         with pytest.raises(RankError, match=r"^rank 0 of 2 could not sum what nobody else sums: within 0.2 s another"):
             distributed.sum_over_ranks(1.0, what="what nobody else sums")
@@ -279,6 +362,7 @@ def test_the_gradient_is_the_same_over_two_ranks(tmp_path: Path, monkeypatch: py
         other.join(60)
         dist.destroy_process_group()
     assert other.exitcode == 0
+    check_kinds(by_kind)
     for dtype, tolerance in TOLERANCE.items():
         model = small_model(dtype)
         rows = minibatch(model)
