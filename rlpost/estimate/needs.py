@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -15,6 +16,7 @@ from rlpost.settings import (
     ExpertIterationSettings,
     GRPOSettings,
     SFTSettings,
+    Sharding,
     VLLMSettings,
 )
 from rlpost.settings.commands import SampledSettings
@@ -57,6 +59,9 @@ class Work:
     saves: int  # checkpoints over the whole run
     keep_last: int
     keeps_best: bool
+    ranks: int = 1  # that train
+    divided: bool = False  # each holds its share of the model
+    offloaded: bool = False  # in the machine's memory between uses
 
     @property
     def trained(self) -> int:
@@ -91,6 +96,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
         each = shape.kv_bytes(sampler_bytes)
         kv_cache, _ = kv_cache_bytes(policy, each, conversation_length(settings.env, settings.env.max_prompt_tokens))
+    ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says it
     every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
     many = keep_last + 1  # where the steps follow from data that nobody has read yet
     saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
@@ -115,24 +121,63 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         saves=saves,
         keep_last=keep_last,
         keeps_best=settings.eval.enabled and settings.eval.every > 0,
+        ranks=ranks,
+        divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
+        offloaded=ranks > 1 and settings.cluster.cpu_offload,
     )
 
 
 def parts_of(work: Work) -> list[Part]:
-    """What takes memory while `work` is done."""
+    """What takes memory while `work` is done: on a GPU that of rank 0, in the machine that of all its ranks."""
     shape, gpu = work.shape, work.on_gpu
     trained = work.trained * work.weight_bytes
+    held = gpu and not work.offloaded
+    # of what each rank holds: a copy of its own, or its share; of a GPU rank 0's, of a CPU those of all ranks
+    copies = (1 if held else work.ranks) / (work.ranks if work.divided else 1)
+    here = 1 if gpu else work.ranks
+
+    def of_ranks(size: float) -> int:
+        return round(copies * size)
+
     parts = [
-        Part("weights", shape.parameters * work.weight_bytes, gpu),
-        Part("adapter", trained if work.lora else 0, gpu),
-        Part("gradients", trained, gpu),
-        Part("moments", 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), gpu),
-        Part("reference", shape.parameters * work.weight_bytes if work.reference else 0, gpu),
+        Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
+        Part("adapter", of_ranks(trained if work.lora else 0), held),
+        Part("gradients", of_ranks(trained), held),
+        Part("moments", of_ranks(2 * work.trained * (1 if work.eight_bit else work.weight_bytes)), held),
+        Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
+        Part("gathered layers", here * _gathered(work), gpu),
         *_sampler_parts(work),
-        Part("activations", _activations(work), gpu, lasting=False),
-        Part("program", PROGRAM * (1 + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0), on_gpu=False),
+        Part("activations", here * _activations(work), gpu, lasting=False),
+        Part(
+            "program",
+            PROGRAM * (work.ranks + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0),
+            on_gpu=False,
+        ),
     ]
     return [part for part in parts if part.bytes]
+
+
+def _gathered(work: Work) -> int:
+    """What a rank holds whole beside its share: two layers, one of them on its way, and what is in no layer."""
+    if not work.divided:
+        return 0
+    shape = work.shape
+    outside = min(shape.parameters, 2 * shape.vocab * shape.hidden)
+    layer = (shape.parameters - outside) // max(1, shape.layers)
+    return (outside + 2 * layer) * work.weight_bytes * 2  # and their gradients
+
+
+def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
+    """Tokens of the longest sequence whose forward and backward fit `room` bytes, by estimate; 0 where none does."""
+
+    def fits(tokens: int) -> bool:
+        return peak(parts_of(replace(work, longest=tokens, microbatch=tokens)), on_gpu=on_gpu) <= room
+
+    low, high = 0, work.longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def peak(parts: list[Part], *, on_gpu: bool) -> int:
@@ -173,6 +218,12 @@ def lighter(work: Work) -> list[tuple[str, Work]]:
         ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
         ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
         ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
+        ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
+        (
+            "cluster.cpu_offload=true",
+            work.on_gpu and work.divided and not work.offloaded,
+            replace(work, offloaded=True),
+        ),
         ("tokens_per_microbatch=512", work.microbatch > 512, replace(work, microbatch=512)),
     ]
     return [(word, other) for word, applies, other in tried if applies]

@@ -19,6 +19,7 @@ from rlpost.estimate.needs import (
     disk_of,
     floor,
     lighter,
+    longest_that_fits,
     parts_of,
     peak,
     work_of,
@@ -73,6 +74,8 @@ class Needs:
                     f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
                     f"{self.advice(floor)}"
                 )
+            if room is not None and (told := self._too_long(room, where, on_gpu=on_gpu)):
+                return told
         whole, _ = checkpoint_bytes(self.work)
         if self.machine.disk is not None and whole > self.machine.disk.free:
             return (
@@ -80,6 +83,20 @@ class Needs:
                 "some space, or give another --out"
             )
         return None
+
+    def _too_long(self, room: Room, where: str, *, on_gpu: bool) -> str | None:
+        """What to say where one sequence as long as the settings allow is clearly more than `where` holds."""
+        work = replace(self.work, microbatch=self.work.longest)
+        size = peak(parts_of(work), on_gpu=on_gpu)
+        fits = longest_that_fits(work, room.total, on_gpu=on_gpu)
+        if size <= MARGIN * room.total or work.on_gpu != on_gpu or not fits:  # without one token, length is no matter
+            return None
+        key = "max_tokens" if work.sampler is None else "env.max_completion_tokens"
+        return (
+            f"a sequence of {work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
+            f"{where} has {readable(room.total)} in all: {fits} tokens fit, so lower {key}; what helps too: "
+            f"{self.advice()}"
+        )
 
     def check(self, model: str) -> None:
         """Raise ResourceError where it cannot work at all."""

@@ -12,7 +12,7 @@ from rlpost.config.compose import compose
 from rlpost.config.hub_sizes import HUB_MODELS
 from rlpost.errors import ResourceError
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import checkpoint_bytes, disk_of, floor, parts_of, peak, work_of
+from rlpost.estimate.needs import checkpoint_bytes, disk_of, floor, longest_that_fits, parts_of, peak, work_of
 from rlpost.estimate.report import Machine, Needs
 from rlpost.estimate.shape import Shape, shape_of_config
 
@@ -196,3 +196,35 @@ def test_on_a_gpu_memory_is_told_of_both() -> None:
     with pytest.raises(ResourceError, match="and the GPU has 80 GB in all") as said:
         too_small.check("qwen-7b")
     assert not str(said.value).endswith("a GPU")
+
+
+def test_a_sequence_beyond_the_memory_is_refused_with_the_number_that_fits() -> None:
+    asked = ("model=qwen-7b", "policy=scripted", *FLOAT32, "env.max_completion_tokens=200000")
+    long = needs(*asked, shape=QWEN_7B, host=200 * GB)
+    with pytest.raises(ResourceError, match=r"a sequence of 2\d{5} tokens, which is not split, takes .*: \d+ tokens"):
+        long.check("qwen-7b")
+    fits = longest_that_fits(long.work, 200 * GB, on_gpu=False)
+    assert 1000 < fits < 200_000
+    as_long = replace(long.work, longest=fits, microbatch=fits)
+    assert peak(parts_of(as_long), on_gpu=False) <= 200 * GB
+    assert peak(parts_of(replace(as_long, microbatch=fits + 1)), on_gpu=False) > 200 * GB
+
+
+def test_ranks_share_what_they_divide_and_a_cpu_holds_all_of_them() -> None:
+    words = ("model=qwen-7b", "policy=scripted", *FLOAT32, "env.max_completion_tokens=64")
+
+    def weights(*more: str, gpu: Room | None = None) -> int:
+        parts = needs(*words, *more, shape=QWEN_7B, host=64 * GB, gpu=gpu).parts
+        return next(part.bytes for part in parts if part.name == "weights")
+
+    alone, gpu = weights(), Room(80 * GB, 80 * GB)
+    assert alone == 4 * QWEN_7B.parameters
+    assert weights("cluster.trainer_ranks=4") == 4 * alone
+    assert weights("cluster.trainer_ranks=4", "cluster.sharding=full") == alone
+    assert weights("cluster.trainer_ranks=4", gpu=gpu) == alone
+    assert weights("cluster.trainer_ranks=4", "cluster.sharding=full", gpu=gpu) == alone // 4
+    divided = [*words, "cluster.trainer_ranks=4", "cluster.sharding=full", "cluster.cpu_offload=true"]
+    offloaded = needs(*divided, shape=QWEN_7B, host=999 * GB, gpu=gpu)
+    on_gpu = {part.name for part in offloaded.parts if part.on_gpu}
+    assert "gathered layers" in on_gpu
+    assert not on_gpu & {"weights", "gradients", "moments"}
