@@ -233,6 +233,29 @@ def default_recipe(bench: Bench) -> dict[str, Any]:
     return {"model": "packaged:smollm2" if has_weights else "random", **_speeds(metrics), "push": metrics["time/sync"]}
 
 
+def two_ranks(bench: Bench) -> dict[str, Any]:
+    """The same first step on one rank and on two, each with the whole model, and with a part of it (NCCL)."""
+    import torch
+
+    if (there_are := torch.cuda.device_count()) < 2:
+        raise Left(f"it takes two GPUs, and there are {there_are}")
+    found: dict[str, Any] = {}
+    words = {"model__autocast": "none", "collector": "async", "max_policy_lag": 0, "env__max_completion_tokens": 64}
+    for name, more in {
+        "one": {},
+        "two": {"cluster__trainer_ranks": 2},
+        "divided": {"cluster__trainer_ranks": 2, "cluster__sharding": "full"},
+        "offloaded": {"cluster__trainer_ranks": 2, "cluster__sharding": "full", "cluster__cpu_offload": "true"},
+    }.items():
+        found[name] = _grpo(bench, bench.model, f"ranks-{name}", **words, **more)
+        metrics = bench.folder / "runs" / f"ranks-{name}" / "metrics.jsonl"
+        first = json.loads(metrics.read_text().splitlines()[0])
+        found[name] |= {key: first[key] for key in first if key in ("grad_norm", "loss/policy") or "rank_" in key}
+        if abs(found[name]["grad_norm"] / found["one"]["grad_norm"] - 1) > 1e-3:
+            raise Failed(f"the gradient of {name} is not one rank's: {found}")
+    return found
+
+
 CHECKS: dict[str, Check] = {
     "tiny": train_tiny,
     "packed equals plain": packed_equals_plain,
@@ -242,6 +265,7 @@ CHECKS: dict[str, Check] = {
     "fine-tuning": fine_tune,
     "evaluation": evaluate,
     "memory back-off": back_off,
+    "two ranks": two_ranks,
     "vLLM": default_recipe,
 }
 SMALL = {"prompts_per_step": 2, "group_size": 2, "eval__enabled": "false"}

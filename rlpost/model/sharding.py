@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,11 +25,13 @@ from rlpost.errors import ConfigError
 from rlpost.model.load import pick_device
 from rlpost.model.logprobs import READ_INSIDE, trainable_verdict
 from rlpost.model.lora import MergedWeights, is_adapted
+from rlpost.model.memory import give_back_freed_memory
 from rlpost.model.shards import announced, whole
 from rlpost.settings import ModelSettings
 
 INDEX = "model.safetensors.index.json"
 OUTSIDE_LAYERS = "outside"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,30 @@ def export(model: Any, folder: Path) -> None:
     weight_map, size = {}, 0
     for number, names in enumerate(files.values(), start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: weights[name].cpu().contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        size += sum(tensor.nbytes for tensor in tensors.values())
+        size += _write({name: weights[name].cpu() for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
+        give_back_freed_memory()
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> int:
+    """Write a safetensors file, without the copy of it all in memory that the library makes; returns its bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)  # what follows is aligned
+    with file.open("wb") as stream:
+        stream.write(len(words).to_bytes(8, "little") + words)
+        for tensor in tensors.values():
+            stream.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return end
 
 
 def save_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -191,8 +207,12 @@ def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+    by_layer: dict[str, dict[str, torch.Tensor]] = {}  # so that no more than a layer of the file is held at a time
+    for name, tensor in tensors.items():
+        by_layer.setdefault(_layer_of(name), {})[name] = tensor
     with _quiet(), torch.no_grad():
-        checkpoint.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        for part in by_layer.values():
+            checkpoint.load(part, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 @contextlib.contextmanager
