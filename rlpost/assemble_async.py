@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,7 +51,9 @@ def assemble_driver(
         players, where = ray_players(settings.cluster, order, trainable.model.device)
         max_restarts = settings.cluster.max_restarts
     else:
-        players, where = Players(partial(_local_worker, order, _gpus(chosen.gpus), Output())), "in its own process"
+        seats = [_environment(chosen, seat) for seat in range(chosen.players)]
+        players = Players(partial(_local_worker, order, seats, Output()), chosen.players)
+        where = "in its own process" if chosen.players == 1 else f"in {chosen.players} processes"
         max_restarts = chosen.max_restarts
     remote = RemotePolicy(
         players,
@@ -92,17 +93,23 @@ class Output:
         return self._descriptor
 
 
-def _local_worker(order: PlayerOrder, environment: Mapping[str, str], output: Output, seat: int) -> WorkerProcess:
+def _local_worker(order: PlayerOrder, seats: list[dict[str, str]], output: Output, seat: int) -> WorkerProcess:
     """The process of a player on this machine, which is not started yet."""
-    return WorkerProcess(
-        player_builder(order), name="the process that samples", environment=environment, output=output.descriptor
-    )
+    name = "the process that samples" if len(seats) == 1 else f"process {seat} that samples"
+    return WorkerProcess(player_builder(order), name=name, environment=seats[seat], output=output.descriptor)
+
+
+def _environment(chosen: AsyncCollectorSettings, seat: int) -> dict[str, str]:
+    """The variables that leave the player of `seat` its share of the GPUs, or of the cores where there are several."""
+    if chosen.gpus:
+        each = len(chosen.gpus) // chosen.players
+        return _gpus(chosen.gpus[seat * each : (seat + 1) * each])
+    cores = max(1, len(os.sched_getaffinity(0)) // chosen.players) if hasattr(os, "sched_getaffinity") else 1
+    return {} if chosen.players == 1 else {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 def _gpus(numbers: list[int]) -> dict[str, str]:
     """The variable that leaves a process these GPUs, of those that this one sees."""
-    if not numbers:
-        return {}
     names = gpus_seen()
     if (missing := max(numbers)) >= len(names):
         raise ConfigError(f"collector.gpus={numbers}: there is no GPU {missing}, this process sees {len(names)}")

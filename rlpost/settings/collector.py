@@ -43,9 +43,14 @@ class AsyncCollectorSettings(CollectorSettings):
     push: PushMode = PushMode.wait  # groups under way at a push end first, or go on with the new weights
     max_restarts: int = limited(MAX_RESTARTS, at_least=0)  # of a process that dies; one more ends the run
     wait_seconds: float = limited(900.0, above=0.0)  # longest wait for one more group
-    gpus: list[int] = field(default_factory=list)  # that it samples on, of those there are; []: all, training's too
+    players: int = limited(1, at_least=1)  # processes that sample, each with an engine of its own
+    gpus: list[int] = field(default_factory=list)  # that they sample on, equally many each; []: all, training's too
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if twice := sorted({gpu for gpu in self.gpus if self.gpus.count(gpu) > 1 or gpu < 0}):
             raise ConfigError(f"collector.gpus={self.gpus}: {twice[0]} is no number of one GPU: name each once, from 0")
+        if len(self.gpus) % self.players:
+            raise ConfigError(
+                f"collector.gpus={self.gpus} cannot be shared by collector.players={self.players}: give each as many"
+            )

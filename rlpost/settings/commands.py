@@ -158,10 +158,11 @@ class SampledSettings(TrainingSettings):
             )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
-        if self.on_cluster and (self.collector.gpus or self.collector.max_restarts != MAX_RESTARTS):
+        own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS
+        if self.on_cluster and own:
             raise ConfigError(
-                "collector.gpus and collector.max_restarts are of one machine's sampler: with cluster=ray they are "
-                "cluster.gpus_per_worker and cluster.max_restarts"
+                "collector.gpus, collector.players and collector.max_restarts are of one machine's samplers: with "
+                "cluster=ray they are cluster.gpus_per_worker, cluster.rollout_workers and cluster.max_restarts"
             )
         if self.collector.depth is not None and self.collector.depth > self.lag:
             raise ConfigError(
