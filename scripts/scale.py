@@ -1,6 +1,7 @@
 """Where a training on a cluster stops getting faster: computed from figures that you enter, and checked by measuring.
 
 limits   the seconds of a step for 1, 2, 4, ... workers, and what the limit is: sampling, the trainer, or the push
+lengths  the longest sequence that fits GPUs of 24 and 80 GB, by rlpost's estimate of memory: the table of docs/scale.md
 measure  a rollout whose turns only wait (0.5 s each, 8 conversations at a time per worker, 256 tickets in all), played
          by 1, 2 and 4 workers of a Ray cluster on this machine, against the formulas below
 
@@ -184,11 +185,47 @@ def measure() -> int:
     return 0 if least >= NEEDED else 1
 
 
+LONGEST = 131_072  # tokens, beyond which the table does not look
+DIVIDED = {  # ways of dividing a model among GPUs
+    "cluster.sharding=full": ["cluster.sharding=full"],
+    "and cluster.cpu_offload=true": ["cluster.sharding=full", "cluster.cpu_offload=true"],
+}
+
+
+def length_rows() -> list[str]:
+    """The lines of the table: a line a model, number of GPUs and way; nothing is measured for it."""
+    from rlpost.catalog import TRAIN_GRPO
+    from rlpost.config.compose import compose
+    from rlpost.config.hub_sizes import HUB_MODELS
+    from rlpost.estimate.needs import longest_that_fits, work_of
+    from rlpost.estimate.shape import shape_of_config
+
+    lines = ["| model | GPUs | what a rank holds | 24 GB | 80 GB |", "|---|---|---|---|---|"]
+    shapes = {known.option: shape_of_config(known.config) for known in HUB_MODELS.values()}
+    for model in ("qwen", "qwen-1.5b", "qwen-3b", "qwen-7b"):
+        for ranks in (1, 4, 8):
+            for way, words in (DIVIDED if ranks > 1 else {"the whole model": []}).items():
+                asked = ["policy=vllm", "model.activation_checkpointing=true", f"env.max_completion_tokens={LONGEST}"]
+                settings = compose(
+                    TRAIN_GRPO, [f"model={model}", *asked, f"cluster.trainer_ranks={ranks}", *words]
+                ).settings
+                fits = []
+                for room in (24 * 10**9, 80 * 10**9):
+                    shape = shapes[model]
+                    assert shape is not None
+                    work = work_of(settings, shape, gpu_bytes=room)
+                    longest = longest_that_fits(work, room, on_gpu=True)
+                    fits.append("more than 131,072" if longest >= LONGEST else f"{longest:,}" if longest else "none")
+                lines.append(f"| {model} | {ranks if ranks > 1 else 'any'} | {way} | {' | '.join(fits)} |")
+    return lines
+
+
 def main() -> int:
     """Do what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     commands.add_parser("measure").set_defaults(do=lambda asked: measure())
+    commands.add_parser("lengths").set_defaults(do=lambda asked: print("\n".join(length_rows())) or 0)
     computed = commands.add_parser("limits")
     for name, kind, default in (
         ("train-seconds", float, None),

@@ -40,3 +40,8 @@ def test_a_step_is_as_slow_as_its_parts_together_or_as_the_slower_of_them(scale:
     assert scale.step_seconds(figures, 1, beside=True) == (40, "sampling")
     figures.turn_seconds, figures.push_seconds = 15, 30
     assert scale.step_seconds(figures, 1, beside=True) == (50, "the push")
+
+
+def test_the_table_of_lengths_is_the_estimates(scale: Any) -> None:
+    page = SCRIPT.parents[1] / "docs" / "scale.md"
+    assert "\n".join(scale.length_rows()) in page.read_text()
