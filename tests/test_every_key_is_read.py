@@ -19,14 +19,18 @@ from rlpost.config.compose import compose
 from rlpost.config.registry import all_keys, options
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
+from rlpost.estimate.needs import work_of
+from rlpost.estimate.shape import Shape
+from rlpost.model import trainable
 from rlpost.model.load import locate_model
+from rlpost.model.sharding import ShardingPlan
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import vllm, vllm_arguments, vllm_engines
 from rlpost.policies.sampling import training_sampling
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.run import RunRequest
 from rlpost.tracking import choice
-from rlpost.train import expert_iteration, sft
+from rlpost.train import expert_iteration, joining, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -81,6 +85,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
         for name in options("loss", TRAIN_GRPO):
             make_loss(name)
         assemble_beside(TRAIN_GRPO, assemble.assemble_grpo)
+        plan_ranks(folder, TRAIN_GRPO)
     with reads_noted(classes) as of_evaluation:
         evaluate_once("policy=transformers", "sampling.temperature=0.5")
         evaluate_once("policy=scripted", *gsm8k)
@@ -99,6 +104,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
             tune_once(folder / f"sft-{words[0]}", "eval.accuracy=true", "policy=scripted", *words)
         with pytest.raises(DataError, match="no single reply wins it"):
             tune_once(folder / "sft-game", "eval.accuracy=true", "policy=scripted", *game)
+        plan_ranks(folder, TRAIN_SFT)
     with reads_noted(classes) as of_iteration:
         iterate_once(folder / "iteration", "policy=transformers")
         iterate_once(folder / "iteration-adapter", "policy=scripted", "lora.enabled=true", "optim=adamw_8bit")
@@ -108,6 +114,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Read]]:
             iterate_once(folder / f"iteration-{words[0]}", "policy=scripted", *words)
         iterate_once(folder / "iteration-game", "policy=scripted", *game)
         assemble_beside(TRAIN_EXPERT_ITERATION, assemble.assemble_expert_iteration)
+        plan_ranks(folder, TRAIN_EXPERT_ITERATION)
     return {
         TRAIN_GRPO.name: of_training | of_both,
         TRAIN_EXPERT_ITERATION.name: of_iteration | of_both,
@@ -128,6 +135,31 @@ def train_once(folder: Path, *words: str) -> None:
     composed = compose(TRAIN_GRPO, [*SMALL, *words])
     request = RunRequest(folder, None, composed.overrides, ["rlpost", "train", "grpo"], composed.yaml)
     assert train(composed.settings, request) == 0
+
+
+def plan_ranks(folder: Path, command: Command[Any]) -> None:
+    """What several ranks make of their settings, without the processes."""
+    for name in options("cluster", command):
+        words = ["cluster.trainer_ranks=2", "cluster.sharding=full", "cluster.cpu_offload=true"]
+        settings = compose(command, ["model=tiny", f"cluster={name}", *words]).settings
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.is_initialized", lambda: True)
+            patch.setattr("torch.distributed.get_world_size", lambda: 2)
+            assert trainable.sharding_plan(settings.cluster) == ShardingPlan(offload=True)
+        work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}), gpu_bytes=None)
+        assert work.ranks == 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlpost.collectors.process.WorkerProcess.start", no_ranks)
+            with pytest.raises(NoRanksError):
+                joining.join_ranks(settings, None, folder)
+
+
+class NoRanksError(Exception):
+    """No processes are started here."""
+
+
+def no_ranks(*arguments: Any) -> None:
+    raise NoRanksError
 
 
 def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:

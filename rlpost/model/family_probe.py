@@ -61,7 +61,7 @@ def tried_on_a_small_copy(model: nn.Module, readers: Mapping[str, Reader]) -> Ve
         ):
             torch.manual_seed(0)
             try:
-                small = small_copy(own, heads).to(device)
+                small = small_copy(own, heads, device)
             except CannotCopyError as error:
                 unknown = f"no small copy of it can be tried: {error}"
                 continue

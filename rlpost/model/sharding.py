@@ -22,12 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpost.config.model_folder import weight_files
 from rlpost.errors import ConfigError
-from rlpost.model.load import pick_device
 from rlpost.model.logprobs import READ_INSIDE, trainable_verdict
 from rlpost.model.lora import MergedWeights, is_adapted
 from rlpost.model.memory import give_back_freed_memory
 from rlpost.model.shards import announced, whole
-from rlpost.settings import ModelSettings
 
 INDEX = "model.safetensors.index.json"
 OUTSIDE_LAYERS = "outside"
@@ -73,12 +71,11 @@ def shard(model: PreTrainedModel, plan: ShardingPlan) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def load_sharded(folder: Path, settings: ModelSettings, plan: ShardingPlan) -> Any | None:
+def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, plan: ShardingPlan) -> Any | None:
     """The model of `folder`, of which each rank reads its own part alone; None where its files have other names.
 
     It is built without weights first, and then read from the safetensors files part by part.
     """
-    device, dtype = pick_device(settings.device), getattr(torch, settings.dtype.value)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with _no_weights():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -161,7 +158,8 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> int:
     with file.open("wb") as stream:
         stream.write(len(words).to_bytes(8, "little") + words)
         for tensor in tensors.values():
-            stream.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            content: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            stream.write(content)  # as it lies in memory
     return end
 
 

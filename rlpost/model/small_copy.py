@@ -71,8 +71,8 @@ class CannotCopyError(Exception):
     """No small copy of the architecture can be built."""
 
 
-def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
-    """A random float32 copy of the architecture of `model` on its device, with `heads` heads or as wide as it is.
+def small_copy(model: PreTrainedModel, heads: int | None, device: torch.device) -> PreTrainedModel:
+    """A random float32 copy of the architecture of `model` on `device`, with `heads` heads or as wide as it is.
 
     The caller guards torch's random state. Raises CannotCopyError where none can be built.
     """
@@ -89,7 +89,7 @@ def small_copy(model: PreTrainedModel, heads: int | None) -> PreTrainedModel:
         # what the model's own code raises for sizes that it does not expect
         raise CannotCopyError(f"{type(error).__name__}: {first_line(error)}") from error
     _draw_wide(small)
-    return small.to("cpu" if model.device.type == "meta" else model.device).eval()
+    return small.to(device).eval()
 
 
 def widths_to_try(model: PreTrainedModel) -> list[int | None]:

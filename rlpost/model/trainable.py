@@ -16,7 +16,7 @@ from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, reso
 from rlpost.errors import CheckpointError
 from rlpost.home import expanded
 from rlpost.model.activations import recompute_activations
-from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer
+from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer, pick_device
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
@@ -33,7 +33,11 @@ class TrainingSettings(Protocol):
     model: ModelSettings
     lora: LoRASettings
     optim: OptimSettings
-    cluster: ClusterSettings
+
+    @property
+    def cluster(self) -> ClusterSettings:
+        """Whose machines train."""
+        ...
 
 
 @dataclass
@@ -84,7 +88,7 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
     start, lora = locate_start(settings), settings.lora
     current = checkpoint / "model" if checkpoint is not None else start
     adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    plan = _sharding_plan(settings.cluster)
+    plan = sharding_plan(settings.cluster)
     model = _load(start if lora.enabled else current, settings, plan)
     trainable_verdict(model)  # before anything is sampled from it
     if lora.enabled:
@@ -146,11 +150,14 @@ def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -
     """
     if plan is None:
         return load_model(folder, settings.model)
-    divided = None if settings.lora.enabled else load_sharded(folder, settings.model, plan)
+    divided = None
+    if not settings.lora.enabled:
+        dtype, device = getattr(torch, settings.model.dtype.value), pick_device(settings.model.device)
+        divided = load_sharded(folder, dtype, device, plan)
     return load_model(folder, replace(settings.model, device="cpu")) if divided is None else divided
 
 
-def _sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
+def sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
     """How the model is divided; None where each rank holds all of it, or there is one."""
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if cluster.sharding is Sharding.none or not several:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
+from rlpost.settings.cluster import NoClusterSettings
 from rlpost.settings.commands import TrainingSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import HeldOutSettings
@@ -84,6 +85,7 @@ class SFTSettings(TrainingSettings):
 
     env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
     policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
+    cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # what trains it
     loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
     eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
     steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has

@@ -22,7 +22,7 @@ import torch
 
 from rlpost.collectors.process import RemoteObject
 from rlpost.distributed import leave_group
-from rlpost.errors import RankError, RlpostError
+from rlpost.errors import PolicyError, RankError, RlpostError
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.packing import Row, shares_of
 from rlpost.model.shards import announce_with, is_sharded
@@ -63,7 +63,7 @@ class Ranks:
         code = getattr(error, "exit_code", 1) if failed else 0
         for other in self.others:
             other.on_death = lambda: None
-            if other.failure is None:
+            with contextlib.suppress(PolicyError):  # one that was never started, or has ended
                 other.submit("conclude", code, str(error) if failed else "")
         for other in self.others:
             other.close(END_SECONDS)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.model.sharding import GatheredWeights, ShardingPlan, export, load_sharded
 from rlpost.model.shards import announce_with
-from rlpost.settings import ModelSettings
 
 
 def memory() -> dict[str, int]:
@@ -33,7 +32,7 @@ def forget_peak() -> None:
 
 
 def loaded(folder: Path) -> Any:
-    return load_sharded(folder, ModelSettings(path=str(folder), device="cpu"), ShardingPlan())
+    return load_sharded(folder, torch.float32, torch.device("cpu"), ShardingPlan())
 
 
 def exported(rank: int, model: Any, folder: Path) -> None:

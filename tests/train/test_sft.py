@@ -22,7 +22,7 @@ from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.train import sft
+from rlpost.train import rank, sft
 from rlpost.train.sft import row_of
 from tests.trainings import metrics, train_in, untimed
 
@@ -122,7 +122,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_minibatch(tmp_path: Path) -
 
 def stop_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process Ctrl-C while `step` is being done."""
-    original, seen = sft.update, []
+    original, seen = rank.update, []
 
     def counting(*args: Any, **named: Any) -> Any:
         seen.append(None)
@@ -130,7 +130,7 @@ def stop_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **named)
 
-    monkeypatch.setattr(sft, "update", counting)
+    monkeypatch.setattr(rank, "update", counting)
 
 
 def test_a_resumed_run_is_bitwise_the_unbroken_one(
