@@ -14,8 +14,8 @@ MORE = 1.1  # beyond so many times what is written here, a figure is lowered aga
 HELD = {
     "code lines": 35_500,  # with what runs on a Ray cluster: collectors, players, a buffer, weight sync schemes
     "modules": 155,
-    "lines": 19_570,
-    "functions": 460,
+    "lines": 20_200,  # with rank.py, ranks.py and sending.py of train/, which one rank goes through too
+    "functions": 475,
     "functions from learn on": 224,
 }
 

@@ -45,6 +45,7 @@ def plan_lines(composed: Composed[Any], folder: Path, resume: str | None) -> lis
     lines = [
         f"model   {model_name(composed)} ({model.path}), {model.dtype.value} weights, device {model.device}",
         f"numbers {_numbers(composed, going_on=resume is not None)}",
+        *composed.settings.cluster.told_of_ranks(composed.settings.cluster.trainer_ranks or 1),
         *opened(composed.command.plan)(composed),
         *_learning(composed),
         f"eval    {_evaluation(composed.settings)}",

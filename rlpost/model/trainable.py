@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed, nn
@@ -20,9 +20,11 @@ from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
-from rlpost.model.sharding import ShardingPlan, load_sharded, shard
 from rlpost.model.shards import is_sharded
 from rlpost.settings import ClusterSettings, DType, LoRASettings, ModelSettings, OptimSettings, Push, Sharding
+
+if TYPE_CHECKING:
+    from rlpost.model.sharding import ShardingPlan
 
 Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
 
@@ -98,8 +100,8 @@ def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_
         load_adapter(model, adapter)
     if settings.model.activation_checkpointing:
         recompute_activations(model)
-    if plan is not None and not is_sharded(model):
-        shard(model, plan)
+    if plan is not None:
+        divide(model, plan)
     beside = lora.enabled and lora.push is Push.adapter
     return Trainable(
         model=model,
@@ -136,11 +138,18 @@ def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings, 
     if settings.lora.enabled:
         return lambda: adapter_off(model)
     frozen = _load(start, settings, plan)
-    if plan is not None and not is_sharded(frozen):
-        trainable_verdict(frozen)
-        shard(frozen, plan)
+    if plan is not None:
+        divide(frozen, plan)
     frozen.requires_grad_(False)
     return lambda: nullcontext(frozen)
+
+
+def divide(model: PreTrainedModel, plan: ShardingPlan) -> None:
+    """Divide `model` over the ranks, unless it was loaded so."""
+    from rlpost.model.sharding import shard
+
+    if not is_sharded(model):
+        shard(model, plan)
 
 
 def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> PreTrainedModel:
@@ -150,6 +159,8 @@ def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -
     """
     if plan is None:
         return load_model(folder, settings.model)
+    from rlpost.model.sharding import load_sharded
+
     divided = None
     if not settings.lora.enabled:
         dtype, device = getattr(torch, settings.model.dtype.value), pick_device(settings.model.device)
@@ -162,5 +173,7 @@ def sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if cluster.sharding is Sharding.none or not several:
         return None
+    from rlpost.model.sharding import ShardingPlan
+
     dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
     return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)

@@ -32,6 +32,15 @@ class ClusterSettings(Settings, group="cluster"):
     cpu_offload: bool = False  # of a sharded model: weights, gradients and moments wait in the machine's memory
     rank_seconds: float = limited(600.0, above=0.0)  # longest wait of a rank for the others
 
+    def told_of_ranks(self, count: int) -> list[str]:
+        """A line of a plan where `count` processes train: what each holds."""
+        divided = self.sharding is Sharding.full
+        if count == 1:
+            return ["ranks   1, among which cluster.sharding=full divides nothing"] if divided else []
+        held = "a part of the model" if divided else "the whole model"
+        offload = ", kept in the machine's memory" if self.cpu_offload else ""
+        return [f"ranks   {count} train together, each holds {held}{offload}"]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sharding is Sharding.none and (self.cpu_offload or self.gather_dtype is not DType.auto):

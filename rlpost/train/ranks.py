@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rlpost.collectors.process import RemoteObject
 from rlpost.distributed import leave_group
 from rlpost.errors import PolicyError, RankError, RlpostError
 from rlpost.model.logprobs import verdict_of
@@ -29,6 +28,9 @@ from rlpost.model.shards import announce_with, is_sharded
 from rlpost.train.rank import Progress, Rank
 from rlpost.train.sending import as_arrays, as_tensors
 from rlpost.train.update import Update
+
+if TYPE_CHECKING:
+    from rlpost.collectors.process import RemoteObject
 
 log = logging.getLogger("rlpost")
 

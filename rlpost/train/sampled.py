@@ -91,7 +91,7 @@ class SamplingSession(Session[S, P]):
         lines = [
             model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
-            *self.told_of_ranks(),
+            *settings.cluster.told_of_ranks(self.ranks.count),
             *reading_lines(parts.model, settings.group_size),
             f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
             f"policy  {parts.policy.name}, {parts.policy.sampling}",

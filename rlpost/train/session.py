@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.distributed import Place
 from rlpost.errors import ConfigError
 from rlpost.estimate.hub import shape_of_model
 from rlpost.estimate.machine import Room
@@ -41,9 +43,8 @@ from rlpost.output import output_into
 from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings, Sharding
+from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.joining import beside_ranks, join_ranks
 from rlpost.train.narration import say_stopped
 from rlpost.train.progress import (
     ENDS_TRAINING,
@@ -158,8 +159,7 @@ class Session(ABC, Generic[S, P]):
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
             self.run.keep_numbers(numbers.record())
-            self.ranks = self._opened.enter_context(join_ranks(self.settings, checkpoint, self.run.folder))
-            self.settings = beside_ranks(self.settings, self.ranks.count)
+            self.ranks = self._joined(checkpoint)
             self.parts = self._opened.enter_context(contextlib.closing(assemble(self.settings, checkpoint)))
             self.parts.start()
             self._opened.enter_context(frozen_heap())
@@ -301,15 +301,6 @@ class Session(ABC, Generic[S, P]):
     def conclude(self) -> None:
         """The result of a run that was not stopped, in a few lines, and what to do next."""
 
-    def told_of_ranks(self) -> list[str]:
-        """A line of a plan where several processes train: how many, and what each holds."""
-        if self.ranks.count == 1:
-            return []
-        cluster = self.settings.cluster
-        held = "a part of the model" if cluster.sharding is Sharding.full else "the whole model"
-        offload = ", kept in the machine's memory" if cluster.cpu_offload else ""
-        return [f"ranks   {self.ranks.count} train together, each holds {held}{offload}"]
-
     # Beginning, going on, ending
 
     def _check_needs(self) -> None:
@@ -327,6 +318,16 @@ class Session(ABC, Generic[S, P]):
             needs.check(model.path)
             for line in needs.lines():
                 self.screen.line(line)
+
+    def _joined(self, checkpoint: Path | None) -> Ranks:
+        """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
+        if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
+            return Ranks()
+        from rlpost.train.joining import beside_ranks, join_ranks
+
+        ranks = self._opened.enter_context(join_ranks(self.settings, checkpoint, self.run.folder))
+        self.settings = beside_ranks(self.settings, ranks.count)
+        return ranks
 
     def _begin_ranks(self) -> None:
         parts, tokens = self.parts, self.tokens_per_microbatch

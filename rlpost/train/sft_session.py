@@ -78,7 +78,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         lines = [
             model_line(settings.model, parts.model_folder, parts.model),
             numbers.line,
-            *self.told_of_ranks(),
+            *settings.cluster.told_of_ranks(self.ranks.count),
             *reading_lines(parts.model),
             f"data    {data}, {counted(len(samples), 'sample')}"
             + (f", {len(parts.held_out)} held out" if parts.held_out else ""),

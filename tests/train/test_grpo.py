@@ -24,7 +24,7 @@ from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import TransformersWrapper
 from rlpost.settings.run import RunRequest
-from rlpost.train import grpo, sampled, session
+from rlpost.train import rank, sampled, session
 from rlpost.train import update as update_module
 from rlpost.train.grpo import train
 
@@ -249,7 +249,7 @@ def test_the_sampler_rests_while_the_model_trains_and_what_training_freed_goes_b
 
     noted(TransformersWrapper, "generate")
     noted(TransformersWrapper, "rest")
-    noted(grpo, "update")
+    noted(rank, "update")
     noted(session, "give_back_freed_memory")
     noted(session, "save_checkpoint")
     assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "checkpoint.every=1") == 0

@@ -26,7 +26,6 @@ from rlpost.settings import Estimator
 from rlpost.settings.run import RunRequest
 from rlpost.train import expert_iteration, grpo, sft
 from tests.asynchronous import players, started, trained_groups, wait_for, write_rows
-from tests.processes import children
 
 LOOPS = {TRAIN_GRPO: grpo, TRAIN_SFT: sft, TRAIN_EXPERT_ITERATION: expert_iteration}
 PLAIN = ["cluster.trainer_ranks=2"]
@@ -97,7 +96,7 @@ def test_torchrun_starts_one_run(words: list[str], tmp_path: Path) -> None:
     last = metrics(tmp_path / "two")[-1]
     assert 0.1 < last["memory/rank_0_gb"] < 20
     assert 0.1 < last["memory/rank_1_gb"] < 20
-    assert not children()
+    assert not players()
 
 
 def test_a_divided_run_is_the_same_and_goes_on_with_one_rank(words: list[str], tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(words: list[str], tmp_path: 
     assert "rank 1 of 2 was ended by SIGKILL" in (folder / "log.txt").read_text()
     done = metrics(folder)[-1]["step"]
     assert run(folder, [*words, f"steps={done + 1}"], resume="latest") == 0
-    assert not children()
+    assert not players()
 
 
 # By the dozen
@@ -233,7 +232,7 @@ def test_when_rank_0_of_torchrun_is_killed_the_others_end(words: list[str], tmp_
     _, complaints = launcher.communicate(timeout=40)
     assert launcher.returncode != 0
     assert "since rank 0 was lost" in complaints
-    wait_for(lambda: not children())
+    wait_for(lambda: not players())
     assert run(tmp_path / "r", [*words, f"steps={metrics(tmp_path / 'r')[-1]['step'] + 1}"], resume="latest") == 0
 
 
