@@ -100,6 +100,7 @@ class OtherRank:
     """A rank that is not rank 0, in a process of its own; its methods are called from rank 0's."""
 
     def __init__(self, plugins: list[str], place: Place, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as sink:  # rank 0 has the terminal
             for number in (1, 2):
                 os.dup2(sink.fileno(), number)

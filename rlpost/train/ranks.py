@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rlpost import distributed
 from rlpost.distributed import leave_group
 from rlpost.errors import PolicyError, RankError, RlpostError
 from rlpost.model.logprobs import verdict_of
@@ -36,6 +38,7 @@ log = logging.getLogger("rlpost")
 
 NAMING_SECONDS = 5.0  # until it is known which rank was lost, once something has failed that all do together
 LAST_RESORT_SECONDS = 15.0  # for this process to end in order once another rank is lost
+LOAD_SECONDS = 900.0  # for another rank to have loaded its model, once this one has
 END_SECONDS = 10.0  # for another rank to end in order
 
 
@@ -81,8 +84,7 @@ class Ranks:
         self.own = own
         with self._naming():
             asked = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
-            for future in asked:
-                future.result()
+            self._answers(asked, "loading the model", LOAD_SECONDS)
         if is_sharded(own.model):
             announce_with(own.model, self._gather)
 
@@ -101,7 +103,7 @@ class Ranks:
                 "update", [(share, number, self.total_updates) for share in self._rows(minibatch, shares)]
             )
             mine = self.own.update([minibatch[place] for place in shares[0]], number, self.total_updates)
-            theirs: list[Update[Any]] = [as_tensors(future.result()) for future in asked]
+            theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(asked, "an update")]
         outputs = [as_tensors(as_arrays(output)) for output in mine.outputs]  # on the CPU, as those of the others
         return Update([*outputs, *(o for each in theirs for o in each.outputs)], mine.grad_norm, mine.stepped)
 
@@ -129,23 +131,22 @@ class Ranks:
             with self._naming():
                 asked = self._tell("save_moments", folder)
                 self.own.save_moments(folder)
-                for future in asked:
-                    future.result()
+                self._answers(asked, "saving")
 
         return save
 
     def bad_gradients(self) -> list[str]:
         """The parameters whose gradient is not finite, in any rank's part of them."""
         found = self.own.bad_gradients()
-        for future in self._tell("bad_gradients"):
-            found += [name for name in future.result() if name not in found]
+        for theirs in self._answers(self._tell("bad_gradients"), "its gradients"):
+            found += [name for name in theirs if name not in found]
         return found
 
     def memory(self) -> dict[str, float]:
         """The most that each rank has held, in GB; nothing where there is one."""
         if not self.others:
             return {}
-        peaks = [self.own.peak_gb(), *(future.result() for future in self._tell("peak_gb"))]
+        peaks = [self.own.peak_gb(), *self._answers(self._tell("peak_gb"), "its memory")]
         return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(peaks)}
 
     # What goes to the others
@@ -160,7 +161,7 @@ class Ranks:
         with self._naming():
             asked = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
             read = [getattr(self.own, method)([rows[place] for place in shares[0]], temperature, *more)]
-            read += [as_tensors(future.result()) for future in asked]
+            read += [as_tensors(each) for each in self._answers(asked, "log-probs")]
         found: dict[int, torch.Tensor] = {}
         for share, log_probs in zip(shares, read, strict=True):
             found.update(zip(share, log_probs, strict=True))
@@ -184,6 +185,20 @@ class Ranks:
 
     def _tell(self, method: str, *arguments: Any) -> list[Future[Any]]:
         return self._ask(method, [arguments] * len(self.others))
+
+    def _answers(self, asked: Sequence[Future[Any]], what: str, seconds: float | None = None) -> list[Any]:
+        """What the others have made of it. Raises RankError where one takes too long."""
+        seconds = distributed.DEADLINE_SECONDS if seconds is None else seconds
+        answers = []
+        for rank, future in enumerate(asked, start=1):
+            try:
+                answers.append(future.result(seconds))
+            except FutureTimeout:
+                raise RankError(
+                    f"waited {seconds:.0f} s for {what} of rank {rank}, which hangs or is much slower than rank 0; "
+                    f"cluster.rank_seconds sets the limit, and rank-{rank}.log of the run says what it did"
+                ) from None
+        return answers
 
     # What becomes of them
 
