@@ -24,6 +24,7 @@ from rlpost.evaluation.pass_rates import choose_by_pass_rate
 from rlpost.evaluation.play import Evaluation, play, summarise
 from rlpost.model.load import context_length, load_tokenizer, locate_model, pick_device
 from rlpost.model.precision import Numbers, choose_numbers
+from rlpost.model.shards import device_of
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.advantage import has_spread
 from rlpost.objectives.policy_objective import PolicyObjective
@@ -72,7 +73,7 @@ class SamplingParts:
     @property
     def device(self) -> torch.device:
         """Where the model is trained."""
-        return self.model.device
+        return device_of(self.model)
 
     def start(self) -> None:
         """Start the policy."""

@@ -24,6 +24,7 @@ from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.errors import DataError
 from rlpost.evaluation.pass_rates import RateFilter, choose_demonstrations
 from rlpost.model.load import context_length
+from rlpost.model.shards import device_of
 from rlpost.model.trainable import Reference, Trainable, load_trainable, starting_tokenizer
 from rlpost.objectives.sft_objective import SFTObjective
 from rlpost.policies.base import Policy
@@ -69,7 +70,7 @@ class SFTParts:
     @property
     def device(self) -> torch.device:
         """Where the model is trained."""
-        return self.model.device
+        return device_of(self.model)
 
     def start(self) -> None:
         """Start the policy, where there is one."""

@@ -20,6 +20,14 @@ def is_sharded(model: Any) -> bool:
     return hasattr(model, "unshard")  # FSDP2's own class, without importing it
 
 
+def device_of(model: Any) -> torch.device:
+    """Where `model` computes: its parts may wait in the machine's memory, and are gathered on a GPU."""
+    if not is_sharded(model):
+        return model.device
+    kind = next(iter(model.parameters())).device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, gathered from all ranks where each has a part of it: all must call this.
 

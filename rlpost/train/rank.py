@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlpost.config.plugins import load_plugins
 from rlpost.distributed import Place, device_of, form_group, leave_group
+from rlpost.model import shards
 from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row
 from rlpost.model.shards import ADAPTER, is_sharded
@@ -140,7 +141,7 @@ class OtherRank:
             settings.optim,
             Microbatches(
                 tokens_per_microbatch,
-                loaded.model.device,
+                shards.device_of(loaded.model),
                 settings.model.autocast,
                 note=lambda text: print(text, flush=True),
                 in_step=is_sharded(loaded.model),
