@@ -21,6 +21,7 @@ from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.estimate.machine import chosen_policy
 from rlpost.model.load import context_length
+from rlpost.model.shards import device_of
 from rlpost.model.trainable import Trainable
 from rlpost.policies.sampling import training_sampling
 from rlpost.settings import (
@@ -48,7 +49,7 @@ def assemble_driver(
     if isinstance(settings.cluster, RayClusterSettings):
         from rlpost.assemble_cluster import ray_players
 
-        players, where = ray_players(settings.cluster, order, trainable.model.device)
+        players, where = ray_players(settings.cluster, order, device_of(trainable.model))
         max_restarts = settings.cluster.max_restarts
     else:
         seats = [_environment(chosen, seat) for seat in range(chosen.players)]

@@ -30,7 +30,7 @@ def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.
 
     Raises MissingExtraError without ray, PolicyError where the cluster does not answer.
     """
-    ray = cluster.connect(settings.address, own_gpu=device.index if device.type == "cuda" else None)
+    ray = cluster.connect(settings.address, own_gpus=own_gpus(settings, device))
     shards = settings.tensor_parallel_size
     if isinstance(order.policy, VLLMSettings) and shards > 1:
         order = replace(order, policy=replace(order.policy, tensor_parallel_size=shards))
@@ -62,6 +62,14 @@ def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.
     threading.Thread(target=_watch, args=(players, address), name="rlpost-watch-head", daemon=True).start()
     count = settings.rollout_workers
     return players, f"in {count} Ray worker{'s' if count > 1 else ''}"
+
+
+def own_gpus(settings: RayClusterSettings, device: torch.device) -> list[int]:
+    """The numbers of the GPUs that this machine's ranks train on."""
+    if device.type != "cuda":
+        return []
+    several = settings.trainer_ranks or 1
+    return list(range(several)) if several > 1 else [device.index or 0]
 
 
 def _environment(cpus: float) -> dict[str, str]:

