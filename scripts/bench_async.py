@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ import torch
 from rlpost.collectors.driver import GroupDriver
 from rlpost.collectors.group_player import GroupPlayer
 from rlpost.collectors.player import Player
+from rlpost.collectors.players import Players
+from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
@@ -130,29 +133,36 @@ def rows(count: int) -> list[dict[str, str]]:
     return [{"question": f"q{i}"} for i in range(count)]
 
 
-def lottery() -> Lottery:
+def lottery(per_step: int, group: int) -> Lottery:
     """The environment of `steps`, in either process."""
-    return Lottery(rows(64), num_envs=PER_STEP, repeats=GROUP, group_repeats=True)
+    return Lottery(rows(64), num_envs=per_step, repeats=group, group_repeats=True)
 
 
-def player() -> GroupPlayer:
+def player(per_step: int, group: int) -> GroupPlayer:
     """The player of `steps`, built in its process."""
-    return GroupPlayer(lottery(), Slow(["a"], tiny_tokenizer(), sampling=SamplingSettings()))
+    return GroupPlayer(lottery(per_step, group), Slow(["a"], tiny_tokenizer(), sampling=SamplingSettings()))
 
 
 @frozen_heap()  # as in a training
-def steps() -> None:
+def steps(per_step: int, group: int, count: int) -> None:
     """Seconds a step with a trainer that takes `SECONDS`, for each lag, without and with dynamic sampling."""
-    model = torch.nn.Linear(2, 1)
     for lag, accept in itertools.product((0, 1, 4), (None, has_spread)):
-        env, buffer = lottery(), ReplayBuffer(group_size=GROUP, accept=accept, oldest_first=True)
-        policy = RemotePolicy(player, tiny_tokenizer(), sampling=SamplingSettings())
-        driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=PER_STEP, depth=lag, max_policy_lag=lag)
-        policy.start()
+        print(steps_of(lag, per_step, group, count, accept), flush=True)
+
+
+def steps_of(lag: int, per_step: int, group: int, count: int, accept: Any) -> str:
+    """`count` steps of `per_step` groups: how long each took, in words. What holds of the counts is asserted."""
+    model = torch.nn.Linear(2, 1)
+    env, buffer = lottery(per_step, group), ReplayBuffer(group_size=group, accept=accept, oldest_first=True)
+    players = Players(lambda seat: WorkerProcess(partial(player, per_step, group)))
+    policy = RemotePolicy(players, tiny_tokenizer(), sampling=SamplingSettings())
+    driver = GroupDriver(env, policy, buffer, model=model, prompts_per_step=per_step, depth=lag, max_policy_lag=lag)
+    policy.start()
+    try:
         ages, seconds, counts = [], [], driver.counts()
-        for _ in range(STEPS):
+        for _ in range(count):
             began = time.perf_counter()
-            batch = buffer.take(PER_STEP, lag)
+            batch = buffer.take(per_step, lag)
             ages.append(driver.policy_version - int(batch["policy_version"].min()))
             time.sleep(SECONDS)
             driver.update_policy_weights_(model)
@@ -160,14 +170,16 @@ def steps() -> None:
             counts = driver.counts()
             ended = ("trained", "turned_down", "cancelled", "failed", "waiting")
             assert counts["groups/issued"] == sum(counts[f"groups/{name}"] for name in ended)
+    finally:
         policy.close()
-        sampling = "with dynamic sampling" if accept else "every group taken"
-        print(
-            f"lag {lag}, {sampling}: {statistics.mean(seconds[1:]):.3f} s a step "
-            f"(median {statistics.median(seconds):.3f}), oldest group {max(ages)} pushes old, "
-            f"{counts['groups/turned_down']:.0f} of {counts['groups/issued']:.0f} groups turned down, "
-            f"{counts['groups/cancelled']:.0f} cancelled, {buffer.num_dropped_by_age} dropped by age"
-        )
+    assert max(ages) <= lag
+    sampling = "with dynamic sampling" if accept else "every group taken"
+    return (
+        f"lag {lag}, {per_step} x {group}, {sampling}: {statistics.mean(seconds[1:]):.3f} s a step "
+        f"(median {statistics.median(seconds):.3f}), oldest group {max(ages)} pushes old, "
+        f"{counts['groups/turned_down']:.0f} of {counts['groups/issued']:.0f} groups turned down, "
+        f"{counts['groups/cancelled']:.0f} cancelled, {buffer.num_dropped_by_age} dropped by age"
+    )
 
 
 def tools() -> None:
@@ -246,8 +258,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("steps", "tools", "vllm"))
     parser.add_argument("--pairs", type=int, default=3, help="of vllm")
+    parser.add_argument("--prompts", type=int, default=PER_STEP, help="of a step, of steps")
+    parser.add_argument("--group", type=int, default=GROUP, help="completions a prompt, of steps")
     asked = parser.parse_args()
-    {"steps": steps, "tools": tools, "vllm": lambda: vllm(asked.pairs)}[asked.what]()
+    {"steps": lambda: steps(asked.prompts, asked.group, STEPS), "tools": tools, "vllm": lambda: vllm(asked.pairs)}[
+        asked.what
+    ]()
 
 
 if __name__ == "__main__":
