@@ -261,9 +261,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=PER_STEP, help="of a step, of steps")
     parser.add_argument("--group", type=int, default=GROUP, help="completions a prompt, of steps")
     asked = parser.parse_args()
-    {"steps": lambda: steps(asked.prompts, asked.group, STEPS), "tools": tools, "vllm": lambda: vllm(asked.pairs)}[
-        asked.what
-    ]()
+    work = {
+        "steps": lambda: steps(asked.prompts, asked.group, STEPS),
+        "tools": tools,
+        "vllm": lambda: vllm(asked.pairs),
+    }
+    work[asked.what]()
 
 
 if __name__ == "__main__":
