@@ -500,10 +500,12 @@ def test_a_worker_receives_what_its_receiver_is_offered() -> None:
 def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests/collectors has them play
     from rlpost.collectors import RayCollector, RayLLMCollector
 
+    anything: Any = object
+
     with pytest.raises(TypeError, match="which counts"):
-        RayCollector(object, frames_per_batch=8, collector_kwargs={"total_frames": 8})
+        RayCollector(anything, frames_per_batch=8, collector_kwargs={"total_frames": 8})
     with pytest.raises(TypeError, match="queue has no effect"):
-        RayLLMCollector(object, policy=print, queue=[])
+        RayLLMCollector(anything, policy=print, queue=[])
     assert all(hasattr(RayCollector, name) for name in ("add_collectors", "remote_collectors", "cascade_execute"))
 
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from rlpost.cli.main import run as rlpost
-from rlpost.cluster import NodeReport, _without_gpu, connect, differences, gpus_seen, versions
+from rlpost.cluster import NodeReport, connect, differences, gpus_seen, versions, without_gpus
 from rlpost.errors import ConfigError, MissingExtraError, PolicyError
 from rlpost.extras import is_installed
 
@@ -75,9 +75,9 @@ def test_a_port_of_something_else_is_named() -> None:
 
 def test_a_new_cluster_is_not_offered_the_gpu_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    with _without_gpu(1):
+    with without_gpus([1]):
         assert gpus_seen() == ["4", "7"]
     assert gpus_seen() == ["4", "6", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    with _without_gpu(0):  # the only one is shared
+    with without_gpus([0]):  # the only one is shared
         assert gpus_seen() == ["4"]
