@@ -64,6 +64,7 @@ def assemble_driver(
         max_model_len=min(longest, context_length(trainable.folder) or longest),
         name=f"{engine} {where}",
         pushes_adapter=trainable.adapter_rank is not None,
+        in_turn=settings.lag == 0,
     )
     return GroupDriver(
         env,

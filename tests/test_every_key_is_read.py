@@ -221,12 +221,8 @@ def start_vllm(folder: Path) -> None:
         def close(self) -> None:
             """Nothing was started."""
 
-        def reset_prefix_cache(self) -> None:
-            """Nothing is kept."""
-
-        def call_workers(self, method: str) -> list[Any]:
-            """There are none."""
-            return []
+        def rest(self, *, sleeps: bool) -> None:
+            """Nothing is held."""
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine))

@@ -101,6 +101,10 @@ class GroupPlayer:
         """A completion for each request, beside what is played."""
         return self._submit(self._generated(list(requests), sampling))
 
+    def rest(self) -> Future[None]:
+        """See `Policy.rest`; nothing happens while there is something to play."""
+        return self._submit(self._rested())
+
     def close(self) -> None:
         """Play nothing more and give back what the environment and the policy hold."""
         self._loop.close()
@@ -221,6 +225,10 @@ class GroupPlayer:
             await asyncio.wait(list(self._groups.values()))
         load = self.policy.load_adapter_folder if adapter else self.policy.load_folder
         await self._in_thread(load, folder, version)
+
+    async def _rested(self) -> None:
+        if not self._groups:
+            await self._in_thread(self.policy.rest)
 
     async def _generated(self, requests: list[Request], sampling: SamplingSettings) -> list[Completion]:
         ended = 0

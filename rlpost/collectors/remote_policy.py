@@ -21,7 +21,7 @@ class RemotePolicy(Policy):
 
     `generate` is answered beside what is played, by all of them. `on_event` is told the seat of a player and what it
     says; `bring_up`, called where there is one to sample with or none yet, brings the present weights to players that
-    lack them. `name` says what samples there.
+    lack them. `name` says what samples there; `in_turn`, that nothing is played between a batch and the next push.
     """
 
     shares_weights = False
@@ -37,6 +37,7 @@ class RemotePolicy(Policy):
         max_model_len: int | None = None,
         name: str = "RemotePolicy",
         pushes_adapter: bool = False,
+        in_turn: bool = False,
     ) -> None:
         super().__init__(sampling=sampling, seed=seed)
         self.players = players
@@ -44,6 +45,7 @@ class RemotePolicy(Policy):
         self.max_model_len = max_model_len
         self.name = name
         self.pushes_adapter = pushes_adapter
+        self.in_turn = in_turn
         self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
         self.bring_up: Callable[[], None] = lambda: None
         self._tokens: dict[int, int] = {}  # that each seat's player has sampled
@@ -60,6 +62,16 @@ class RemotePolicy(Policy):
     def close(self) -> None:
         """See `Policy.close`."""
         self.players.close()
+
+    def rest(self) -> None:
+        """See `Policy.rest`, of every player, where they play in turn with training."""
+        playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
+        for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
+            try:
+                resting.result()
+            except PolicyError:  # one that has died is replaced
+                if worker.failure is None:
+                    raise
 
     @property
     def current(self) -> list[Seat]:

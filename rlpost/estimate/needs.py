@@ -50,6 +50,7 @@ class Work:
     sampler_bytes: int  # of one of vLLM's weights
     kv_cache_bytes: int  # that vLLM is given on a CPU
     gpu_share: float  # of the GPU that vLLM is given
+    sleeps: bool  # it leaves the GPU while the model learns
     together: int  # completions under way at once
     longest: int  # tokens of a conversation or sample
     microbatch: int  # tokens of one forward and backward
@@ -112,6 +113,7 @@ def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) 
         sampler_bytes=sampler_bytes,
         kv_cache_bytes=kv_cache,
         gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
+        sleeps=on_gpu and getattr(policy, "sleep", False),
         together=min(completions, getattr(policy, "max_num_seqs", completions)),
         longest=longest,
         microbatch=min(max(asked, longest), completions * longest),
@@ -216,6 +218,7 @@ def lighter(work: Work) -> list[tuple[str, Work]]:
         ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
         ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
         ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
+        ("policy.sleep=true", work.on_gpu and work.sampler == "vllm" and not work.sleeps, replace(work, sleeps=True)),
         ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
         ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
         ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
@@ -235,6 +238,9 @@ def _sampler_parts(work: Work) -> list[Part]:
         weights = shape.parameters * work.sampler_bytes
         if work.on_gpu:
             room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
+            if work.sleeps:
+                awake = Part("sampler, awake", weights + room, True, lasting=False)
+                return [awake, Part("sampler, asleep", weights, False)]
             return [Part("sampler", weights, True), Part("its KV cache", room, True)]
         head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
         return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]

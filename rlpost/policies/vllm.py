@@ -30,6 +30,7 @@ from rlpost.settings import SamplingSettings, VLLMSettings
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")
+WAKING = "; if memory ran out, lower policy.gpu_memory_utilization or tokens_per_microbatch"
 ADAPTING = (
     "loading an adapter",
     ": go on from the last checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model",
@@ -152,10 +153,10 @@ class vLLMWrapper(Policy):
         self.rest()  # vLLM has filled its cache with zeros
 
     def rest(self) -> None:
-        """See `Policy.rest`: the pages of the KV cache, on a CPU, and the prefixes that lie there."""
-        if self._engine is not None and self._given is None and not self._under_way and not torch.cuda.is_available():
-            self._engine.reset_prefix_cache()
-            self._engine.call_workers("give_back_kv_cache")
+        """See `Policy.rest`: on a CPU the pages of the KV cache; on a GPU weights and cache, with `policy.sleep`."""
+        if self._engine is not None and self._given is None and not self._under_way:
+            with self._closed_at_failure("giving its memory back"):
+                self._engine.rest(sleeps=self.settings.sleep)
 
     def close(self) -> None:
         """Stop the engine, or let go of one that was given; a second call does nothing."""
@@ -386,6 +387,9 @@ class vLLMWrapper(Policy):
     def _running_engine(self) -> VLLMEngine:
         if self._engine is None:
             raise PolicyError(f"vLLM is not running ({self._closed_because or 'it was not started'}): call start()")
+        if self._engine.asleep:
+            with self._closed_at_failure("waking up", WAKING):
+                self._engine.wake()
         return self._engine
 
     def _checkpoint_names(self) -> set[str]:

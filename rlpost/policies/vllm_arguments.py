@@ -55,6 +55,7 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if on_gpu:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = settings.sleep
     else:
         # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
         arguments["enable_chunked_prefill"] = False

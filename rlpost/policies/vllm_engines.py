@@ -11,12 +11,15 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlpost.loop_thread import LoopThread
 from rlpost.policies.vllm_process import (
@@ -44,6 +47,8 @@ class VLLMEngine(ABC):
     llm: Any  # vLLM's own class
     adapter: Any | None = None  # vLLM's request for the one that completions are sampled with
     told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
+    asleep = False  # whether its weights wait in the machine's memory, and its cache is given back
+    _waking = threading.Lock()
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
@@ -98,6 +103,27 @@ class VLLMEngine(ABC):
         """Forget the keys and values of earlier weights."""
         if not self._do("the prefix cache to be reset", lambda: self.llm.reset_prefix_cache()):
             raise RuntimeError("the prefix cache could not be reset")
+
+    def rest(self, *, sleeps: bool) -> None:
+        """Give memory back until `wake`, while nothing is under way: on a CPU the pages of the KV cache.
+
+        `sleeps`: on a GPU the cache and the weights, which wait in the machine's memory, as vLLM does where it was
+        started with `enable_sleep_mode`.
+        """
+        if not torch.cuda.is_available():
+            self.reset_prefix_cache()
+            self.call_workers("give_back_kv_cache")
+        elif sleeps and not self.asleep:
+            self.reset_prefix_cache()
+            self._do("the engine to sleep", lambda: self.llm.sleep(level=1))
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Be as before `rest`; a CPU's pages come back by themselves."""
+        with self._waking:  # requests may come from several threads
+            if self.asleep:
+                self._do("the engine to wake", lambda: self.llm.wake_up())
+                self.asleep = False
 
     @abstractmethod
     def close(self) -> None:

@@ -156,6 +156,11 @@ class SampledSettings(TrainingSettings):
                 f"deterministic=true promises bitwise equal runs, and with {elsewhere} groups come in the order in "
                 "which they happen to end: leave one out"
             )
+        if self.lag and self.samples_elsewhere and getattr(self.policy, "sleep", False):
+            raise ConfigError(
+                f"policy.sleep=true has nothing to do while the policy samples beside training (lag {self.lag}): add "
+                "max_policy_lag=0, or leave it out"
+            )
         if not isinstance(self.collector, AsyncCollectorSettings):
             return
         own = self.collector.gpus or self.collector.players > 1 or self.collector.max_restarts != MAX_RESTARTS

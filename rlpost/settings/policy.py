@@ -49,6 +49,7 @@ class VLLMSettings(ModelPolicySettings):
     gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU; the trainer needs the rest
     kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
+    sleep: bool = False  # on a GPU: weights and cache leave it while the model learns; on a CPU the cache always does
     timeout_seconds: float = limited(600.0, above=0.0)  # longest wait for the engine, own_process only
     tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
 

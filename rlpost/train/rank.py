@@ -90,6 +90,11 @@ class Rank:
         """The parameters whose gradient is not finite."""
         return bad_gradients(self.model)
 
+    def free_unused(self) -> None:
+        """Give the GPU's memory that torch holds and does not use back, for an engine that wakes beside this rank."""
+        if self.microbatches.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def peak_gb(self) -> float:
         """The most memory this rank has held: of its GPU, or else of its process."""
         if self.microbatches.device.type == "cuda":

@@ -142,6 +142,12 @@ class Ranks:
             found += [name for name in theirs if name not in found]
         return found
 
+    def free_unused(self) -> None:
+        """See `Rank.free_unused`, on every rank."""
+        asked = self._tell("free_unused")
+        self.own.free_unused()
+        self._answers(asked, "its memory")
+
     def memory(self) -> dict[str, float]:
         """The most that each rank has held, in GB; nothing where there is one."""
         if not self.others:

@@ -75,6 +75,8 @@ class SamplingSession(Session[S, P]):
 
     def trained(self) -> None:
         """The step's updates are done."""
+        if getattr(self.settings.policy, "sleep", False):
+            self.ranks.free_unused()
         self.clock.lap("time/train")
 
     def finish(self, batch: Any = None) -> None:

@@ -41,6 +41,8 @@ class Worker:
         self.pushed: list[tuple[int, bool, list[int]]] = []  # version, whether it waited, groups under way
         self.on_event: Any = None
         self.on_death: Callable[[], None] = lambda: None
+        self.rested = 0
+        self.dies_at_rest = False
 
     def start(self, seconds: float) -> None:
         if self.owner.stillborn:
@@ -58,6 +60,12 @@ class Worker:
         elif method == "cancel":
             for group in arguments[0]:
                 del self.tickets[group]
+        elif method == "rest" and self.dies_at_rest:
+            self.kill("died")
+            done.set_exception(self.failure)
+            return done
+        elif method == "rest":
+            self.rested += 1
         elif method == "push":
             if self.owner.dies_at_push:
                 self.owner.dies_at_push = False
@@ -399,6 +407,18 @@ def test_tickets_go_to_the_player_that_has_fewest() -> None:
     driver._trainer_waits = False
     assert driver.buffer.take(3)["group_id"].tolist()[::2] == [0, 2, 4]
     assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[6, 8], [1, 3, 5, 7]]
+
+
+def test_players_rest_where_they_play_in_turn_with_training_and_one_that_dies_then_is_replaced() -> None:
+    policy = remote(driven(players=2))
+    policy.rest()
+    assert [worker.rested for worker in policy.workers] == [0, 0]  # training goes on beside them
+    policy.in_turn = True
+    policy.rest()
+    assert [worker.rested for worker in policy.workers] == [1, 1]
+    policy.workers[0].dies_at_rest = True
+    policy.rest()
+    assert [worker.rested for worker in policy.workers[:2]] == [1, 2]
 
 
 def test_the_others_go_on_where_one_player_dies_for_good() -> None:

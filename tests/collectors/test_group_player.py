@@ -203,6 +203,25 @@ def test_a_push_waits_for_the_groups_under_way_or_goes_into_them(playing: Playin
         assert player.policy.version == 1
 
 
+def test_the_policy_rests_where_nothing_is_played_alone(playing: Playing) -> None:
+    class Resting(Folders):
+        rests = 0
+
+        def rest(self) -> None:
+            self.rests += 1
+
+    env = Talk([{"question": "q", "turns": 1}], shuffle=False, repeats=2, max_steps=3)
+    player = playing(env, policy := Resting(hold := threading.Event()))
+    player.play(tickets(env, 1))
+    wait_until(lambda: player.policy.tokens_sampled)
+    player.rest().result(30)
+    assert policy.rests == 0
+    hold.set()
+    told_to(player).wait(1)
+    player.rest().result(30)
+    assert policy.rests == 1
+
+
 def test_completions_are_sampled_for_others_beside(playing: Playing) -> None:
     player = playing(talk())
     requests = [Request([1, 2], 8, seed) for seed in range(5)]

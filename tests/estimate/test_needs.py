@@ -87,6 +87,18 @@ def test_vllm_holds_a_copy_of_its_own_and_transformers_none() -> None:
     assert "sampler" not in parts(*FLOAT32)
     on_gpu = parts(*words, "policy.gpu_memory_utilization=0.5", gpu=100_000)
     assert (on_gpu["sampler"], on_gpu["its KV cache"]) == (2000, 48_000)
+    asleep = parts(*words, "policy.gpu_memory_utilization=0.5", "policy.sleep=true", gpu=100_000)
+    assert (asleep["sampler, awake"], asleep["sampler, asleep"]) == (50_000, 2000)
+
+
+def test_an_engine_that_sleeps_and_training_take_their_memory_in_turn() -> None:
+    words = ("policy=vllm", "policy.gpu_memory_utilization=0.5", "model.dtype=bfloat16")
+    kept, sleeping = (
+        parts_of(work_of(settings(*words, *more), SMOLLM2, gpu_bytes=8 * 10**9))
+        for more in ((), ("policy.sleep=true",))
+    )
+    activations = next(part.bytes for part in kept if part.name == "activations")
+    assert peak(kept, on_gpu=True) - peak(sleeping, on_gpu=True) == min(activations, 4 * 10**9)
 
 
 def test_a_run_as_it_is_comes_near_what_was_measured() -> None:

@@ -92,6 +92,9 @@ def test_the_engine_is_given_the_size_on_a_cpu_alone(smollm2: Path, monkeypatch:
     arguments = engine_arguments(smollm2, settings, max_model_len=176, seed=0)
     assert "kv_cache_memory_bytes" not in arguments
     assert arguments["gpu_memory_utilization"] == settings.gpu_memory_utilization
+    assert arguments["enable_sleep_mode"] is False
+    settings.sleep = True
+    assert engine_arguments(smollm2, settings, max_model_len=176, seed=0)["enable_sleep_mode"] is True
 
 
 def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from rlpost.extras import is_installed
 from rlpost.model.load import load_model, load_tokenizer, tiny_tokenizer
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Row, pack
+from rlpost.model.weights import SavedWeights
 from rlpost.policies import (
     Face,
     LLMOnDevice,
@@ -198,6 +199,47 @@ def test_a_resting_policy_gives_its_cache_back_and_samples_the_same_again(case: 
     assert [c.token_ids for c in again] == [c.token_ids for c in completions]
     for one, other in zip(again, completions, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_an_engine_that_sleeps_on_a_gpu_wakes_for_whatever_comes_next(
+    case: tuple[Path, vLLMWrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own methods are called, of which a CPU's worker makes nothing but a warning."""
+    folder, policy = case
+    engine: Any = policy._engine
+    asked: list[str] = []
+    for name in ("sleep", "wake_up"):
+        whole = getattr(engine.llm, name)
+        monkeypatch.setattr(
+            engine.llm, name, lambda *a, name=name, whole=whole, **n: asked.append(name) or whole(*a, **n)
+        )
+    completions = policy.generate(REQUESTS, SamplingSettings())
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        policy.rest()
+        assert asked == []  # policy.sleep was not asked for
+        gpu.setattr(policy.settings, "sleep", True)
+        policy.rest()
+        policy.rest()
+        assert asked == ["sleep"]
+        assert engine.asleep
+    again = policy.generate(REQUESTS, SamplingSettings())
+    assert asked == ["sleep", "wake_up"]
+    assert [c.token_ids for c in again] == [c.token_ids for c in completions]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine.rest(sleeps=True)
+    policy.load_weights(dict(SavedWeights(folder)))  # a push wakes it too
+    assert asked == ["sleep", "wake_up"] * 2
+    engine.rest(sleeps=True)
+    monkeypatch.setattr(engine.llm, "wake_up", failing)
+    with pytest.raises(PolicyError, match=r"failed while waking up: RuntimeError: no memory.* lower policy\.gpu_mem"):
+        policy.generate(REQUESTS, SamplingSettings())
+    monkeypatch.undo()
+    policy.start()
+
+
+def failing() -> None:
+    raise RuntimeError("no memory")
 
 
 def cached(worker: Any) -> float:
