@@ -20,6 +20,12 @@ def is_sharded(model: Any) -> bool:
     return hasattr(model, "unshard")  # FSDP2's own class, without importing it
 
 
+def divided_again(model: Any) -> None:
+    """Drop what a forward pass has gathered of a divided model; only a backward pass does that by itself."""
+    if is_sharded(model):
+        model.reshard()
+
+
 def device_of(model: Any) -> torch.device:
     """Where `model` computes: its parts may wait in the machine's memory, and are gathered on a GPU."""
     if not is_sharded(model):

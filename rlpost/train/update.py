@@ -22,7 +22,7 @@ from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
-from rlpost.model.shards import whole
+from rlpost.model.shards import divided_again, whole
 from rlpost.model.trainable import Reference
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
@@ -234,6 +234,7 @@ def read_log_probs(
                 for row, values in zip(microbatch.rows, pieces, strict=True):
                     read.append(values.new_zeros(row.response.numel()).masked_scatter_(row.sampled, values))
                 progress(len(read), len(rows))
+    divided_again(model)
     return read
 
 

@@ -130,6 +130,15 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(words: list[str], tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_divided_model_that_was_read_and_learned_nothing_goes_on(words: list[str], tmp_path: Path) -> None:
+    """Of a group whose replies score alike log-probs are read, and no backward follows."""
+    asked = [*words, "steps=2", "policy=scripted", "passes=2", "loss.sampler_correction=tis_token", *SHARDED]
+    assert run(tmp_path / "r", asked) == 0
+    assert [row["groups/zero_std"] for row in metrics(tmp_path / "r")] == [1.0, 1.0]
+    assert [row["grad_norm"] for row in metrics(tmp_path / "r")] == [0.0, 0.0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [*(f"advantage.estimator={name.name}" for name in Estimator), "loss.kl_in=reward"])
 @pytest.mark.parametrize("kind", [PLAIN, SHARDED, [*PLAIN, *LORA], [*SHARDED, *LORA]], ids=str)
 def test_every_estimator_sees_all_ranks(words: list[str], tmp_path: Path, more: str, kind: list[str]) -> None:
