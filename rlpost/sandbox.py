@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rlpost.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlpost.tools.sandbox.execution import Answer as Answer
     from rlpost.tools.sandbox.execution import Execution as Execution
     from rlpost.tools.sandbox.execution import KilledBy as KilledBy
     from rlpost.tools.sandbox.limits import Limits as Limits

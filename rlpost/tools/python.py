@@ -119,7 +119,9 @@ class PythonInterpreter(ToolTransform):
             execution = self.sandbox.run(code, timeout_seconds=self.timeout, show_last_value=self.show_last_value)
         else:
             execution = self._interpreter_of(conversation).run(code, self.timeout, self.show_last_value)
-        return ToolResult(execution.stdout) if execution.ok else ToolResult(self._failure(execution), ok=False)
+        return (
+            ToolResult(execution.stdout) if execution.claims_success else ToolResult(self._failure(execution), ok=False)
+        )
 
     def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
         """See `ToolTransform.message`; what a user says stands in lines of its own."""

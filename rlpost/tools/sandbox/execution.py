@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from rlpost.child import ending
 
@@ -30,8 +32,11 @@ class Execution:
     """One program, after its end.
 
     `exit_code` is Python's own, 128 + n where signal n ended the process, None where the sandbox
-    did. `finished` says that the program was seen to reach its end: one that leaves by `os._exit(0)`
+    did. `finished` says that the interpreter reported the program's end: one that leaves by `os._exit(0)`
     before its last line has exit code 0 and is not finished. `cut_bytes` of output were not kept.
+
+    That report is the interpreter's, and the program is in it: one that wants to can send the same. So whether a
+    program did what it should is told by what comes out of it and is compared outside: `Session.ask`.
     """
 
     stdout: str
@@ -43,8 +48,8 @@ class Execution:
     seconds: float
 
     @property
-    def ok(self) -> bool:
-        """Whether the program ran to its end without an exception."""
+    def claims_success(self) -> bool:
+        """Whether the interpreter reported an end without an exception: no proof that there was one."""
         return self.finished and self.exit_code == 0
 
     @property
@@ -67,6 +72,30 @@ class Execution:
         if self.exit_code is None:
             return "Python closed the pipes that it is run by"
         return f"Python ended early with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program in a session gives for an expression, where it `given` one that can be carried out of it.
+
+    `value` is made of None, numbers, strings, bytes, tuples, lists, dicts and sets, of their own types: nothing of
+    the program is in it, so comparing it with what is expected runs none of its code.
+    """
+
+    given: bool
+    value: Any
+    execution: Execution
+
+    @classmethod
+    def read(cls, execution: Execution, mark: str) -> Answer:
+        """The answer that stands behind the last `mark` of the output."""
+        _, found, text = execution.stdout.rpartition(mark)
+        try:
+            value = ast.literal_eval(text.removesuffix("\n")) if found and execution.claims_success else None
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # not written by repr, or too deep
+            found = ""
+            value = None
+        return cls(bool(found) and execution.claims_success, value, execution)
 
 
 class Capture:

@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,9 @@ START_SECONDS = 30.0  # until the walls stand; on an idle machine they take mill
 DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone
 WATCH_SECONDS = 0.05  # between two looks at the memory and files that all processes of a sandbox take together
 CHUNK = 1 << 16
+# bytes that the kernel keeps for one at most: what its owner has sent and nobody read, overhead included (twice
+# net.core.wmem_default), and 16 pages
+BUFFERED = {"socket": 425_984, "pipe": 65_536}
 REPORT_BYTES = runner.NONCE_BYTES + 1
 
 
@@ -223,7 +227,8 @@ class Process:
             if disk.f_files - disk.f_ffree > self.limits.files:
                 return KilledBy.files
             files = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        memory = sum(_memory_bytes(pid) for pid in self.members())
+        members = self.members()
+        memory = sum(map(_memory_bytes, members)) + _buffer_bytes(members)
         return KilledBy.memory if memory + files > self.limits.memory_mb << 20 else None
 
     # The end
@@ -361,6 +366,20 @@ def _processes_of(user: int) -> set[int]:
             if process.stat().st_uid == user and "\nState:\tZ" not in (process / "status").read_text():
                 found.add(int(process.name))
     return found
+
+
+def _buffer_bytes(pids: Sequence[int]) -> int:
+    """The most that the kernel may hold in the sockets and pipes of these processes, beside their memory."""
+    found: dict[str, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(entry.path)
+                    kind = target.partition(":")[0]
+                    if kind in BUFFERED:
+                        found[target] = BUFFERED[kind]
+    return sum(found.values())
 
 
 def _memory_bytes(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Self
 
 from rlpost.errors import SandboxError
 from rlpost.tools.sandbox import runner, seccomp
-from rlpost.tools.sandbox.execution import Execution
+from rlpost.tools.sandbox.execution import Answer, Execution
 from rlpost.tools.sandbox.interpreter import Interpreter
 from rlpost.tools.sandbox.launcher import Launch, NotStarted, temporary_folder
 from rlpost.tools.sandbox.limits import Limits, tasks_counted_with
@@ -105,7 +106,7 @@ class Sandbox:
             execution = self._run(code, PROOF_SECONDS, False)
         except NotStarted as error:
             raise SandboxError(f"{error}; {self._advice()}") from None
-        if not execution.ok or execution.stdout != expected:
+        if not execution.claims_success or execution.stdout != expected:
             said = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
             raise SandboxError(f"the sandbox does not hold: {said[-1]}; {self._advice()}")
 
@@ -175,6 +176,16 @@ class Session:
             self._process = None
             self.restarts += 1
         return execution
+
+    def ask(self, expression: str, *, timeout_seconds: float) -> Answer:
+        """The value of `expression`, such as `solve(7)`, in what the programs before it have left.
+
+        Judge by this, and not by a program's own word: the value is compared outside, where it runs no code of the
+        program, and what the right one would be never is inside. Raises SandboxError as `run` does.
+        """
+        mark = secrets.token_hex(16)
+        code = f"print({mark!r} + ascii((\n{expression}\n)), flush=True)"
+        return Answer.read(self.run(code, timeout_seconds=timeout_seconds), mark)
 
     def close(self) -> None:
         """End the interpreter and whatever it started; a second call does nothing."""

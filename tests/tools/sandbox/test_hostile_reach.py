@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.sandbox import Execution
 from tests.bubblewrap import needs_bubblewrap
-from tests.tools.sandbox.attacks import Attacked, attacked, outcomes
+from tests.tools.sandbox.attacks import Attacked, attacked, number_of, outcomes
 
 pytestmark = needs_bubblewrap
 
@@ -117,7 +117,7 @@ os.symlink({str(runner)!r}, "link")
 attempt("link", lambda: open("link", "w"))
 attempt("hard", lambda: os.link({str(runner)!r}, "hard"))
 attempt("node", lambda: os.mknod("disk", 0o60666, os.makedev(8, 0)))
-attempt("remount", lambda: syscall({_number("mount")}, b"x", b"/", b"x", 0x20, 0))
+attempt("remount", lambda: syscall({number_of("mount")}, b"x", b"/", b"x", 0x20, 0))
 """
     execution = attacked.run(code)
     assert "WENT WELL" not in execution.stdout
@@ -144,18 +144,10 @@ attempt("raw", lambda: socket.socket(2, socket.SOCK_RAW, 1))
 """
         seen = outcomes(attacked.run(code))
     assert seen == {
-        "loopback": "ConnectionRefusedError",
-        "loopback6": seen["loopback6"],
-        "outside": "OSError",
-        "datagram": "OSError",
+        **dict.fromkeys(seen, "PermissionError"),  # no socket can be made, of whatever family
         "name": "gaierror",
-        "abstract": "ConnectionRefusedError",
-        "host": "PermissionError",
-        "netlink": "PermissionError",
-        "crypto": "PermissionError",
-        "raw": "PermissionError",
     }
-    assert seen["loopback6"] in ("ConnectionRefusedError", "OSError")
+    assert len(seen) == 10
 
 
 def test_nobody_outside_can_be_signalled(attacked: Attacked) -> None:
@@ -191,14 +183,14 @@ time.sleep(0.1)
 print("left behind")
 """
     execution = attacked.run(code)
-    assert execution.ok
+    assert execution.claims_success
     assert execution.stdout == "left behind\n"
 
 
 def test_the_kernels_ways_out_are_shut(attacked: Attacked) -> None:
     names = ["unshare", "setns", "ptrace", "process_vm_readv", "keyctl", "bpf", "userfaultfd", "io_uring_setup",
              "perf_event_open", "chroot", "pivot_root", "kexec_load", "name_to_handle_at", "personality"]  # fmt: skip
-    calls = "\n".join(f"attempt({name!r}, lambda: syscall({_number(name)}, 0x10000000, 0, 0, 0))" for name in names)
+    calls = "\n".join(f"attempt({name!r}, lambda: syscall({number_of(name)}, 0x10000000, 0, 0, 0))" for name in names)
     clone = {"x86_64": 56, "aarch64": 220}[platform.machine()]
     code = f"""
 {calls}
@@ -213,7 +205,7 @@ attempt("shell", lambda: os.execv("/bin/sh", ["sh"]))
     expected = dict.fromkeys([*names, "clone", "terminal"], "PermissionError")
     assert seen == expected | {
         "clone3": "OSError",
-        "superuser": "OSError",
+        "superuser": "PermissionError",
         "arguments": "OSError",
         "shell": "FileNotFoundError",
     }
@@ -259,12 +251,12 @@ LIARS = {
 
 @pytest.mark.parametrize("code", LIARS.values(), ids=LIARS.keys())
 def test_a_program_that_did_not_reach_its_end_is_no_success(attacked: Attacked, code: str) -> None:
-    assert not attacked.run(code, 3.0).ok
+    assert not attacked.run(code, 3.0).claims_success
 
 
 def verdict(execution: Execution, expected: str) -> bool:
     """How a program's answer is judged: outside, by text, so that the answer expected is never inside."""
-    return execution.ok and execution.stdout.splitlines()[-1:] == [expected]
+    return execution.claims_success and execution.stdout.splitlines()[-1:] == [expected]
 
 
 CHEATS = {
@@ -283,9 +275,3 @@ def test_an_answer_judged_outside_cannot_be_faked(attacked: Attacked, code: str)
 
 def test_an_honest_answer_is_a_success(attacked: Attacked) -> None:
     assert verdict(attacked.run("def solve(n): return n * n\nprint(repr(solve(7)))"), "49")
-
-
-def _number(name: str) -> int:
-    from rlpost.tools.sandbox.seccomp import _REFUSED
-
-    return _REFUSED[name][0 if platform.machine() == "x86_64" else 1]

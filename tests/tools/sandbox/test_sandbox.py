@@ -52,7 +52,7 @@ def test_output_errors_and_exit_codes_are_those_of_python(sandbox: Sandbox) -> N
     ]:
         execution = sandbox.run(code, timeout_seconds=SECONDS)
         assert (execution.stdout, execution.stderr, execution.exit_code) == (stdout, stderr, exit_code), code
-        assert execution.ok == (exit_code == 0)
+        assert execution.claims_success == (exit_code == 0)
         assert execution.finished
 
 
@@ -118,22 +118,24 @@ def test_the_middle_of_long_output_is_left_out_and_counted() -> None:
     execution = small.run("print('a' * 60 + 'b' * 1000 + 'c' * 60)", timeout_seconds=SECONDS)
     assert execution.stdout == "a" * 50 + "\n[1021 bytes left out]\n" + "c" * 49 + "\n"
     assert (execution.cut_bytes, execution.output_cut) == (1021, True)
-    assert execution.ok
+    assert execution.claims_success
 
 
 def test_a_program_too_long_to_be_meant_is_refused(sandbox: Sandbox) -> None:
     execution = sandbox.run("#" * 1_000_001, timeout_seconds=SECONDS)
-    assert not execution.ok
+    assert not execution.claims_success
     assert execution.stderr == "a program of 1000001 characters is not run: at most 1000000\n"
-    assert sandbox.run("#" * 1_000_000, timeout_seconds=SECONDS).ok  # more than a pipe holds
+    assert sandbox.run("#" * 1_000_000, timeout_seconds=SECONDS).claims_success  # more than a pipe holds
 
 
 # Sessions
 
 
 def test_a_session_keeps_what_ran_before(session: Session) -> None:
-    assert session.run("import math\nx = 2\ndef f(n): return x if n == 0 else f(n - 1)", timeout_seconds=SECONDS).ok
-    assert session.run("x = math.isqrt(81)", timeout_seconds=SECONDS).ok
+    assert session.run(
+        "import math\nx = 2\ndef f(n): return x if n == 0 else f(n - 1)", timeout_seconds=SECONDS
+    ).claims_success
+    assert session.run("x = math.isqrt(81)", timeout_seconds=SECONDS).claims_success
     assert session.run("print(f(3))", timeout_seconds=SECONDS).stdout == "9\n"
     failed = session.run("y = 7\n1 / 0", timeout_seconds=SECONDS)
     assert (failed.exit_code, failed.finished) == (1, True)
@@ -162,7 +164,7 @@ def test_sessions_know_nothing_of_each_other(sandbox: Sandbox) -> None:
 def test_what_ends_the_interpreter_of_a_session_restarts_it(session: Session, code: str, reason: str) -> None:
     session.run("x = 1", timeout_seconds=SECONDS)
     lost = session.run(code, timeout_seconds=0.5 if "while" in code else SECONDS)
-    assert (lost.ok, lost.reason, session.restarts) == (False, reason, 1)
+    assert (lost.claims_success, lost.reason, session.restarts) == (False, reason, 1)
     assert "NameError" in session.run("x", timeout_seconds=SECONDS).stderr
     assert session.restarts == 1
 
@@ -179,7 +181,7 @@ import os
 if os.fork() == 0:
     tick()
 """
-    assert session.run(code, timeout_seconds=SECONDS).ok
+    assert session.run(code, timeout_seconds=SECONDS).claims_success
     assert session._process is not None
     members = session._process.members()
     assert len(members) == 3  # the first of the namespace, the interpreter and its fork
@@ -187,12 +189,14 @@ if os.fork() == 0:
     used = [_cpu_ticks(pid) for pid in members]
     time.sleep(0.3)
     assert [_cpu_ticks(pid) for pid in members] == used
-    assert session.run("before = ticks.value; import time; time.sleep(0.1)", timeout_seconds=SECONDS).ok
+    assert session.run("before = ticks.value; import time; time.sleep(0.1)", timeout_seconds=SECONDS).claims_success
     assert session.run("print(ticks.value > before)", timeout_seconds=SECONDS).stdout == "True\n"
 
 
 def test_a_forked_child_does_not_answer_for_the_session(session: Session) -> None:
-    assert session.run("import os\nchild = os.fork()\nx = 'parent' if child else 'child'", timeout_seconds=SECONDS).ok
+    assert session.run(
+        "import os\nchild = os.fork()\nx = 'parent' if child else 'child'", timeout_seconds=SECONDS
+    ).claims_success
     assert session.run("print(x)", timeout_seconds=SECONDS).stdout == "parent\n"
 
 
@@ -228,7 +232,7 @@ def test_the_end_of_a_session_leaves_nothing(attacked: Attacked, ending: str) ->
     session = attacked.sandbox.session()
     assert session.run(
         "import os\nfor _ in range(3):\n  if os.fork() == 0:\n    while True: pass", timeout_seconds=9
-    ).ok
+    ).claims_success
     assert len(attacked.survivors()) >= 4
     if ending == "timeout":
         session.run("while True: pass", timeout_seconds=0.2)
