@@ -1,0 +1,38 @@
+"""SECURITY.md: behind each of its lines stands a test that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "SECURITY.md"
+
+
+def rows() -> list[str]:
+    """The lines of the tables, without their heads."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    return [line for line in lines if not line.startswith(("| it may ", "|---"))]
+
+
+def test_every_line_names_tests_that_are_there() -> None:
+    assert len(rows()) > 25
+    for row in rows():
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, name in named:
+            tree = ast.parse((ROOT / file).read_text())
+            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
+
+
+def test_every_source_of_what_is_read_has_a_table() -> None:
+    headings = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert headings[:-1] == [
+        "A recipe, a file of `conf/`, a sweep file",
+        "A run folder",
+        "A model folder",
+        "A data set",
+        "Your reward function",
+        "A model's reply",
+    ]
