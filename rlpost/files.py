@@ -21,14 +21,41 @@ def replaced(file: Path) -> Iterator[Path]:
     """The path to write to, beside `file`: what stands there takes the place of `file` once the block ends well.
 
     Processes that write the same file at once do not meet: the last one's stays. A block that raises leaves `file` as
-    it was.
+    it was, and so does a machine that stops before its disk has what was written.
     """
     making = file.with_name(f".{file.name}.{os.urandom(4).hex()}.incomplete")  # a process id is not unique on two hosts
     try:
         yield making
+        sync(making)
         os.replace(making, file)
+        sync(file.parent)
     finally:
         making.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have the disk take what is written of a file, or which names a folder holds, before this returns."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` every file and folder below `folder`, and itself."""
+    for where, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(where) / name)
+        sync(Path(where))
+
+
+def json_in(file: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError for what is no JSON or nested too deep to be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deep") from None
 
 
 def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[Any], T], making: str) -> T:
@@ -38,7 +65,7 @@ def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[A
     "the speed of products is measured".
     """
     try:
-        return read(json.loads(file.read_text(encoding="utf-8")))
+        return read(json_in(file))
     except FileNotFoundError:
         pass  # not made yet
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 
 def printable(text: str) -> str:
     """`text` as a terminal and any encoder can take it; line breaks and tabs stay.
@@ -11,6 +13,14 @@ def printable(text: str) -> str:
     spaces other than the plain one.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Writes whatever is logged, an exception of somebody's code for one, as `printable` has it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return printable(super().format(record))
 
 
 def first_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from rlpost.cli.terminal import print_error
 from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
+from rlpost.text import PrintableFormatter
 
 BEGIN = """\b
 Begin with:
@@ -113,6 +114,8 @@ def main() -> NoReturn:
     if completion.asked():
         completion.answer(typer.main.get_command(app))
     _quiet_libraries()
+    if logging.lastResort is not None:  # what writes to stderr where no run has a log
+        logging.lastResort.setFormatter(PrintableFormatter())
     _wait_briefly()
     _leave_on_signals()
     sys.exit(run(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.terminal import print_json
 from rlpost.config.paths import SWEEP_FILE
 from rlpost.errors import CheckpointError, RlpostError
+from rlpost.files import json_in
 from rlpost.text import printable
 
 
@@ -68,7 +68,7 @@ def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
     try:
-        jobs = json.loads(file.read_text())["jobs"]
+        jobs = json_in(file)["jobs"]
         return {job["name"]: {key: job[key] for key in ("overrides", "exit_code", "seconds", "result")} for job in jobs}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): remove it to run every job") from error

@@ -6,6 +6,7 @@ kept may be anybody's, and may not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,15 +19,29 @@ from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
 
+_CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
+
 
 def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override]) -> None:
     """Raise ConfigError where a value of `config` makes something run that no word of a command line gave."""
     by = {override.key: override for override in given}
     content = OmegaConf.to_container(config)  # as it is written: a reference (${...}) is no name
     assert isinstance(content, dict)
-    for key in keys:
+    held = [(key, _at(content, key.name)) for key in keys]
+    for key, value in held:
         if key.runs is not None:
-            check_origin(key, _at(content, key.name), by.get(key.name))
+            check_origin(key, value, by.get(key.name))
+    for key, value in held:
+        check_calls_nothing(key.name, value)
+
+
+def check_calls_nothing(name: str, value: Any) -> None:
+    """Raise ConfigError where `value` has OmegaConf work something out, such as what an environment variable holds."""
+    if called := _CALL.search(str(value)):
+        raise ConfigError(
+            f"{name} stands in conf/ and calls ${{{called[1]}:...}}, which could copy a secret of this machine into a "
+            "run: write the value out"
+        )
 
 
 def check_origin(key: Key, value: Any, given: Override | None) -> None:

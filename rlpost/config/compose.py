@@ -27,6 +27,7 @@ from rlpost.config.paths import (
     resolve_adapter_path,
     resolve_model_path,
 )
+from rlpost.config.plain_yaml import check_plain
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
 from rlpost.config.registry import classes_of, conf_file, options, schema_name, search_folders
@@ -233,6 +234,9 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
+    for name in [command.name, *(f"{group}/{option}" for group, option in chosen.items())]:
+        if (file := conf_file(name)) is not None:
+            check_plain(file)
     try:
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)

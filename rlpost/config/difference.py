@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ from rlpost.config.compose import compose, merge_all
 from rlpost.config.keys import flat
 from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import RUNS, is_run_folder
+from rlpost.config.plain_yaml import check_plain
 from rlpost.config.recipes import command_of
 from rlpost.config.registry import recipes
 from rlpost.config.verbs import verb_and_rest
 from rlpost.errors import ConfigError, DataError, RlpostError
+from rlpost.files import json_in
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
@@ -114,9 +115,10 @@ def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
 
 def _run(folder: Path) -> Side:
     """A run as it was resolved when it began, which another version of rlpost might resolve otherwise."""
+    check_plain(folder / "config.yaml")
     try:
         resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        environment = json_in(folder / "environment.json")
         overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()
         typed = (folder / "command.txt").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, yaml.YAMLError) as error:

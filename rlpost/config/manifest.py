@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from rlpost.config.paths import MANIFEST
 from rlpost.errors import CheckpointError
+from rlpost.files import json_in
 
 PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
 
@@ -21,7 +21,7 @@ def sha256(file: Path) -> str:
 def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
     """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, where it cannot be read."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json_in(checkpoint / MANIFEST)
         return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise CheckpointError(
@@ -44,9 +44,11 @@ def verify_model(folder: Path) -> None:
     """
     whole = folder.resolve()
     checkpoint = whole.parent
-    if whole.name not in PARTS or not (checkpoint / MANIFEST).is_file():
-        return
     advice = "give another one as the model"
+    if whole.name not in PARTS or not (checkpoint / MANIFEST).is_file():
+        if whole.name in PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
+            raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MANIFEST}; {advice}")
+        return
     expected = read_manifest(checkpoint, advice)
     written = [file for file in expected if whole in file.parents]
     for file in dict.fromkeys([*written, *whole.glob("*.safetensors"), *whole.glob("*.json")]):

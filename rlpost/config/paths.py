@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 from rlpost.config.model_folder import GGUF, check_gguf
 from rlpost.errors import ConfigError, DataError
+from rlpost.files import json_in
 from rlpost.folding import shortened
 from rlpost.home import expanded, paths_in
 from rlpost.nearest import did_you_mean, nearest, one_typo_away
@@ -64,7 +64,7 @@ def is_adapter_folder(folder: Path) -> bool:
 def adapter_base(folder: Path) -> str:
     """What the adapter in `folder` names as its model. Raises ConfigError where it names none."""
     try:
-        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json_in(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from error
     if not isinstance(base, str) or not base:
@@ -101,6 +101,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if (folder / MANIFEST).is_file():
         return folder
     return next(reversed(checkpoints(folder / "checkpoints")), None)
+
+
+def unfinished_saves(folder: Path) -> list[Path]:
+    """What a process that ended while it saved has left among the checkpoints in `folder`."""
+    return sorted(folder.glob(".step-*.incomplete"))
+
+
+def passed_over(run: Path) -> list[Path]:
+    """Checkpoints of a run that are not whole, and newer than the newest one that is."""
+    folder = run / "checkpoints"
+    whole = checkpoints(folder)
+    named = [path for path in folder.glob("step-*") if path.name[5:].isdecimal() and path not in whole]
+    return sorted((path for path in named if not whole or step_of(path) > step_of(whole[-1])), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.catalog import COMMANDS, Command
 from rlpost.config.overrides import Override, as_text, shown
+from rlpost.config.plain_yaml import check_plain
 from rlpost.config.registry import recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
@@ -68,6 +69,7 @@ def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Com
 
 
 def _load(file: Path) -> dict[str, Any]:
+    check_plain(file)
     try:
         # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)

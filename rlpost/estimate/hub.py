@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_f
 from rlpost.errors import ConfigError
 from rlpost.estimate.shape import Shape, shape_of_config, shape_of_folder
 from rlpost.extras import installed_version
+from rlpost.files import json_in
 from rlpost.home import expanded
 from rlpost.text import readable
 
@@ -103,7 +103,7 @@ def _hub_model(path: str) -> str | None:
 def _has_weights(snapshot: Path) -> bool:
     """Whether every file of weights is there; a link into the cache may lead nowhere."""
     try:
-        index = json.loads((snapshot / "model.safetensors.index.json").read_text())
+        index = json_in(snapshot / "model.safetensors.index.json")
         files = [snapshot / name for name in set(index["weight_map"].values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         files = list(snapshot.glob("*.safetensors"))

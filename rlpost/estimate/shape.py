@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlpost.files import json_in
+
 HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
 LARGEST_HEADER = 100_000_000  # as the format has it
 NAMES = {  # of one and the same size in the configurations of different families
@@ -50,7 +52,7 @@ def shape_of_folder(folder: Path) -> Shape | None:
     None where there is no config that says how large it is.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json_in(folder / "config.json")
     except (OSError, ValueError):
         return None
     return shape_of_config(config, tensors_of(folder)) if isinstance(config, dict) else None

@@ -24,7 +24,7 @@ from rlpost.config.paths import (
 )
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.files import replaced
+from rlpost.files import json_in, replaced
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.text import first_line
@@ -157,7 +157,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
     result = samples.with_name(RESULT)
     its_own = samples.name == SAMPLES and result.is_file()
     try:
-        record = json.loads(result.read_text()) if its_own else {}
+        record = json_in(result) if its_own else {}
         missing = [name for name in COMPARED if name not in pq.read_schema(samples).names]
         rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -22,6 +22,7 @@ from torch import nn
 from rlpost.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import require_peft
+from rlpost.files import json_in
 from rlpost.model.shards import ADAPTER, announced, whole
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.settings import LoRASettings
@@ -116,7 +117,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     tensors = {name: tensor.cpu().contiguous() for name, tensor in whole_adapter(model).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(folder)
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    config = json_in(folder / ADAPTER_CONFIG)
     config["target_modules"].sort()  # a set, whose order is another in each process
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -129,7 +130,7 @@ def load_adapter(model: Any, folder: Path) -> None:
     """
     try:
         saved = load_file(folder / ADAPTER_WEIGHTS)
-        alpha = json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"]
+        alpha = json_in(folder / ADAPTER_CONFIG)["lora_alpha"]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no adapter ({error}): its run was without lora.enabled=true, go on without it"
@@ -154,7 +155,7 @@ def merged_with(model: Any, folder: Path) -> Any:
     require_peft(f"the adapter {folder}")
     import peft
 
-    kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
+    kind = json_in(folder / ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{folder} is a peft adapter of type {kind}, which cannot be merged: rlpost takes LORA")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rlpost.errors import ConfigError
 from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, kv_cache_bytes
 from rlpost.estimate.shape import shape_of_config
+from rlpost.files import json_in
 from rlpost.settings import VLLMSettings
 
 # parts of a configuration's names whose layers keep something else than keys and values of every token
@@ -60,7 +60,7 @@ def longest_context(folder: Path) -> int | None:
 def _config(folder: Path) -> dict[str, Any]:
     """The config.json of an HF folder, that of its text model if apart. Raises ConfigError where it is unreadable."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json_in(folder / "config.json")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no model folder: it has no readable config.json") from error
     return config.get("text_config") or config

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rlpost.config.manifest import check_file, read_manifest, sha256
-from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of
+from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of, unfinished_saves
 from rlpost.errors import CheckpointError
+from rlpost.files import json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
 from rlpost.model.shards import is_sharded
 from rlpost.model.weights import SavedWeights
@@ -60,7 +61,7 @@ def save_checkpoint(
     final = folder / f"step-{step:06d}"
     making = folder / f".{final.name}.incomplete"
     try:
-        for left_by_a_crash in folder.glob(".step-*.incomplete"):
+        for left_by_a_crash in unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
         (making / "state").mkdir(parents=True)
         write_model(making / "model")
@@ -73,7 +74,9 @@ def save_checkpoint(
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
         if final.exists():
             shutil.rmtree(final)
+        sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
         os.replace(making, final)
+        sync(folder)
         _point(folder, LATEST, final.name)
         point_best(folder, best)
         _remove_old(folder, keep_last, step, best)
@@ -93,7 +96,7 @@ def load_checkpoint(path: Path) -> tuple[Mapping[str, torch.Tensor], dict[str, A
     """
     check_resumable(path)
     verify(path)
-    state = json.loads((path / STATE).read_text())
+    state = json_in(path / STATE)
     return SavedWeights((path / TENSORS).parent), {key: value for key, value in state.items() if key != "format"}
 
 
@@ -114,7 +117,7 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
 
 def kept_numbers(path: Path) -> dict[str, str] | None:
     """The formats that the run of a checkpoint computes in, as `Numbers.record` gave them; None where it says none."""
-    return json.loads((path / STATE).read_text()).get(NUMBERS)
+    return json_in(path / STATE).get(NUMBERS)
 
 
 def verify(path: Path) -> None:
@@ -126,7 +129,7 @@ def verify(path: Path) -> None:
     state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
     for file in dict.fromkeys([*state, *expected]):
         check_file(file, expected.get(file), ADVICE)
-    written = json.loads((path / STATE).read_text()).get("format") if state else FORMAT
+    written = json_in(path / STATE).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(
             f"{path} is of another version of rlpost (its state has format {written}, this one reads {FORMAT}): resume "
@@ -195,3 +198,4 @@ def _point(folder: Path, link: str, name: str) -> None:
     making.unlink(missing_ok=True)
     making.symlink_to(name)
     os.replace(making, folder / link)
+    sync(folder)

@@ -241,7 +241,7 @@ def _text(file: Path) -> str:
 def _mapping_of_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(_text(file) or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -249,9 +249,12 @@ def _mapping_of_json(file: Path) -> dict[str, Any]:
 def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
+    from rlpost.config.plain_yaml import check_plain
+
     try:
+        check_plain(file)
         content = yaml.safe_load(_text(file))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ConfigError):
         return {}
     return content if isinstance(content, dict) else {}
 

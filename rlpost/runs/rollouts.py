@@ -110,6 +110,7 @@ def _values(column: Any) -> list[Any]:
 
 
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
+FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
 ROWS_AT_ONCE = 256  # of an export held in memory
 
 
@@ -130,7 +131,8 @@ def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
     """The completions of `steps` as one JSON object each; without `tokens` the lists of ids are left out."""
     for row in _rows(run, steps, _columns(tokens)):
-        yield json.dumps(row, ensure_ascii=ascii_only)
+        line = json.dumps(row, ensure_ascii=ascii_only)
+        yield line.replace("\x7f", "\\u007f") if ascii_only else line  # ASCII's one control character that JSON keeps
 
 
 def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool) -> int:
@@ -156,19 +158,24 @@ def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool
 
 
 def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
-    """A column `reward/PART` for each part of the reward; lists as JSON."""
+    """A column `reward/PART` for each part of the reward; lists as JSON; no text is a spreadsheet's formula."""
     parts = sorted({name for row in _rows(run, steps, ["reward_parts"]) for name in row["reward_parts"]})
     columns = [name for name in _columns(tokens) if name != "reward_parts"]
     count = 0
     with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
+        writer = csv.writer(stream, lineterminator="\r\n")  # with which a cell that holds \r is quoted too
         writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
         for row in _rows(run, steps, _columns(tokens)):
             listed = (*TOKEN_COLUMNS, "turns")
-            values = [json.dumps(row[name]) if name in listed else row[name] for name in columns]
+            values = [json.dumps(row[name]) if name in listed else _no_formula(row[name]) for name in columns]
             writer.writerow([*values, *(row["reward_parts"].get(part) for part in parts)])
             count += 1
     return count
+
+
+def _no_formula(value: Any) -> Any:
+    """A text that a spreadsheet would run as a formula begins with an apostrophe; numbers are what they are."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_BEGINS) else value
 
 
 def _export_parquet(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.config.paths import newest_checkpoint
+from rlpost.config.paths import MANIFEST, newest_checkpoint, passed_over, unfinished_saves
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.extras import installed_version
 from rlpost.files import locked, replaced
@@ -34,6 +34,7 @@ from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
+from rlpost.text import PrintableFormatter
 
 if TYPE_CHECKING:
     from rlpost.tracking.process import TrackerProcess
@@ -83,15 +84,24 @@ class Run(Stoppable):
             begins = self._asked_checkpoint() is None or newest_checkpoint(self.folder) is None
             if begins:
                 self._write_request()
-            handler = logging.FileHandler(self.folder / "log.txt")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            handler = logging.FileHandler(self.folder / "log.txt", encoding="utf-8")
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         self._log_handler = handler
+        self._name_what_is_not_whole()
         if begins:
             self._say_begun()
         self.memory.start()
         return self
+
+    def _name_what_is_not_whole(self) -> None:
+        """Say which checkpoints of an earlier attempt are not whole: an older one is taken for the newest."""
+        found = [*passed_over(self.folder), *unfinished_saves(self.folder / "checkpoints")]
+        for path in found:
+            text = f"{path} is not whole (a save that did not end, or lost its {MANIFEST}): it is passed over"
+            log.warning(text)
+            self.screen.note(text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

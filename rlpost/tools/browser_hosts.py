@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from rlpost.errors import ConfigError
 
 Host = str | ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32 bits (RFC 6052)
+# IPv4-compatible (RFC 4291), NAT64 of a site of its own (RFC 8215), and those of one link or site
+_EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -112,6 +115,18 @@ def shown(host: Host) -> str:
 
 def _is_number(part: str) -> bool:
     return part.isdigit() or re.fullmatch(r"0x[0-9a-f]*", part) is not None
+
+
+def is_of_the_internet(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether a packet to `address` goes to one host of the internet, and to no other network by what it embeds."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            return is_of_the_internet(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if embedded := address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1]):
+            return is_of_the_internet(embedded)
+        if any(address in network for network in _EMBEDDING):
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def _ipv4(text: str) -> ipaddress.IPv4Address:

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from rlpost.tools.browser_hosts import AllowedHosts, Host, host_of, parts_of, shown
+from rlpost.tools.browser_hosts import AllowedHosts, Host, host_of, is_of_the_internet, parts_of, shown
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 60.0  # for a browser that opened a connection to say what it wants
@@ -142,7 +142,7 @@ class FilterProxy:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [_plain(ipaddress.ip_address(each[4][0])) for each in found]
         local_name = host == "localhost" or host.endswith(".localhost")
-        usable = [each for each in addresses if each.is_global or self.private_addresses or local_name]
+        usable = [each for each in addresses if is_of_the_internet(each) or self.private_addresses or local_name]
         if not usable:
             self._refuse(host, port, f"{host} leads to {addresses[0]}, an address of this machine or its network")
         return usable

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rlpost.child import readable_within
-from rlpost.files import replaced
+from rlpost.files import json_in, replaced
 from rlpost.record import MetricsFile
 from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
 
@@ -104,14 +104,14 @@ def make_tracker(factory: str, options: dict[str, Any]) -> Tracker:
 def read_mark(folder: Path, tracker: str) -> Mark | None:
     """How far `tracker` is with the run in `folder`; None if it has none of it."""
     file = folder / MARK_FILE
-    marks = json.loads(file.read_text()) if file.is_file() else {}
+    marks = json_in(file) if file.is_file() else {}
     return Mark(**marks[tracker]) if tracker in marks else None
 
 
 def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
     """Keep the mark of `tracker`, or that it has none; those of others stay."""
     file = folder / MARK_FILE
-    marks = json.loads(file.read_text()) if file.is_file() else {}
+    marks = json_in(file) if file.is_file() else {}
     marks.pop(tracker, None)
     if mark is not None:
         marks[tracker] = asdict(mark)

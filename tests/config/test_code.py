@@ -61,7 +61,10 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a plugin by its module's name": ("plugin: evil", NO_CODE),
     "a plugin behind a link": ("plugin: link", NO_CODE),
     "a plugin by an anchor": ("run.name: &a ./evil.py\nplugin: [*a]", "r.yaml, line"),
-    "a plugin by an alias": (f"{ROWS}env.reward: exact\nenv.system_prompt: &a ./evil.py\nplugin: *a", NO_CODE),
+    "a plugin by an alias": (
+        f"{ROWS}env.reward: exact\nenv.system_prompt: &a ./evil.py\nplugin: *a",
+        "stands for another place",
+    ),
     "a plugin by a merge key": ("<<: {plugin: ./evil.py}", "r.yaml"),
     "a plugin that a variable names": ("plugin: ${oc.env:EVIL}", "cannot refer to another with ${...}"),
     "a plugin that a disguised variable names": (r"""plugin: '["\u0024{oc.env:EVIL}"]'""", NO_CODE),

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlpost.config.manifest import verify_model
+from rlpost.config.paths import passed_over, unfinished_saves
 from rlpost.errors import CheckpointError
 from rlpost.runs.checkpoint import (
     checkpoints,
@@ -23,6 +25,7 @@ from rlpost.runs.checkpoint import (
     verify,
 )
 from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone
+from tests.test_files import recorded
 
 TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}
 STATE = {"progress": {"step": 7}, "collector": {"position": 3}, "policy_version": 7}
@@ -365,3 +368,51 @@ def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*checkpoints/step-000001"):
         save(tmp_path / "checkpoints", 1)
+
+
+# What a machine that stops leaves
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_any_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded(monkeypatch)
+    save(tmp_path / "checkpoints", 3)
+    named = steps.index("replaced")
+    files = {name.rpartition("/")[2] for name in [*FILES, "manifest.json"]}
+    folders = {"model", "state", ".step-000003.incomplete"}
+    assert {step.removeprefix("synced ") for step in steps[:named]} == files | folders
+    assert steps[named:] == [
+        "replaced",
+        "synced checkpoints",
+        "replaced",
+        "synced checkpoints",
+    ]  # its name, then `latest`
+
+
+def test_what_is_not_whole_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        save(folder, step, keep_last=9)
+    (folder / "step-000001" / "manifest.json").unlink()
+    assert passed_over(tmp_path) == []  # older than the newest that is whole
+    (folder / "step-000003" / "manifest.json").unlink()
+    (folder / "step-000004").mkdir()
+    (folder / ".step-000005.incomplete").mkdir()
+    assert [path.name for path in passed_over(tmp_path)] == ["step-000003", "step-000004"]
+    assert [path.name for path in unfinished_saves(folder)] == [".step-000005.incomplete"]
+
+
+def test_a_model_of_a_checkpoint_without_its_manifest_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    verify_model(path / "model")
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000001 is no complete checkpoint: it has no manifest\.json"):
+        verify_model(path / "model")
+
+
+def test_a_manifest_nested_without_end_is_refused_by_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1)
+    (path / "manifest.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read .*nested too deep"):
+        verify(path)

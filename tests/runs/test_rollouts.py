@@ -194,6 +194,29 @@ def test_csv_has_a_column_for_each_part_of_the_reward(run: Path, tmp_path: Path)
         assert next(csv.DictReader(stream))["token_ids"] == "[7, 4, 8]"
 
 
+def test_no_text_of_a_csv_is_a_formula_and_no_number_is_changed(
+    run: Path, tmp_path: Path, conversation: Callable[..., Conversation]
+) -> None:
+    for step, begin in enumerate("=+-@\t\r", start=10):
+        told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=f"{begin}HYPERLINK(1)", reward=-1.5)
+        batch = batch_from_conversations([told]).set("advantage", torch.tensor([-0.5]))
+        write_rollouts(run / "rollouts" / f"step-{step:06d}.parquet", step, batch)
+        export_rollouts(run, [step], tmp_path / f"{step}.csv", tokens=False)
+        with (tmp_path / f"{step}.csv").open(encoding="utf-8", newline="") as stream:
+            [row] = csv.DictReader(stream)
+        assert (row["completion"], row["reward"], row["advantage"]) == (f"'{begin}HYPERLINK(1)", "-1.5", "-0.5")
+
+
+def test_json_for_a_terminal_holds_no_control_character(run: Path, conversation: Callable[..., Conversation]) -> None:
+    text = "".join(map(chr, [*range(32), *range(127, 160), 0x202E]))
+    told = conversation(3, 1, prompt_ids=[5], response_ids=[7], text=text, reward=1.0)
+    batch = batch_from_conversations([told]).set("advantage", torch.tensor([0.0]))
+    write_rollouts(run / "rollouts" / "step-000009.parquet", 9, batch)
+    [line] = json_lines(run, [9], ascii_only=True)
+    assert line.isprintable()
+    assert json.loads(line)["completion"] == text
+
+
 def test_parquet_of_several_steps_is_the_steps_one_after_the_other(run: Path, tmp_path: Path) -> None:
     export_rollouts(run, [1, 2, 4], tmp_path / "all.parquet", tokens=True)
     table = pq.read_table(tmp_path / "all.parquet")

@@ -489,3 +489,42 @@ def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
             run.saved()
         assert not run.due(step, 0, 0.0) or step == 9
     assert due == [4, 8, 9]
+
+
+# What somebody else wrote
+
+
+def test_an_error_of_any_text_is_logged_as_it_can_be_shown_and_leaves_the_run_its_status(tmp_path: Path) -> None:
+    program = r"""
+import logging, sys
+from pathlib import Path
+from rlpost.errors import ConfigError
+from rlpost.runs.writer import Run
+from rlpost.screen import Screen
+from rlpost.settings.run import RunRequest
+with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()):
+    logging.getLogger("rlpost").warning("a reward said: %s", "\x1b[2J\ud800\x07")
+    raise ConfigError("bad: \x1b]0;t\x07 \udfff")
+"""
+    folder = tmp_path / "run"
+    ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, check=False)
+    assert b"Logging error" not in ended.stderr
+    logged = (folder / "log.txt").read_text(encoding="utf-8")
+    assert r"a reward said: \x1b[2J\ud800\x07" in logged
+    assert r"bad: \x1b]0;t\x07 \udfff" in logged
+    assert all(character.isprintable() or character == "\n" for character in logged)
+    assert read_run(folder).state is RunState.failed
+
+
+def test_a_run_says_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
+    with make(tmp_path / "run"):
+        save(tmp_path / "run", 2)
+    (tmp_path / "run" / "checkpoints" / "step-000003").mkdir()
+    (tmp_path / "run" / "checkpoints" / ".step-000004.incomplete").mkdir()
+    run = make(tmp_path / "run", resume="latest")
+    with run:
+        assert run.resume_from == tmp_path / "run" / "checkpoints" / "step-000002"
+    said = printed(run)
+    for name in ("step-000003", ".step-000004.incomplete"):
+        assert f"{name} is not whole" in said.replace("\n", " ")
+        assert f"{name} is not whole" in (tmp_path / "run" / "log.txt").read_text()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import pytest
 
 from rlpost.errors import ConfigError
-from rlpost.tools.browser_hosts import AllowedHosts, host_of, shown
+from rlpost.tools.browser_hosts import AllowedHosts, host_of, is_of_the_internet, shown
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,30 @@ def test_hosts_are_shown_as_they_stand_in_an_address() -> None:
         "localhost",
         "127.0.0.1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("address", "of_the_internet"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("64:ff9b::8.8.8.8", True),  # NAT64 to a host of the internet
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("224.0.0.251", False),  # multicast
+        ("ff0e::1", False),
+        ("64:ff9b::127.0.0.1", False),
+        ("64:ff9b::10.0.0.1", False),
+        ("64:ff9b:1::8.8.8.8", False),  # NAT64 of somebody's own network
+        ("2002:7f00:1::", False),  # 6to4 of 127.0.0.1
+        ("2002:c0a8:101::1", False),  # of 192.168.1.1
+        ("2001:0:4136:e378:8000:63bf:80ff:fffe", False),  # Teredo of 127.0.0.1
+        ("::ffff:10.0.0.1", False),
+        ("::10.0.0.1", False),
+        ("::8.8.8.8", False),
+        ("fe80::1", False),
+        ("fec0::1", False),
+    ],
+)
+def test_an_address_is_judged_by_where_it_leads(address: str, of_the_internet: bool) -> None:
+    assert is_of_the_internet(ipaddress.ip_address(address)) is of_the_internet

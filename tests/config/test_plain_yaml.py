@@ -1,0 +1,58 @@
+"""YAML that would fill the memory, or never end, is refused before it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.config.plain_yaml import check_plain
+from rlpost.errors import ConfigError
+
+BOMB = "\n".join(
+    ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)), "env.operations: *a9"]
+)
+HEAD = "command: train grpo\nmodel: tiny\n"
+BAD = {
+    "aliases of aliases": (BOMB, r"line 4: \*a0 stands for another place"),
+    "itself": ("env.operations: &x [add, *x]", r"line 3: \*x stands for another place"),
+    "depth": ("model: " + "[" * 100_000 + "]" * 100_000, "line 3: nested deeper than 20"),
+    "length": ("# " + "x" * 1_000_001, "more than settings take"),
+}
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_a_recipe_that_grows_when_it_is_read_is_refused(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, said = BAD[way]
+    Path("r.yaml").write_text(HEAD + text)
+    with pytest.raises(ConfigError, match=said):
+        compose(TRAIN_GRPO, ["recipe=./r.yaml"])
+
+
+def test_a_file_of_conf_that_grows_when_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/mine.yaml").write_text("defaults: [arithmetic_schema, _self_]\noperations: &x [add, *x]\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, line 2: \*x stands for another place"):
+        compose(TRAIN_GRPO, ["env=mine"])
+
+
+def test_a_file_of_conf_copies_nothing_out_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    text = 'defaults: [arithmetic_schema, _self_]\nprompt_template: "${ oc.env:SECRET } {question}"\n'
+    Path("conf/env/mine.yaml").write_text(text)
+    monkeypatch.setenv("SECRET", "s3cret")
+    with pytest.raises(ConfigError, match=r"env\.prompt_template stands in conf/ and calls \$\{oc\.env:\.\.\.\}"):
+        compose(TRAIN_GRPO, ["env=mine"])
+
+
+def test_what_is_no_yaml_is_left_to_what_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: [")
+    check_plain(tmp_path / "a.yaml")
+    check_plain(tmp_path / "missing.yaml")
