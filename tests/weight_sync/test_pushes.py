@@ -34,7 +34,7 @@ class NotingEngine:
         self.adapter: dict[str, int] = {}  # file -> size, while the push lasts
 
     changing = contextlib.nullcontext
-    continuous = False
+    continuous = asleep = False
 
     def load_weights(self, weights: Any) -> None:
         if self.fails:
