@@ -21,6 +21,7 @@ class RayLLM:
     """
 
     continuous = False  # whole batches are sent
+    asleep = False  # `rest` is for engines that were started here
 
     def __init__(
         self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
