@@ -85,22 +85,29 @@ def code_words(overrides: Sequence[str]) -> list[str]:
     return [word for key, _, text in parts if (word := code_word(Override(key, text))) is not None]
 
 
-def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] | None) -> None:
-    """Raise ConfigError where the words given now change what `run` cannot change once it has begun."""
+def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] | None) -> list[str]:
+    """What the words given now change of `run`, as `optim.lr: 1e-05 -> 2e-05`; nothing where it has not begun.
+
+    Raises ConfigError for what it cannot change any more.
+    """
     if kept is None or run is None or never_began(run):
-        return
+        return []
     from rlpost.config.compose import merge_all
     from rlpost.config.overrides import as_text
 
-    before, now = merge_all(composed.command, [], kept).config, composed.settings
-    changed = {key: (before[key], getattr(now, key)) for key in now.must_stay}
-    if _is_there(before.model.path):
-        changed["model.path"] = (before.model.path, now.model.path)
+    before, now = merge_all(composed.command, [], kept), composed.settings
+    changed = {key: (before.config[key], getattr(now, key)) for key in now.must_stay}
+    if _is_there(before.config.model.path):
+        changed["model.path"] = (before.config.model.path, now.model.path)
     for name in ("chat_template", "chat_template_kwargs"):  # its checkpoints hold them
-        changed[f"model.{name}"] = (before.model[name], getattr(now.model, name))
+        changed[f"model.{name}"] = (before.config.model[name], getattr(now.model, name))
     for key, (old, new) in changed.items():
         if old != new:
             raise ConfigError(f"--resume: the run began with {key}={as_text(old)}, not {as_text(new)}; keep it")
+    earlier = {override.key: override.text for override in kept}
+    given = {key: text for key, _, text in (word.partition("=") for word in composed.overrides)}
+    asked = {key: (earlier.get(key) or before.text_of(key), text) for key, text in given.items()}
+    return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new and key != "plugin"]
 
 
 def point_of(folder: Path, resume: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings.run import RunRequest
+from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -123,7 +125,8 @@ def resolve(
         named = choose_folder(None, None, resume, stem_of(composed))
         kept = kept_settings(command, named, resume, words)
         composed = compose_and_check(command, words, kept or [], as_json=as_json)
-    check_kept(composed, run or named, kept)
+    if changed := check_kept(composed, run or named, kept):
+        print(printable(f"going on with other settings: {'; '.join(changed)}"), file=sys.stderr)
     return composed, named
 
 

@@ -76,6 +76,10 @@ class Merged(Generic[S]):
     overrides: list[str]
     given: list[Override]
 
+    def text_of(self, key: str) -> str:
+        """The value of `key`, or the option where it is a group, as a word would give it."""
+        return self.choices[key] if key in self.choices else as_text(OmegaConf.select(self.config, key))
+
 
 def compose(command: Command[S], words: Sequence[str] = (), kept: Sequence[Override] = ()) -> Composed[S]:
     """The settings of `command` under the words `key=value` of a command line.

@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
+from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError
 from rlpost.estimate.hub import shape_of_model
@@ -195,7 +196,8 @@ class Session(ABC, Generic[S, P]):
             folder = self.run.folder / f"diverged-step-{self.step:06d}"
             self.keep_batch(folder, batch)
             bad = self.ranks.bad_gradients()
-            raise diverged(self.parts.model, self.parts.tokenizer, folder, f"step {self.step}: {error}", bad) from error
+            what, last = f"step {self.step}: {error}", newest_checkpoint(self.run.folder)
+            raise diverged(self.parts.model, self.parts.tokenizer, folder, what, bad, last) from error
 
     def finish(self, batch: Any = None) -> None:
         """Record the step, which trained on `batch`; save it if that is due, and evaluate if that is.

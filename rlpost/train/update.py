@@ -250,9 +250,11 @@ def fill_reference(
         row.ref_log_probs = log_probs
 
 
-def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, bad: list[str]) -> DivergedError:
+def diverged(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, bad: list[str], last: Path | None
+) -> DivergedError:
     """Write the weights and a report of `bad`, what `bad_gradients` found, to `folder`; the error that stops the
-    run.
+    run, with the `last` checkpoint: the weights at the stop are likely to be ruined already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = {"what": what, "parameters_with_bad_gradient": bad}
@@ -260,7 +262,8 @@ def diverged(model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, ba
     save_model(model, tokenizer, folder / "model")
     return DivergedError(
         f"stopped before an update that would have destroyed the weights: {what}. The batch, the weights and a report "
-        f"are in {folder}; resume with a lower optim.lr"
+        f"are in {folder}; "
+        + (f"--resume auto with a lower optim.lr goes on from {last}" if last else "begin again with a lower optim.lr")
     )
 
 

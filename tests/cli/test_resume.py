@@ -49,6 +49,16 @@ def test_a_run_goes_on_with_its_own_settings_under_those_given_now(capsys: pytes
         assert plan["overrides"] == [*ASKED[:-1], "steps=90", "optim.lr=1e-05"]
 
 
+def test_settings_that_differ_from_those_of_the_run_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    again = ["train", "grpo", "--name", "sums", "--resume", "auto", "--dry-run"]
+    assert run([*again, "steps=90", "optim.lr=1e-5", "loss=dapo", "env.digits=3"]) == 0
+    shown = capsys.readouterr().err
+    assert shown == "going on with other settings: steps: 60 -> 90; optim.lr: 3e-05 -> 1e-05; loss: grpo -> dapo\n"
+    assert run([*again, "optim.lr=3e-5"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_without_a_name_the_settings_given_now_say_which_run_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/grpo-arithmetic-tiny-4"), steps=30)
     plan = planned(capsys, "model=tiny", "--resume", "auto")

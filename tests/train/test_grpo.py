@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from rlpost.errors import DivergedError
 from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import TransformersWrapper
+from rlpost.runs.checkpoint import verify
+from rlpost.runs.resumable import check_resumable
 from rlpost.settings.run import RunRequest
 from rlpost.train import rank, sampled, session
 from rlpost.train import update as update_module
@@ -213,6 +216,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
     )
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_a_run_that_diverges_names_the_last_checkpoint_which_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "r"
+    assert run(folder, "steps=2", "checkpoint.every=1", "eval.enabled=false") == 0
+    monkeypatch.setattr(update_module.nn.utils, "get_total_norm", lambda *_, **__: torch.tensor(float("inf")))
+    last = folder / "checkpoints/step-000002"
+    again = f"--resume auto with a lower optim.lr goes on from {last}"
+    with pytest.raises(DivergedError, match=f"step 3: .*{re.escape(again)}"):
+        run(folder, "steps=4", "checkpoint.every=1", "eval.enabled=false", resume="auto")
+    verify(last)
+    check_resumable(last)
 
 
 def test_running_out_of_memory_halves_the_microbatch_and_changes_nothing(
