@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+
+PASSWORD = re.compile(r"(?P<user>\w[\w+.-]*://[^\s/@:?#]*):[^\s/@]+@")  # in a URL
 
 
 def printable(text: str) -> str:
@@ -15,12 +18,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def without_passwords(text: str) -> str:
+    """`text` with `***` for the password of each URL in it."""
+    return PASSWORD.sub(r"\g<user>:***@", text)
+
+
 class PrintableFormatter(logging.Formatter):
-    """Writes whatever is logged, an exception of somebody's code for one, as `printable` has it."""
+    """Writes whatever is logged, an exception of somebody's code for one, as `printable` has it, without passwords."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return printable(super().format(record))
+        return printable(without_passwords(super().format(record)))
 
 
 def first_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.text import counted, first_line, printable, readable
+from rlpost.text import counted, first_line, printable, readable, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,19 @@ def test_whatever_comes_in_can_be_encoded_and_is_inert() -> None:
     shown = printable(everything + "\udfff")
     shown.encode()
     assert all(c.isprintable() or c in "\n\t" for c in shown)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("no route to http://me:s3cret@host:5000/x?a=b@c", "no route to http://me:***@host:5000/x?a=b@c"),
+        ("mysql+pymysql://root:p:w@db/x", "mysql+pymysql://root:***@db/x"),
+        ("redis://:s3cret@host", "redis://:***@host"),
+        ("http://host:5000/@me and me@host, a:b@c", "http://host:5000/@me and me@host, a:b@c"),
+    ],
+)
+def test_the_password_of_a_url_is_hidden(said: str, shown: str) -> None:
+    assert without_passwords(said) == shown
 
 
 def test_one_thing_is_counted_without_an_s() -> None:

@@ -14,7 +14,7 @@ from rlpost.cli.columns import fitted_table, output_width
 from rlpost.folding import shortened
 from rlpost.heartbeat import WaitingLine, progress_line
 from rlpost.output import descriptors_onto
-from rlpost.text import printable
+from rlpost.text import printable, without_passwords
 
 if TYPE_CHECKING:
     from rlpost.model.precision import Numbers
@@ -24,7 +24,7 @@ RED, GREEN, DIM, BOLD, RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x
 
 def print_error(message: str) -> None:
     """`error: message` on stderr, the first word red where a person is looking."""
-    print(f"{painted('error:', RED, sys.stderr)} {printable(message)}", file=sys.stderr)
+    print(f"{painted('error:', RED, sys.stderr)} {printable(without_passwords(message))}", file=sys.stderr)
 
 
 class StatusLine(WaitingLine):

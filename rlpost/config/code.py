@@ -18,6 +18,7 @@ from rlpost.config.keys import Key, as_text, keys_of
 from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING
+from rlpost.text import without_passwords
 
 _CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
 
@@ -33,6 +34,7 @@ def check_code(keys: Iterable[Key], config: DictConfig, given: Sequence[Override
             check_origin(key, value, by.get(key.name))
     for key, value in held:
         check_calls_nothing(key.name, value)
+        check_no_password(key.name, value)
 
 
 def check_calls_nothing(name: str, value: Any) -> None:
@@ -41,6 +43,18 @@ def check_calls_nothing(name: str, value: Any) -> None:
         raise ConfigError(
             f"{name} stands in conf/ and calls ${{{called[1]}:...}}, which could copy a secret of this machine into a "
             "run: write the value out"
+        )
+
+
+def check_no_password(name: str, value: Any) -> None:
+    """Raise ConfigError where `value` is a URL with a password: a run folder keeps its settings, readable by others."""
+    text = str(value)
+    if " " not in text and (hidden := without_passwords(text)) != text:
+        variables = "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        where = f"in the environment ({variables})" if name == "tracking.uri" else "where its program looks for it"
+        raise ConfigError(
+            f"{name}={shown(hidden)} is refused: it holds a password, and a run keeps its settings in plain files; "
+            f"leave it out and give it {where}"
         )
 
 

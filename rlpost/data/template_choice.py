@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlpost.data.rendering import render, template_name
+from rlpost.data.template_trial import GENERATION_TAGS, greed_of
 from rlpost.errors import ConfigError, DataError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
@@ -25,7 +25,6 @@ TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs
 PLAIN = "plain"  # for a tokenizer that has no special token but the end of a text
 THINKING_TOKENS = 1024  # fewer seldom hold a thought and the answer behind it
 _FILE_ENDINGS = (".jinja", ".jinja2", ".j2")
-_GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _QUESTION = [{"role": "user", "content": "2 + 2?"}]
 
 
@@ -50,11 +49,26 @@ def named_template(name: str) -> str:
         text = expanded(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{TEMPLATE_KEY}={name} cannot be read: {error}") from error
+    check_takes_little(text, f"{TEMPLATE_KEY}={name}")
     try:
         variables_read(text)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{TEMPLATE_KEY}={name}, line {error.lineno}: {error.message}") from error
     return text
+
+
+def check_takes_little(template: str, name: str) -> None:
+    """Raise ConfigError for a template that takes too much time, memory or text; rlpost's own are not tried."""
+    from rlpost.data.templates import own_templates
+
+    if template not in own_templates() and (greed := greed_of(template)) is not None:
+        raise ConfigError(f"{name} {greed}, so it is not used: take {TEMPLATE_KEY}={PLAIN} or another")
+
+
+def templates_of(tokenizer: Any) -> list[str]:
+    """The chat templates of a tokenizer, which may have several, or none."""
+    own = tokenizer.chat_template
+    return [*own.values()] if isinstance(own, dict) else [own] if own else []
 
 
 def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) -> Any:
@@ -69,17 +83,16 @@ def with_choice(tokenizer: Any, name: str | None, variables: Mapping[str, Any]) 
     if name is not None:
         _give_template(chosen, name)
     if variables and chosen.chat_template:
-        own = chosen.chat_template  # several by name, or one
-        several = own if isinstance(own, dict) else {"": own}
-        read = set().union(*(variables_read(template) for template in several.values()))
+        own = chosen.chat_template
+        read = set().union(*map(variables_read, templates_of(chosen)))
         for variable in variables:
             if variable not in read:
                 raise ConfigError(
                     f"{VARIABLES_KEY}: {template_name(chosen)} does not read {variable}"
                     f"{did_you_mean(nearest(variable, read), 'leave it out')}"
                 )
-        told = {key: with_defaults(template, variables) for key, template in several.items()}
-        chosen.chat_template = told if isinstance(own, dict) else told[""]
+        told = [with_defaults(template, variables) for template in templates_of(chosen)]
+        chosen.chat_template = dict(zip(own, told, strict=True)) if isinstance(own, dict) else told[0]
     return chosen
 
 
@@ -96,7 +109,7 @@ def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
 def variables_read(template: str) -> set[str]:
     """The variables that a template reads. Raises TemplateSyntaxError for what is no template."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    return meta.find_undeclared_variables(environment.parse(_GENERATION_TAGS.sub("", template)))
+    return meta.find_undeclared_variables(environment.parse(GENERATION_TAGS.sub("", template)))
 
 
 def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:

@@ -42,7 +42,8 @@ from rlpost.config.paths import (
     is_adapter_folder,
     resolve_model_path,
 )
-from rlpost.data.template_choice import VARIABLES_KEY, with_choice
+from rlpost.data.rendering import template_name
+from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.lora import MergedWeights, is_adapted, merged_with
 from rlpost.model.shards import is_sharded
@@ -165,6 +166,8 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    for template in templates_of(tokenizer):
+        check_takes_little(template, template_name(tokenizer))
     if settings is not None:
         variables = template_variables(VARIABLES_KEY, settings.chat_template_kwargs)
         tokenizer = with_choice(tokenizer, settings.chat_template, variables)

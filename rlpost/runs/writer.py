@@ -34,7 +34,7 @@ from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
-from rlpost.text import PrintableFormatter
+from rlpost.text import PrintableFormatter, without_passwords
 
 if TYPE_CHECKING:
     from rlpost.tracking.process import TrackerProcess
@@ -295,7 +295,7 @@ class Run(Stoppable):
     def warn(self, text: str) -> None:
         """A line that wants attention, in log.txt too."""
         log.warning("%s", text)
-        self.screen.note(text)
+        self.screen.note(without_passwords(text))
 
     def _track(self) -> None:
         """Begin to track once there is something to follow; say once that tracking has ended early."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from rlpost.tracking.base import Status, TrackedRun, described_flat
 
@@ -37,7 +38,8 @@ class MLflowTracker:
         own = run.folder / "mlflow"
         if self.uri is None:
             own.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(tracking_uri=self.uri or f"sqlite:///{(own / 'mlflow.db').resolve()}")
+        uri = self.uri and _with_password_in_environment(self.uri)
+        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{(own / 'mlflow.db').resolve()}")
         if run.known_as is not None:
             self._client.update_run(run.known_as, status="RUNNING")
             self._id = run.known_as
@@ -66,3 +68,16 @@ class MLflowTracker:
         # a server knows where its artifacts go; a database of one's own would put them into ./mlruns
         artifacts = None if self.uri else str((own / "artifacts").resolve())
         return self._client.create_experiment(self.experiment, artifact_location=artifacts)
+
+
+def _with_password_in_environment(uri: str) -> str:
+    """A server's address without the user and password in it, which MLflow also takes from the environment.
+
+    Its errors name the address, and stand in log.txt.
+    """
+    parts = urlsplit(uri)
+    if not parts.scheme.startswith("http") or parts.password is None:
+        return uri
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username or "")
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -12,6 +12,7 @@ import pytest
 
 import rlpost
 from rlpost.catalog import TRAIN_GRPO
+from rlpost.cli.main import run
 from rlpost.cli.resume import kept_settings
 from rlpost.cli.sweep import plan
 from rlpost.cli.sweep_jobs import SweepOptions
@@ -330,3 +331,14 @@ def test_a_file_that_is_called_like_a_library_is_not_run_where_one_is(name: str,
     done = subprocess.run(command, cwd=here / "empty", env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert not Path("ran").exists()
+
+
+def test_a_password_is_not_taken_as_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    word = "tracking.uri=https://me:s3cret@mlflow.example"
+    for words in ([word], ["--dry-run", word]):
+        assert run(["train", "grpo", "model=tiny", "tracking=mlflow", *words]) == 2
+        shown = capsys.readouterr().err
+        assert "tracking.uri=https://me:***@mlflow.example is refused" in shown
+        assert "MLFLOW_TRACKING_PASSWORD" in shown
+        assert "s3cret" not in shown
+    assert not Path("runs").exists()

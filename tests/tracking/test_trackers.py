@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,3 +241,13 @@ def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: P
     assert points == {name: sorted(values) for name, values in expected(BEFORE + AFTER).items()}
     assert run.data.metrics["reward/mean"] == 5 / 7
     assert run.info.status == "FINISHED"
+
+
+def test_mlflow_takes_a_password_from_the_address_and_names_it_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("rlpost.tracking.mlflow")
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "")
+    assert module._with_password_in_environment("https://me:p%40ss@host:5000/x") == "https://host:5000/x"
+    assert os.environ["MLFLOW_TRACKING_USERNAME"] == "me"
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "p@ss"
+    assert module._with_password_in_environment("postgresql://me:pw@db/x") == "postgresql://me:pw@db/x"
