@@ -15,6 +15,7 @@ PACKAGE = ROOT / "rlpost"
 
 GROUND = [
     "child",
+    "orphans",
     "errors",
     "extras",
     "files",

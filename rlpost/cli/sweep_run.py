@@ -19,6 +19,7 @@ from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.sweep_screen import SweepScreen
 from rlpost.config.paths import RESULT, SAMPLES, is_run_folder
 from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError
+from rlpost.orphans import unguarded
 
 LOOK_EVERY = 0.3  # seconds
 LOG_END = 4096  # bytes of a job's log that are searched for its error
@@ -104,7 +105,9 @@ def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: St
     begun = time.monotonic()
     with log, tempfile.TemporaryFile() as answer:
         said_before = log.tell()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
+        )
         with stop.reaching(process):
             while process.poll() is None:
                 screen.show(number, job, time.monotonic() - begun, stopping=stop.exit_code != 0)

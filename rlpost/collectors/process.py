@@ -23,6 +23,7 @@ import cloudpickle
 
 from rlpost.child import ending, kill_group, python_module
 from rlpost.errors import PolicyError
+from rlpost.orphans import guard
 
 START_SECONDS = 900.0  # longest wait for the object to be built: a large model takes minutes to load
 SILENT_SECONDS = 180.0  # without a sign of life, after which the process is taken to hang
@@ -256,6 +257,7 @@ def worker_process(
     environment: Mapping[str, str], output: int | None = None
 ) -> tuple[subprocess.Popen[Any], Connection]:
     """A process that builds an object and calls its methods as it is told over the connection: see `worker`."""
+    guard()
     mine, theirs = socket.socketpair()
     with theirs:
         popen = python_module(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rlpost.loop_thread import LoopThread
+from rlpost.orphans import guard
 from rlpost.policies.vllm_process import (
     SOCKETS,
     NamedWeights,
@@ -376,6 +377,7 @@ def tokens_under_way(engine: Any) -> int:
 def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
     """Start vLLM as `settings.engine` says."""
     set_environment(in_process=settings.engine is Engine.in_process)
+    guard()
     if settings.engine is Engine.own_process:
         return OwnProcessEngine(arguments, settings.timeout_seconds)
     from vllm import LLM

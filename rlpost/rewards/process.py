@@ -7,17 +7,20 @@ import os
 import pickle
 import signal
 import subprocess
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.child import ending, framed, kill_group, put, python_module, readable_within, taken, unframed
+from rlpost.orphans import guard, kill_marked
 
 STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
 OUTPUT_KEPT = 2000  # bytes of what a call prints
 LONGEST_ANSWER = 1 << 28  # bytes
 LONGEST_STACK = 1 << 20  # bytes
+WORKER = "RLPOST_REWARD_WORKER"  # a variable that tells what one worker has started
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Process:
     output: int
     life: int
     owner: int  # the process that started it
+    mark: str  # which all that it starts inherits
     is_ready: bool = False
     has_hung_up: bool = False
     output_is_open: bool = True
@@ -43,10 +47,12 @@ class Process:
         pipes = [os.pipe() for _ in range(4)]
         (its_requests, requests), (answers, its_answers), (output, its_output), (its_life, life) = pipes
         passed = (its_requests, its_answers, its_life)
+        guard()
+        mark = uuid.uuid4().hex
         popen = python_module(
             "rlpost.rewards.worker",
             *passed,
-            environment=environment,
+            environment={**environment, WORKER: mark},
             stdin=subprocess.DEVNULL,
             stdout=its_output,
             stderr=its_output,
@@ -56,7 +62,7 @@ class Process:
             os.close(end)
         for end in (requests, output):
             os.set_blocking(end, False)
-        return cls(popen, requests, answers, output, life, os.getpid())
+        return cls(popen, requests, answers, output, life, os.getpid(), mark)
 
     def send(self) -> None:
         """As much of what is to be sent as fits into the pipe; that it is gone, the pipe of its answers tells."""
@@ -118,6 +124,7 @@ class Process:
         if self.owner == os.getpid():  # a fork of that process has copies of the pipes alone
             kill_group(self.popen.pid)
             self.popen.wait()
+            kill_marked(WORKER, self.mark)  # what has left its group
         for end in (self.requests, self.answers, self.output, self.life):
             os.close(end)
         self.requests = -1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.child import ending, kill_group, python_module
+from rlpost.orphans import MARK
 from rlpost.tracking.base import Status
 from rlpost.tracking.choice import TrackerChoice
 from rlpost.tracking.worker import DONE, Order, read_mark
@@ -43,7 +44,12 @@ class TrackerProcess:
         try:
             with (self.folder / "log.txt").open("a") as log:
                 self._process = python_module(
-                    "rlpost.tracking.worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                    "rlpost.tracking.worker",
+                    environment={MARK: ""},  # it finishes what it has to send, also where the run was killed
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
                 )
         except OSError as error:
             self._given_up = f"its process did not start: {error}"

@@ -51,6 +51,10 @@ def act(item):
         child = subprocess.Popen(["sleep", "60"])
         open(value, "w").write(str(child.pid))
         time.sleep(60)
+    if kind in ("daemon", "daemon and sleep"):
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        open(value, "w").write(str(child.pid))
+        time.sleep(60 if "sleep" in kind else 0)
     if kind == "memory":
         return len(bytearray(10 ** 15))
     if kind == "set":
@@ -159,6 +163,17 @@ def test_a_killed_process_takes_its_children_along(act: Workers, tmp_path: Path)
     assert is_gone(int(note.read_text()))
 
 
+def test_what_has_left_the_group_of_its_process_ends_with_it(module: Callable[[str], str], tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    with Workers(module("act"), 1, 0.4) as workers:
+        [late] = workers.map([("daemon and sleep", str(note))])
+        assert late.late
+        assert is_gone(int(note.read_text()))
+        workers.map([("daemon", str(note))])
+        assert not is_gone(int(note.read_text()))
+    assert is_gone(int(note.read_text()))
+
+
 def test_a_hundred_megabytes_of_output_are_read_and_the_first_kept(
     module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +270,22 @@ def test_nothing_outlives_a_process_that_is_killed(call: str, tmp_path: Path, mo
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
     assert is_gone(int(done.stdout))
+
+
+def test_what_has_left_the_group_does_not_outlive_a_process_that_is_killed(
+    tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    note = tmp_path / "child"
+    program = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from rlpost.rewards.workers import Worker
+        Worker({module("act")!r}).call(("daemon", {str(note)!r}), 60.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert any(is_gone(int(note.read_text())) for _ in range(15))
 
 
 def test_ctrl_c_ends_the_call_and_the_process(tmp_path: Path, module: Callable[[str], str]) -> None:
