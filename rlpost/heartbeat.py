@@ -110,6 +110,11 @@ class WaitingLine:
         """A line that stays."""
         self._write(f"{ERASE_LINE if self._live else ''}{text}\n")
 
+    def make_way(self) -> None:
+        """Take the line away for something that is written now; it comes again."""
+        if self._live:
+            self._erase()
+
     def _paint(self) -> None:
         if in_front(self._descriptor):
             width, _ = size_of(self._descriptor)

@@ -38,6 +38,7 @@ LAYERS = [
     ["evaluation", "chat", "sandbox", "starters", "testing"],
     ["assemble", "assemble_sft", "assemble_async", "assemble_cluster", "assemble_player", "assemble_policy"],
     ["train"],
+    ["doctor"],
     ["cli"],
     ["__main__"],
 ]

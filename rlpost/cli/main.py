@@ -17,6 +17,7 @@ import typer
 from rlpost import __version__
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
+from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
 from rlpost.cli.complaint import explain_long_path, explain_usage
 from rlpost.cli.terminal import print_error
@@ -52,6 +53,12 @@ app.command(
 app.command("chat", epilog=chat_verb.EXAMPLES, short_help="Talk to a model or a checkpoint.", rich_help_panel=TRAIN)(
     chat_verb.chat
 )
+app.command(
+    "doctor",
+    epilog=doctor_verb.EXAMPLES,
+    short_help="Try a training on a few rows, say what is wrong.",
+    rich_help_panel=TRAIN,
+)(doctor_verb.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=PREPARE)
 app.add_typer(data.app, name="data", rich_help_panel=PREPARE)
 app.add_typer(env.app, name="env", rich_help_panel=PREPARE)

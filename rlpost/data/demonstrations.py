@@ -105,5 +105,6 @@ class BadRows:
         """What to raise for them: the first rows, and counts by fault."""
         rows = [f"{s.where}: {s.fault.value if s.fault else ''}: {s.reason}" for s in self.first]
         kinds = Counter({fault.value: count for fault, count in self.counts.items()})
-        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): correct or remove them"
+        advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
+        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}"
         return DataError("\n".join([heading, *listing(rows, kinds)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -55,8 +56,8 @@ class Proof:
         return [f"{self.checked} {self.gold_name} and {self.replies - self.checked} corrupted ones: {verdict}", *told]
 
 
-def prove(env: EnvBase) -> Proof:
-    """Score the gold reply and the corrupted replies of every task of the environment's split.
+def prove(env: EnvBase, most: int | None = None) -> Proof:
+    """Score the gold reply and the corrupted replies of every task of the environment's split, or the first `most`.
 
     Gold has to earn `max_reward` and both accuracies, corrupted less and neither; where `max_reward`
     is not known, every reply has to be scored, none to earn more than the gold one, and the gold ones
@@ -64,23 +65,23 @@ def prove(env: EnvBase) -> Proof:
     """
     env.start()
     proof = Proof(gold_name=env.gold_name)
-    for where, task in env.all_tasks():
+    for where, task in islice(env.all_tasks(), most):
         proof.checked += 1
         gold = env.gold_reply(task)
-        played = _played(env, task, gold)
-        best = played.reward if env.max_reward is None else env.max_reward
-        if not _is_gold(env, played):
-            proof.failures.append(f"{where}: the gold reply {_short(gold)} got {_marks(played)}")
+        right = played(env, task, gold)
+        best = right.reward if env.max_reward is None else env.max_reward
+        if not _is_gold(env, right):
+            proof.failures.append(f"{where}: the gold reply {_short(gold)} got {_marks(right)}")
         corrupted = env.corrupted_replies(task)
         for reply in corrupted:
-            other = _played(env, task, reply)
+            other = played(env, task, reply)
             if not _is_corrupted(env, other, best):
                 proof.failures.append(f"{where}: the corrupted reply {_short(reply)} got {_marks(other)}")
             if env.max_reward is None and other.reward is not None:
                 proof.corrupted.append(other.reward)
         proof.replies += 1 + len(corrupted)
-        if env.max_reward is None and played.reward is not None:
-            proof.gold.append(played.reward)
+        if env.max_reward is None and right.reward is not None:
+            proof.gold.append(right.reward)
     return proof
 
 
@@ -100,7 +101,7 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
     return played.reward < env.max_reward and not any(_accuracies(played))
 
 
-def _played(env: EnvBase, task: Mapping[str, Any], reply: str) -> Conversation:
+def played(env: EnvBase, task: Mapping[str, Any], reply: str) -> Conversation:
     """A conversation in which the policy said `reply`, advanced by the environment as in training."""
     conversation = Conversation(task=task, messages=[{"role": "user", "content": ""}])
     conversation.add_completion(Completion([], [], reply, "stop", 0))

@@ -1,0 +1,110 @@
+"""`rlpost doctor`: what would go wrong in a training, found on a few rows in a minute."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
+from rlpost.cli.completion import complete_training
+from rlpost.cli.terminal import GREEN, RED, StatusLine, painted, print_json, stdout_on_stderr
+from rlpost.cli.usage import AsJson
+from rlpost.errors import ConfigError
+from rlpost.output import where_it_leads
+from rlpost.text import counted, printable
+
+if TYPE_CHECKING:
+    from rlpost.doctor.findings import Finding
+
+FAILED = 3
+YELLOW = "\x1b[33m"
+STYLES = {"ok": GREEN, "warning": YELLOW, "error": RED}
+VERBS = {"grpo": TRAIN_GRPO, "sft": TRAIN_SFT}
+EXAMPLES = """\b
+Examples:
+  rlpost doctor
+  rlpost doctor grpo model=qwen env=gsm8k optim.lr=1e-6
+  rlpost doctor sft env=dataset env.path=chats.jsonl
+"""
+
+
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[grpo|sft] [KEY=VALUE]...",
+            help="The training, grpo where none is named, and its settings.",
+            autocompletion=complete_training,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder that would be written.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try everything that a training does on a few rows, and say what is wrong: before time is spent.
+
+    Takes what rlpost train takes; writes nothing. Ends with 3 where there is an error.
+    """
+    from rlpost.cli.checks import compose_and_check
+    from rlpost.cli.plan import stem_of
+    from rlpost.cli.run_folder import first_free
+
+    verb, given = _verb_of(words or [])
+    composed = compose_and_check(VERBS[verb], given, as_json=as_json)
+    folder = out or first_free(stem_of(composed))
+    settings: Any = composed.settings
+    told: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        told.append(finding)
+        if not as_json:
+            status.make_way()
+            os.write(answer, f"{_line(finding)}\n".encode())
+
+    with (
+        where_it_leads(1) as answer,
+        StatusLine("loading torch") as status,
+        stdout_on_stderr() if as_json else nullcontext(),
+    ):
+        from rlpost.doctor.examine import examine
+        from rlpost.doctor.findings import Findings
+        from rlpost.output import output_aside
+
+        findings = Findings(tell)
+        with output_aside():
+            examine(settings, folder, findings, status.now)
+    counts = Counter(finding.level.value for finding in told)
+    if as_json:
+        print_json(
+            {
+                "training": verb,
+                "findings": [
+                    {"level": f.level.value, "about": f.about, "text": f.text, "fix": f.fix} for f in findings.all
+                ],
+                **{level: counts[level] for level in STYLES},
+            }
+        )
+    else:
+        print(f"\n{counted(counts['error'], 'error')}, {counted(counts['warning'], 'warning')}")
+    if findings.failed:
+        raise typer.Exit(FAILED)
+
+
+def _verb_of(words: list[str]) -> tuple[str, list[str]]:
+    """The training that is named, and the settings."""
+    if not words or "=" in words[0]:
+        return "grpo", words
+    if words[0] not in VERBS:
+        raise ConfigError(f"rlpost doctor examines grpo or sft, not {words[0]}")
+    return words[0], words[1:]
+
+
+def _line(finding: Finding) -> str:
+    level = painted(finding.level.value.ljust(7), STYLES[finding.level.value], sys.stdout)
+    fix = f"; {finding.fix}" if finding.fix else ""
+    return f"{level}  {printable(f'{finding.about}: {finding.text}{fix}')}"

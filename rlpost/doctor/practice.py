@@ -1,0 +1,286 @@
+"""A step of the training as it will be, on a few rows: sampled, scored, read in two ways, learned from, pushed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import ceil
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict
+
+from rlpost.assemble import GRPOParts, assemble_grpo
+from rlpost.assemble_sft import SFTParts, assemble_sft
+from rlpost.data.conversation import CUT
+from rlpost.data.demonstrations import Sample
+from rlpost.doctor.findings import Findings
+from rlpost.doctor.rows import ROWS
+from rlpost.model.logprobs import verdict_of
+from rlpost.model.memory import MemoryWatch
+from rlpost.model.packing import Row, rows_of
+from rlpost.model.precision import autocast
+from rlpost.objectives.advantage import give_advantages
+from rlpost.settings import Autocast, GRPOSettings, NoClusterSettings, SFTSettings, SyncCollectorSettings
+from rlpost.text import counted
+from rlpost.train.grpo import fill_log_probs, update_metrics
+from rlpost.train.metrics import batch_metrics
+from rlpost.train.rank import Rank
+from rlpost.train.ranks import Ranks
+from rlpost.train.sft_session import row_of
+from rlpost.train.update import Microbatches
+
+COMPLETIONS = 4  # a prompt, at most
+GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: formats explain the one, a fault the other
+PACKED_OFF = {True: 0.1, False: 1e-3}  # nats a token between packed and plain, by whether forwards round to 8 bits
+COMPARED = 4  # rows that are read in both ways
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of a part of a step on some completions or samples."""
+
+    seconds: float
+    rows: int
+
+    def of(self, rows: int) -> float:
+        """The same part on so many."""
+        return self.seconds * rows / self.rows
+
+
+class Heard(logging.Handler):
+    """What rlpost's log is told meanwhile, which says why a reward failed; a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+
+    def __enter__(self) -> Self:
+        logging.getLogger("rlpost").addHandler(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger("rlpost").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.first = self.first or record.getMessage()
+
+
+def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
+    """Sample a few groups, and learn from them once."""
+    tried = replace(
+        settings,
+        prompts_per_step=min(ROWS, settings.prompts_per_step),
+        group_size=min(COMPLETIONS, settings.group_size),
+        minibatch_size=None,
+        passes=1,
+        max_policy_lag=0,
+        collector=SyncCollectorSettings(),
+        cluster=NoClusterSettings(),
+        dynamic=replace(settings.dynamic, enabled=False),
+        eval=replace(settings.eval, enabled=False),
+    )
+    memory = MemoryWatch()
+    memory.start()
+    with contextlib.closing(memory), contextlib.closing(assemble_grpo(tried)) as parts:
+        parts.start()
+        parts.collector.begin_step()
+        with Heard() as heard:
+            batch = parts.buffer.take(tried.prompts_per_step, 0)
+        _look_at_completions(findings, tried, parts, batch, heard)
+        parts.policy.rest()
+        rows = rows_of(batch)
+        if not any(row.counts and row.num_trained for row in rows):
+            findings.fail("learning", "no completion can be trained on")
+            return
+        ranks = _ranks(tried, parts, tried.tokens_per_microbatch)
+        _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)
+        learning = _learn_once(findings, tried, parts, ranks, batch, rows)
+        if learning is None:
+            return
+        sampling = _look_at_push(findings, tried, parts, ranks)
+        completions = settings.prompts_per_step * settings.group_size
+        of_step = sampling.of(completions) + learning.of(completions) * settings.passes
+        _tell_cost(findings, of_step, settings.steps, sampling.rows, memory)
+
+
+def practise_sft(findings: Findings, settings: SFTSettings) -> None:
+    """Learn from a few samples once."""
+    memory = MemoryWatch()
+    memory.start()
+    tried = replace(settings, eval=replace(settings.eval, accuracy=False))
+    with contextlib.closing(memory), contextlib.closing(assemble_sft(tried)) as parts:
+        samples: list[Sample] = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
+        rows = [row_of(sample) for sample in samples]
+        tokens = settings.tokens_per_microbatch if settings.packing else 1
+        ranks = _ranks(tried, parts, tokens)
+        _look_at_reading(findings, tried.model.autocast, parts.model, rows, 1.0)
+        ranks.fill_reference(rows)
+        learning = _update(findings, ranks, rows)
+        if learning is None:
+            return
+        count = parts.samples.count()
+        steps = settings.steps or ceil((settings.epochs or 1) * count / settings.minibatch_size)
+        _tell_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
+
+
+def _ranks(settings: Any, parts: GRPOParts | SFTParts, tokens: int | None) -> Ranks:
+    microbatches = Microbatches(tokens, parts.device, settings.model.autocast)
+    ranks = Ranks()
+    ranks.begin(
+        Rank(parts.model, parts.optimizer, parts.reference, parts.objective, settings.optim, microbatches), tokens
+    )
+    return ranks
+
+
+def _look_at_completions(
+    findings: Findings, settings: GRPOSettings, parts: GRPOParts, batch: TensorDict, heard: Heard
+) -> None:
+    metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
+    count, tokens = len(batch), int(metrics["tokens/generated"])
+    cut = sum(reason in CUT for reason in batch["finish_reason"])
+    limit = settings.env.max_completion_tokens
+    if cut == count:
+        findings.warn(
+            "completions",
+            f"all {count} were cut at env.max_completion_tokens={limit}: none ends by itself, or the limit is too low",
+            "raise it, or take a model that was taught to end a turn",
+        )
+    elif cut > count / 2:
+        text = f"{cut} of {count} were cut at env.max_completion_tokens={limit}"
+        findings.warn("completions", text, "raise it, unless short answers are what it should learn")
+    else:
+        findings.ok("completions", f"{count} of {tokens / count:.0f} tokens on average, {cut} cut")
+    _look_at_rewards(findings, settings, batch, metrics, heard)
+
+
+def _look_at_rewards(
+    findings: Findings, settings: GRPOSettings, batch: TensorDict, metrics: dict[str, float], heard: Heard
+) -> None:
+    count, failed = len(batch), int(metrics["reward/failed"])
+    if failed:
+        tell = findings.fail if failed > settings.max_failed_share * count else findings.warn
+        tell("rewards", f"{failed} of {count} failed: {heard.first}", "correct the reward")
+        if failed == count:
+            return
+    groups = count // settings.group_size
+    if metrics["groups/zero_std"] == 1:
+        findings.warn(
+            "groups",
+            f"none of {counted(groups, 'group')} has completions that earn differently (rewards "
+            f"{metrics['reward/mean']:.3g} on average), and those alone are learned from",
+            "an easier task, a larger group_size, a higher sampling.temperature, or fine-tune first",
+        )
+    else:
+        spread = round((1 - metrics["groups/zero_std"]) * groups)
+        findings.ok(
+            "groups", f"rewards {metrics['reward/mean']:.3g} on average; {spread} of {groups} groups have a spread"
+        )
+
+
+def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Sequence[Row], temperature: float) -> None:
+    """Is a packed row read as the model reads each row alone?"""
+    verdict = verdict_of(model)
+    chosen = sorted((row for row in rows if row.num_trained), key=lambda row: row.response.numel())[:COMPARED]
+    microbatches = Microbatches(None, model.device, kind)
+    rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
+    packed = rank.read_log_probs(chosen, temperature)
+    worst = 0.0
+    for row, read in zip(chosen, packed, strict=True):
+        plain = _plain_log_probs(model, row, temperature, microbatches)
+        worst = max(worst, (plain - read)[row.sampled].abs().mean().item())
+    way = "a packed row" if verdict.reads_packed else f"a row of several ({verdict.reason})"
+    if not worst <= PACKED_OFF[kind is not Autocast.none]:
+        findings.fail(
+            "reading", f"{way} is read {worst:.2g} nats a token off the model's own forward", "take another model"
+        )
+    else:
+        findings.ok("reading", f"{way} is read as the model reads it, within {worst:.1g} nats a token")
+
+
+@torch.no_grad()
+def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
+    """log π of each id of the response by the model's own forward of this row alone."""
+    ids = torch.cat([row.prompt, row.response]).to(microbatches.device)
+    with autocast(microbatches.kind, microbatches.device):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, row.prompt.numel() - 1 : -1]
+    chosen = (logits.float() / temperature).log_softmax(-1)
+    return chosen.gather(-1, ids[row.prompt.numel() :, None]).squeeze(-1).cpu()
+
+
+def _learn_once(
+    findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
+) -> Took | None:
+    """An update, on advantages that none lacks: what a step takes is known on rows without a spread too."""
+    fill_log_probs(settings, parts, ranks, rows)
+    give_advantages(settings, batch, rows)
+    for number, row in enumerate(rows):
+        row.advantage = (-1.0) ** number
+    return _update(findings, ranks, rows, settings, parts)
+
+
+def _update(
+    findings: Findings,
+    ranks: Ranks,
+    rows: list[Row],
+    settings: GRPOSettings | None = None,
+    parts: GRPOParts | None = None,
+) -> Took | None:
+    began = time.perf_counter()
+    try:
+        update = ranks.update(rows, 0)
+    except FloatingPointError as error:
+        findings.fail("learning", f"{error}: the update would destroy the weights", "take another format or model")
+        return None
+    took = Took(time.perf_counter() - began, len(rows))
+    if not update.stepped or update.grad_norm == 0:
+        findings.fail("learning", "no weight has a gradient", "see loss, lora.targets and overlong.mask")
+        return None
+    findings.ok(
+        "learning", f"{counted(len(rows), 'row')} in {took.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
+    )
+    if settings is not None and parts is not None:
+        gap = update_metrics(settings, parts, ranks, rows, [update])["sampler/logprob_gap"]
+        _tell_gap(findings, "sampler", gap, "as they start")
+    return took
+
+
+def _tell_gap(findings: Findings, about: str, gap: float, when: str) -> None:
+    text = f"sampler and trainer give a token log-probs {gap:.2g} nats apart, {when}"
+    if not gap <= GAP_WRONG:
+        findings.fail(about, text, "they do not compute the same: take policy.dtype=float32, or policy=transformers")
+    elif gap > GAP_HIGH:
+        findings.warn(about, text, "policy.dtype=float32 brings them closer, loss.sampler_correction allows for it")
+    else:
+        findings.ok(about, text)
+
+
+def _look_at_push(findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks) -> Took:
+    """Does the sampler have the weights that were pushed? What sampling takes, now that all is warm."""
+    parts.collector.update_policy_weights_(parts.model)
+    began = time.perf_counter()
+    parts.collector.begin_step()
+    batch = parts.buffer.take(settings.prompts_per_step, 0)
+    took = Took(time.perf_counter() - began, len(batch))
+    rows = [row for row in rows_of(batch) if row.num_trained]
+    temperature = parts.policy.sampling.temperature
+    read = ranks.read_log_probs(rows, temperature=temperature)
+    pairs = zip(read, rows, strict=True)
+    apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for log_probs, row in pairs])
+    _tell_gap(findings, "push", apart.mean().item(), "after weights were pushed")
+    return took
+
+
+def _tell_cost(findings: Findings, of_step: float, steps: int, rows: int, memory: MemoryWatch) -> None:
+    minutes = of_step * steps / 60
+    whole = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    findings.ok(
+        "time",
+        f"about {of_step:.3g} s a step, {whole} for {counted(steps, 'step')} without evaluations, by a step on "
+        f"{counted(rows, 'row')}; {memory.look() / 1e9:.1f} GB were held at most",
+    )

@@ -1,0 +1,249 @@
+"""`rlpost doctor` on trainings that each have one thing wrong, and on some that have nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlpost.cli.main import run
+
+TINY = ["model=tiny", "policy=transformers"]
+SUMS = ["env.digits=1", "env.max_completion_tokens=8"]
+ROWS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(2, 7) for b in range(3, 7)]
+CHATS = [
+    {"messages": [{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}]}
+    for r in ROWS
+]
+
+
+Make = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong: `words` of the training, which `make` writes files for; how it is named, and the exit code."""
+
+    words: list[str]
+    named: str
+    code: int = 3
+    make: Make = lambda _: None
+    verb: str = "grpo"
+
+
+def rows(content: list[Any], name: str = "rows.jsonl") -> Make:
+    return lambda folder: (folder / name).write_text("".join(json.dumps(each) + "\n" for each in content))
+
+
+def text(content: str | bytes, name: str = "rows.jsonl") -> Make:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def reward(body: str, arguments: str = "completions, **kept") -> Make:
+    def make(folder: Path) -> None:
+        rows(ROWS)(folder)
+        (folder / "mine.py").write_text(f"import time\ndef score({arguments}):\n    {body}\n")
+
+    return make
+
+
+def edited(change: Make) -> Make:
+    """A copy of the tiny model that is changed."""
+
+    def make(folder: Path) -> None:
+        from rlpost.model.load import locate_model
+
+        shutil.copytree(locate_model("builtin:tiny"), folder / "model")
+        change(folder / "model")
+
+    return make
+
+
+def template(body: str) -> Make:
+    return edited(lambda folder: (folder / "chat_template.jinja").write_text(body))
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Make:
+    def edit(folder: Path) -> None:
+        [file] = folder.glob("*.safetensors")
+        held = load_file(file)
+        change(held)
+        save_file(held, file, {"format": "pt"})
+
+    return edited(edit)
+
+
+def config(**values: Any) -> Make:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return edited(edit)
+
+
+def nan(held: dict[str, torch.Tensor]) -> None:
+    next(iter(held.values()))[0] = float("nan")
+
+
+def begun_twice(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ bos_token }}" + TURN + PROMPT)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "<|im_start|>"}))
+
+
+DATASET = [*TINY, "env=dataset", "env.path=rows.jsonl", "env.max_completion_tokens=8", "env.reward=number"]
+SFT = ["model=tiny", "env=dataset", "env.path=rows.jsonl"]
+MINE = [*DATASET[:-1], "env.reward=mine.py:score"]
+OWN = ["policy=transformers", "model=./model", *SUMS]
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+FAULTS = {
+    # rows
+    "no file": Case(DATASET, "rows.jsonl"),
+    "an empty file": Case(DATASET, "holds no rows", make=text("")),
+    "a torn line": Case(DATASET, "rows.jsonl, row 2", make=text(json.dumps(ROWS[0]) + '\n{"question": "What')),
+    "bytes that are no text": Case(DATASET, "row 1", make=text(b'{"question": "\xff\xfe", "answer": "1"}\n')),
+    "no such column": Case([*DATASET, "env.prompt_column=ask"], "ask", make=rows(ROWS)),
+    "an empty prompt": Case(DATASET, "row 3", make=rows([*ROWS[:2], {"question": "", "answer": "1"}, *ROWS[2:]])),
+    "a prompt that is too long": Case(
+        DATASET, "more tokens than", make=rows([*ROWS, {"question": "word " * 5000, "answer": "1"}])
+    ),
+    "all rows alike": Case(DATASET, "all 20 rows ask the same", make=rows([ROWS[0]] * 20)),
+    "rows twice": Case(DATASET, "9 of 18 rows ask what another one asks", 0, make=rows([*ROWS[:10]] * 2)),
+    "held-out rows trained on": Case(
+        [*DATASET, "env.test_path=test.jsonl"],
+        "4 of 4 held-out prompts are trained on too",
+        0,
+        make=lambda folder: (rows(ROWS)(folder), rows(ROWS[:4], "test.jsonl")(folder)),
+    ),
+    "fewer rows than a step takes": Case(
+        [*DATASET, "eval.enabled=false", "env.held_out=0"], "takes some of them twice a step", 0, make=rows(ROWS[:5])
+    ),
+    "numbers for answers nobody finds": Case(
+        [*DATASET, "env.answer_column=kind"], "field 'kind': is empty", make=rows([{**row, "kind": ""} for row in ROWS])
+    ),
+    # rewards
+    "a constant": Case(
+        MINE, "gold, wrong and empty replies earn alike", make=reward("return [1.0] * len(completions)")
+    ),
+    "one that raises": Case(MINE, "KeyError", make=reward("raise KeyError('answers')")),
+    "one that hangs": Case([*MINE, "env.reward_timeout_seconds=1"], "mine.py:score", make=reward("time.sleep(60)")),
+    "too few numbers": Case(MINE, "mine.py:score", make=reward("return [1.0]")),
+    "no number": Case(MINE, "mine.py:score", make=reward("return ['good'] * len(completions)")),
+    "NaN": Case(MINE, "nan", make=reward("return [float('nan')] * len(completions)")),
+    "paid by length": Case(MINE, "reward mine.py:score", make=reward("return [float(len(c)) for c in completions]")),
+    "paid for silence": Case(
+        MINE,
+        "empty: earns 1",
+        make=reward(
+            "return [1.0 if not c or c == a else 0.0 for c, a in zip(completions, answer)]",
+            "completions, answer, **kept",
+        ),
+    ),
+    "an argument that is no column": Case(
+        MINE, "solution", make=reward("return [0.0] * len(completions)", "completions, solution")
+    ),
+    "no such file of rewards": Case(MINE, "mine.py", 2, make=rows(ROWS)),
+    # the chat template
+    "no template": Case(OWN, "has no chat template", make=edited(lambda f: (f / "chat_template.jinja").unlink())),
+    "no end of a turn": Case(
+        OWN, "ends an answer with no special token", make=template(TURN.replace("<|im_end|>", "") + PROMPT)
+    ),
+    "no generation prompt": Case(OWN, "but not as its generation prompt", make=template(TURN)),
+    "an earlier answer rendered differently": Case(
+        ["model=./model", "env=dataset", "env.path=rows.jsonl"],
+        "rendered differently once more follows",
+        make=lambda folder: (
+            (
+                template(TURN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}") + PROMPT)(
+                    folder
+                ),
+                rows([{"messages": [*chat["messages"], *chat["messages"]]} for chat in CHATS])(folder),
+            )
+        ),
+        verb="sft",
+    ),
+    "a text begun twice": Case(OWN, "begins a text with <|im_start|> twice", make=edited(begun_twice)),
+    "a template that never ends": Case(
+        OWN, "takes more than", make=template("{{ 'a' * 30000000000 }}" + TURN + PROMPT)
+    ),
+    "a template of another model": Case([*TINY, *SUMS, "model.chat_template=llama3"], "no special token"),
+    # the model
+    "weights that are NaN": Case(OWN, "holds NaN or infinity", make=weights(nan)),
+    "a weight that is missing": Case(OWN, "model", make=weights(lambda held: [held.pop(max(held))])),
+    "a tokenizer of another model": Case(OWN, "embeddings", make=config(vocab_size=20)),
+    "no weights": Case(OWN, "safetensors", 2, make=edited(lambda f: [x.unlink() for x in f.glob("*.safetensors")])),
+    "a context that is too short": Case(
+        OWN, "more than the 16 the model takes", make=config(max_position_embeddings=16)
+    ),
+    # settings
+    "a rate of nothing": Case([*TINY, *SUMS, "optim.lr=0"], "optim.lr=0", 2),
+    "a rate that destroys": Case([*TINY, *SUMS, "optim.lr=0.5"], "unusually high", 0),
+    "a warm-up without an end": Case([*TINY, *SUMS, "steps=5", "optim.warmup_steps=1000"], "gets to 7.5e-08", 0),
+    "one completion a prompt": Case([*TINY, *SUMS, "group_size=1"], "leaves nothing to compare", 2),
+    "no temperature": Case([*TINY, *SUMS, "sampling.temperature=0"], "equal completions", 2),
+    "every answer cut": Case([*TINY, "env.digits=9", "env.max_completion_tokens=1", "seed=3"], "all 32 were cut", 0),
+    "no spread": Case([*TINY, "env.digits=9", "env.max_completion_tokens=2"], "completions that earn differently", 0),
+    "a part of the distribution": Case([*TINY, *SUMS, "sampling.top_p=0.9"], "draws from a part", 2),
+    "a folder that cannot be written": Case(
+        [*TINY, *SUMS, "--out", "taken/run"], "cannot be written", make=text("", "taken")
+    ),
+    "a tracker that does not answer": Case(
+        [*TINY, *SUMS, "tracking=mlflow", "tracking.uri=http://127.0.0.1:9"], "does not answer", 0
+    ),
+    # demonstrations
+    "nobody answers": Case(SFT, "row 1", make=rows([{"messages": chat["messages"][:1]} for chat in CHATS]), verb="sft"),
+    "rows that are cut": Case([*SFT, "max_tokens=16"], "raise max_tokens", make=rows(CHATS), verb="sft"),
+    "an empty answer": Case(
+        SFT,
+        "row 2",
+        make=rows([CHATS[0], {"messages": [CHATS[0]["messages"][0], {"role": "assistant", "content": None}]}]),
+        verb="sft",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    case = FAULTS[name]
+    case.make(tmp_path)
+    code = run(["doctor", case.verb, *case.words])
+    said = "".join(capfd.readouterr())
+    told = [line for line in said.splitlines() if line.startswith(("error", "warning"))]
+    assert any(case.named in line for line in told), said
+    assert code == case.code, said
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_a_good_training_has_no_error_and_nothing_is_kept(
+    verb: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = TINY if verb == "grpo" else TINY[:1]
+    assert run(["doctor", verb, *words, *SUMS, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["training"] == verb
+    assert (told["error"], told["warning"]) == (0, 1 if verb == "grpo" else 0)  # a random model seldom ends a turn
+    about = [finding["about"] for finding in told["findings"]]
+    common = ["versions", "folder", "rate", "template", "mask", "memory", "disk", "formats", "reading", "learning"]
+    own = ["rows", "seed", "held out", "gold", "lengths", "completions", "groups", "sampler", "push"]
+    assert sorted(about) == sorted([*common, "time", *(own if verb == "grpo" else [])])
+    assert all(finding["fix"] for finding in told["findings"] if finding["level"] == "warning")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_training_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "expert-iteration"]) == 2
+    assert "rlpost doctor examines grpo or sft, not expert-iteration" in capfd.readouterr().err
