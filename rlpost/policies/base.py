@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from rlpost.data.continuation import Continuation
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
 from rlpost.errors import DataError, PolicyError
+from rlpost.model.sums import EngineSums
 from rlpost.policies.batching import Batching, Request
 from rlpost.policies.face import Face
 from rlpost.settings import SamplingSettings
@@ -144,6 +145,10 @@ class Policy(ABC):
         this policy cannot tell.
         """
         raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> EngineSums | None:
+        """The sums of the engine's own weights, all or those it calls `names`; None where none can be told."""
+        return None
 
     def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
         """What to sample next in each conversation, which gains the ids of what the environment said.

@@ -16,6 +16,7 @@ import torch
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.extras import require_vllm
+from rlpost.model.sums import EngineSums, as_engine_sums
 from rlpost.model.weights import SavedWeights
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.batching import Batching
@@ -295,6 +296,13 @@ class vLLMWrapper(Policy):
             return engine.call_workers(method, *args)
         except Exception as error:
             raise PolicyError(f"a worker of vLLM failed in {method}: {first_line(error)}") from error
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> EngineSums | None:
+        """See `Policy.weight_sums`; of weights with an adapter beside them, or divided, none are told."""
+        if self.adapter_rank is not None or self._given is not None:
+            return None
+        told = self.call_workers("sum_weights", names)
+        return as_engine_sums(told[0]) if len(told) == 1 else None
 
     def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
         """Like `load_weights`, but each weight is sent through `group`, whose rank 0 this process is.

@@ -15,6 +15,7 @@ import torch
 
 from rlpost.errors import PolicyError
 from rlpost.model.memory import give_back_contents
+from rlpost.model.sums import sums_of
 
 EXTENSION = "rlpost.policies.vllm_worker.vLLMWorker"
 GROUP_SECONDS = 300.0  # longest wait for the other ranks of a group, and for one weight
@@ -184,6 +185,10 @@ class vLLMWorker:
         if before is None:
             raise PolicyError("this worker is in no weight group: call init_weight_update_group first")
         return before != self._checksums_before
+
+    def sum_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The sums of this worker's weights, by which they are compared with the trainer's: see `sums_of`."""
+        return sums_of(self.get_model(), names)
 
     def give_back_kv_cache(self) -> None:
         """Let the kernel take the KV cache's pages, on a CPU; nothing may be under way, and no prefix be known."""

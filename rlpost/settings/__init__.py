@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlpost.settings.env import *
     from rlpost.settings.evaluation import *
     from rlpost.settings.expert_iteration import *
+    from rlpost.settings.gate import *
     from rlpost.settings.instructions import *
     from rlpost.settings.learning import *
     from rlpost.settings.lora import *

@@ -13,6 +13,7 @@ from rlpost.settings.code import CODE
 from rlpost.settings.collector import MAX_RESTARTS, AsyncCollectorSettings, CollectorSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
+from rlpost.settings.gate import GateSettings
 from rlpost.settings.learning import GRPO_RATES, SFT_RATES, AdamW8bitSettings, OptimSettings, UsualRates
 from rlpost.settings.lora import LoRASettings, Push
 from rlpost.settings.loss import KLPlace, PolicyLossSettings, SamplerCorrection
@@ -98,6 +99,7 @@ class SampledSettings(TrainingSettings):
     collector: CollectorSettings = MISSING  # whether completions are sampled in turn with training or beside it
     tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
     sampling: TrainSamplingSettings = field(default_factory=TrainSamplingSettings)  # how a completion is drawn
+    gate: GateSettings = field(default_factory=GateSettings)  # whether what samples is what learns
     eval: EvalDuringTrainingSettings = field(default_factory=EvalDuringTrainingSettings)  # on held-out prompts
     prompts_per_step: int = limited(8, at_least=1)  # each is answered group_size times
     group_size: int = 8  # completions a prompt, G in the paper

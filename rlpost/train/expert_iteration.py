@@ -60,6 +60,7 @@ def learn(session: ExpertIterationSession) -> None:
         if updates:
             session.screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
+            session.pushed()
         session.metrics["selected/empty_steps"] = float(session.progress.nothing_selected)
         session.finish(sampled)
 

@@ -63,6 +63,7 @@ def learn(session: GRPOSession) -> None:
         if any(u.stepped for u in updates):
             session.screen.phase("pushing weights")
             parts.collector.update_policy_weights_(parts.model)  # and the policy's version rises
+            session.pushed()
         session.finish(batch)
 
 

@@ -15,12 +15,20 @@ from rlpost.errors import ConfigError, RewardError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
+from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.record import ACCURACY, REWARD
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
-from rlpost.settings import ExpertIterationSettings, GRPOSettings
+from rlpost.settings import (
+    ExpertIterationSettings,
+    GateAlarm,
+    GRPOSettings,
+    SamplerCorrection,
+    ScriptedSettings,
+)
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
+from rlpost.train.gate import Gate
 from rlpost.train.metrics import batch_metrics
 from rlpost.train.narration import (
     held_out_told,
@@ -48,6 +56,7 @@ class SamplingSession(Session[S, P]):
         """See `Session.load`."""
         parts = super().load(assemble)
         self._opened.callback(self.screen.phase, "closing", "the policy")
+        self.gate = self._gate()
         return parts
 
     def steps(self) -> Iterator[int]:
@@ -55,6 +64,34 @@ class SamplingSession(Session[S, P]):
         for step in super().steps():
             self.parts.collector.begin_step()
             yield step
+
+    def pushed(self) -> None:
+        """Weights were pushed after the step's updates: look whether the sampler has them."""
+        if self.gate is not None:
+            self.screen.phase("checking", "the sampler")
+            self.gate.pushed(self.step)
+
+    def _gate(self) -> Gate | None:
+        """What watches the sampler; None where it is off, samples in other processes, or speaks from a script."""
+        settings, parts = self.settings, self.parts
+        scripted = isinstance(settings.policy, ScriptedSettings)
+        if not settings.gate.enabled or settings.samples_elsewhere or scripted or self._is_done:
+            return None
+        self.screen.phase("checking", "the sampler")
+        gate = Gate(settings.gate, parts.policy, self.ranks, parts.model, self._gate_alarm)
+        gate.begin()
+        return gate
+
+    def _gate_alarm(self, action: GateAlarm, text: str) -> None:
+        """Go on where sampler and trainer disagree, with a correction for it where that is wanted."""
+        objective = self.parts.objective
+        corrects = action is GateAlarm.correct and getattr(objective, "sampler_correction", None) == "none"
+        if corrects:
+            assert isinstance(objective, PolicyObjective)
+            objective.sampler_correction = SamplerCorrection.tis_token.name
+            self.ranks.begin(self.ranks.own, self.tokens_per_microbatch)  # the others are told it too
+            text += "; going on with loss.sampler_correction=tis_token"
+        self.screen.note(text)
 
     def collected(self, batch: TensorDict) -> None:
         """A step's completions are there: describe them, and let the policy rest while the model learns.

@@ -255,6 +255,11 @@ class Session(ABC, Generic[S, P]):
         log.info("saved %s", path)
         run.saved()
 
+    @property
+    def _is_done(self) -> bool:
+        """Whether no step is left to do."""
+        return self.progress.step >= self.run.total_steps
+
     # What differs between the loops
 
     @property

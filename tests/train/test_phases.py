@@ -49,9 +49,10 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
     monkeypatch.setattr(Screen, "phase", phase)
     composed = compose(TRAIN_GRPO, WORDS)
     train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
-    step = ["sampling", "scoring", "building", "training", "pushing weights"]
+    step = ["sampling", "scoring", "building", "training", "pushing weights", "checking"]
     assert [kind for kind, _ in groupby(told, key=lambda each: each[0])] == [
         "evaluating",
+        "checking",
         *[*step, "recording"],
         *[*step, "recording", "saving checkpoint", "evaluating"],
         "closing",

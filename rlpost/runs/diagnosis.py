@@ -1,0 +1,258 @@
+"""What a run's own figures say is wrong with it: each symptom with its steps, its evidence and one thing to do.
+
+The rules look at the last steps of a run and compare them with its first: `diagnose` asks all of them about the whole
+run, a training asks them after every step. They are set so that a run which learns, however noisily, is not spoken of.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+FIRST, LAST = 3, 5  # steps that are compared
+AT_LEAST = 8  # steps before anything is said
+Row = Mapping[str, Any]  # of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """One thing that is wrong: its name, the steps that show it, the evidence in words, and what to do."""
+
+    name: str
+    steps: tuple[int, int]
+    evidence: str
+    fix: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.name} (steps {self.steps[0]}-{self.steps[1]}): {self.evidence}; {self.fix}"
+
+
+class Trace:
+    """The steps of a run so far, without those that were only measured."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = [row for row in rows if row["step"] > 0]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def last(self, name: str, count: int = LAST) -> list[float]:
+        """The figures of the last `count` steps, all there; fewer where some step has none."""
+        return _known(self.rows[-count:], name)
+
+    def first(self, name: str) -> list[float]:
+        """The figures of the first steps that have one."""
+        return _known(self.rows, name)[:FIRST]
+
+    def both(self, name: str) -> tuple[float, float] | None:
+        """(mean of the first steps, mean of the last); None while either is not known."""
+        first, last = self.first(name), self.last(name)
+        return (fmean(first), fmean(last)) if len(first) == FIRST and len(last) == LAST else None
+
+    def steps(self, count: int = LAST) -> tuple[int, int]:
+        """Numbers of the last `count` steps."""
+        return self.rows[-count:][0]["step"], self.rows[-1]["step"]
+
+    def rises(self, name: str, by: float) -> bool:
+        """Whether the last steps have at least `by` more than the first."""
+        pair = self.both(name)
+        return pair is not None and pair[1] >= pair[0] + by
+
+
+Rule = Callable[[Trace], Symptom | None]
+
+
+def diagnose(rows: Sequence[Row]) -> list[Symptom]:
+    """What is wrong with a run by the end of these rows, in the order of `RULES`."""
+    trace = Trace(rows)
+    if len(trace) < AT_LEAST:
+        return []
+    return [found for rule in RULES if (found := rule(trace)) is not None]
+
+
+def dead_reward(trace: Trace) -> Symptom | None:
+    """Every completion of the last steps earned the same."""
+    means, spreads = trace.last("reward/mean", AT_LEAST), trace.last("reward/std", AT_LEAST)
+    if len(means) < AT_LEAST or any(spreads) or len(set(means)) > 1 or _solved(trace):
+        return None
+    fix = "rlpost reward test and rlpost doctor show whether the reward finds answers; else an easier task"
+    return Symptom("dead reward", trace.steps(AT_LEAST), f"every completion earned {means[0]:g}", fix)
+
+
+def no_spread(trace: Trace) -> Symptom | None:
+    """The completions of a prompt earn alike, so that nothing is learned from them."""
+    shares = trace.last("groups/zero_std", AT_LEAST)
+    if len(shares) < AT_LEAST or fmean(shares) < 0.95 or _solved(trace) or dead_reward(trace):
+        return None
+    evidence = f"in {fmean(shares):.0%} of the groups all completions earned the same"
+    return Symptom("no spread", trace.steps(AT_LEAST), evidence, "raise group_size or sampling.temperature")
+
+
+def strict_falls(trace: Trace) -> Symptom | None:
+    """More answers are right, fewer in the form that was asked for."""
+    strict, lenient = trace.both("accuracy/strict"), trace.both("accuracy/lenient")
+    if strict is None or lenient is None or strict[1] > strict[0] - 0.1 or lenient[1] < lenient[0] + 0.05:
+        return None
+    evidence = f"strict accuracy {_change(strict)}, lenient {_change(lenient)}"
+    return Symptom("form lost", trace.steps(), evidence, "let the reward pay for the form too, or score strictly")
+
+
+def length_hacking(trace: Trace) -> Symptom | None:
+    """Completions grow and earn more, and are not more often right."""
+    length = trace.both("completion/tokens_mean")
+    if length is None or length[1] < 1.8 * length[0] or not trace.rises("reward/mean", 0.02):
+        return None
+    accuracy = trace.both("accuracy/lenient")
+    if accuracy is not None and accuracy[1] > accuracy[0] + 0.02:
+        return None
+    if accuracy is None and length[1] < 2.5 * length[0]:
+        return None
+    evidence = f"tokens a completion {_change(length)}, reward {_change(trace.both('reward/mean'))}"
+    evidence += f", accuracy {_change(accuracy)}" if accuracy else ""
+    return Symptom(
+        "length hacking", trace.steps(), evidence, "let the reward not grow with length; overlong.penalty_tokens"
+    )
+
+
+def entropy_collapse(trace: Trace) -> Symptom | None:
+    """The model says one thing, and it is not right."""
+    entropy, alike = trace.both("entropy"), trace.last("groups/zero_std")
+    if entropy is None or len(alike) < LAST or _solved(trace):
+        return None
+    if entropy[1] > 0.03 or entropy[1] > 0.1 * entropy[0] or fmean(alike) < 0.9:
+        return None
+    evidence = f"entropy {_change(entropy)} nats, and {fmean(alike):.0%} of the groups are without a spread"
+    return Symptom("entropy collapse", trace.steps(), evidence, "lower optim.lr, or raise loss.clip_high (DAPO: 0.28)")
+
+
+def clip_saturation(trace: Trace) -> Symptom | None:
+    """Most of the gradient is cut off by the clip."""
+    clipped = trace.last("ratio/clip_fraction")
+    if len(clipped) < LAST or fmean(clipped) < 0.3:
+        return None
+    evidence = f"the ratio of {fmean(clipped):.0%} of the tokens is beyond the clip"
+    return Symptom("clip saturation", trace.steps(), evidence, "lower optim.lr, passes or the updates of a step")
+
+
+def rate_zero(trace: Trace) -> Symptom | None:
+    """The learning rate changes nothing."""
+    rates = trace.last("lr", AT_LEAST)
+    norms = trace.last("grad_norm", AT_LEAST)
+    if len(rates) < AT_LEAST or any(rates) or not any(norms):
+        return None
+    return Symptom(
+        "rate zero", trace.steps(AT_LEAST), "the learning rate was 0", "see optim.lr, warmup_steps, schedule"
+    )
+
+
+def rate_too_high(trace: Trace) -> Symptom | None:
+    """What was earned is lost, and the distribution is another one within a few steps."""
+    rewards = _known(trace.rows, "reward/mean")
+    entropy = _known(trace.rows, "entropy")
+    if len(rewards) < AT_LEAST or len(entropy) < LAST + FIRST:
+        return None
+    best = max(fmean(rewards[i : i + FIRST]) for i in range(len(rewards) - LAST))
+    now, low = fmean(rewards[-LAST:]), min(rewards)
+    before, after = fmean(entropy[:FIRST]), fmean(entropy[-LAST:])
+    has_moved = after > 1.5 * before + 0.2 or after < 0.02 * before
+    if not has_moved or best <= low or now - low > 0.35 * (best - low) or best - now < 0.04:
+        return None
+    evidence = f"rewards fell from {best:.3g} to {now:.3g}, entropy {before:.3g} -> {after:.3g}"
+    return Symptom(
+        "rate too high", trace.steps(), evidence, "go on from an earlier checkpoint with optim.lr ten times lower"
+    )
+
+
+def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
+    """What is paid for is not what is measured."""
+    reward, accuracy = trace.both("reward/mean"), trace.both("accuracy/lenient")
+    if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
+        return None
+    evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
+    return Symptom("reward hacking", trace.steps(), evidence, "rlpost rollouts show RUN --best; correct the reward")
+
+
+def drift(trace: Trace) -> Symptom | None:
+    """Sampler and trainer, or the model and its start, go apart."""
+    gap = trace.both("sampler/logprob_gap")
+    if gap is not None and gap[1] > 0.3 and gap[1] > 5 * gap[0]:
+        evidence = f"sampler and trainer are {_change(gap)} nats a token apart"
+        return Symptom(
+            "sampler drift", trace.steps(), evidence, "loss.sampler_correction=tis_token, or policy.dtype=float32"
+        )
+    kl = trace.both("kl/ref")
+    if kl is not None and kl[1] > 2.0 and kl[1] > 5 * kl[0]:
+        evidence = f"the KL to the starting model is {_change(kl)} nats a token"
+        return Symptom("drift", trace.steps(), evidence, "raise loss.kl_coef, or lower optim.lr")
+    return None
+
+
+def truncation(trace: Trace) -> Symptom | None:
+    """Nearly all answers are cut, and it gets no better."""
+    cut = trace.last("completion/truncated", AT_LEAST)
+    if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9:
+        return None
+    if trace.rises("reward/mean", 0.02) or trace.rises("accuracy/lenient", 0.01) or _varied(trace):
+        return None
+    evidence = f"{fmean(cut):.0%} of the completions were cut"
+    return Symptom("truncation", trace.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
+
+
+RULES: tuple[Rule, ...] = (
+    dead_reward,
+    no_spread,
+    strict_falls,
+    length_hacking,
+    entropy_collapse,
+    clip_saturation,
+    rate_zero,
+    rate_too_high,
+    reward_up_accuracy_down,
+    drift,
+    truncation,
+)
+
+
+def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:
+    """The same words again and again: within completions, or one completion for most prompts of a step."""
+    long = [text for text in texts if len(text) >= 200]
+    looping = [text for text in long if len(zlib.compress(text.encode(errors="replace"))) < 0.12 * len(text.encode())]
+    if len(looping) > 0.5 * len(texts):
+        evidence = f"{len(looping)} of {len(texts)} completions repeat themselves, as {_short(looping[0])}"
+        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or go on from an earlier checkpoint")
+    common = Counter(texts).most_common(1)
+    if not common or len(set(prompts)) < 4:
+        return None
+    text, count = common[0]
+    if text.strip() and count > 0.9 * len(texts) and len(texts) >= 16:
+        evidence = f"{count} of {len(texts)} completions to {len(set(prompts))} prompts are {_short(text)}"
+        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or raise sampling.temperature")
+    return None
+
+
+def _solved(trace: Trace) -> bool:
+    accuracy = trace.last("accuracy/lenient")
+    return len(accuracy) == LAST and fmean(accuracy) >= 0.9
+
+
+def _varied(trace: Trace) -> bool:
+    """Whether rewards differ although nearly all is cut: what is paid for may come early."""
+    spreads, lengths = trace.last("groups/zero_std"), trace.last("completion/tokens_mean")
+    return bool(spreads) and fmean(spreads) < 0.1 and bool(lengths) and fmean(lengths) < 16
+
+
+def _known(rows: Sequence[Row], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name) is not None]
+
+
+def _change(pair: tuple[float, float] | None) -> str:
+    return "unknown" if pair is None else f"{pair[0]:.3g} -> {pair[1]:.3g}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")

@@ -1,0 +1,273 @@
+"""The gate between sampler and trainer: each fault is named, clean runs are silent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpost.assemble import GRPOParts, assemble_grpo, resolve_numbers
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.data.conversation import Completion
+from rlpost.errors import PolicyError
+from rlpost.extras import is_installed
+from rlpost.model.packing import Row
+from rlpost.model.sums import WeightSum, as_engine_sums, sums_of
+from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.policies.vllm import vLLMWrapper
+from rlpost.settings.gate import GateAlarm, GateSettings
+from rlpost.train.agreement import Differences, Disagreement, fault_of, fault_of_weights
+from rlpost.train.gate import Gate
+from rlpost.train.rank import Rank
+from rlpost.train.ranks import Ranks
+from rlpost.train.update import Microbatches
+from rlpost.weight_sync.base import named_weights
+from tests.trainings import metrics, train_in
+
+SUMS = ["env.digits=1", "env.max_completion_tokens=8", "prompts_per_step=2", "group_size=2", "eval.enabled=false"]
+
+
+def assembled(*words: str) -> tuple[GRPOParts, Ranks]:
+    settings, _ = resolve_numbers(compose(TRAIN_GRPO, ["model=tiny", *SUMS, *words]).settings)
+    parts = assemble_grpo(settings)
+    with torch.no_grad():  # a random model is nearly as sure of each token: no temperature would show
+        for name, weight in parts.model.named_parameters():
+            weight.mul_(1.0 if "norm" in name else 6.0)
+    parts.start()
+    ranks = Ranks()
+    microbatches = Microbatches(None, parts.device, settings.model.autocast)
+    ranks.begin(Rank(parts.model, parts.optimizer, None, parts.objective, settings.optim, microbatches), None)
+    return parts, ranks
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[GRPOParts, Ranks]]:
+    """Parts that sample from the trainer's own tensors, in float32."""
+    parts, ranks = assembled("policy=transformers", "model.autocast=none")
+    yield parts, ranks
+    parts.close()
+
+
+def gate_of(parts: GRPOParts, ranks: Ranks, told: list[str] | None = None, **settings: Any) -> Gate:
+    note = [] if told is None else told
+    return Gate(GateSettings(**settings), parts.policy, ranks, parts.model, lambda action, text: note.append(text))
+
+
+# What the sampler may do to the log-probs of what it drew
+
+
+def hotter(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return (logits / 0.7).log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def filtered(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    least = logits.topk(3).values[:, -1:].minimum(logits.gather(-1, ids[:, None]))
+    kept = logits.masked_fill(logits < least, -math.inf)
+    return kept.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def plain(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def noisy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(len(ids), generator=torch.Generator().manual_seed(int(ids.sum())))
+    return plain(logits, ids) + 0.2 * noise
+
+
+def beside(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return plain(logits, ids).roll(1)
+
+
+def as_sampled(model: Any, row: Row, how: Callable[..., torch.Tensor], first: list[int]) -> Row:
+    prompt = torch.cat([torch.tensor(first, dtype=torch.int64), row.prompt])
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([prompt, row.response])[None]).logits[0, len(prompt) - 1 : -1]
+    return replace(row, sampler_log_probs=how(logits, row.response))
+
+
+FAULTS = {
+    "temperature": (hotter, [], Disagreement.temperature),
+    "top-p": (filtered, [], Disagreement.filtered),
+    "a token too many in front": (plain, [1], Disagreement.begun_twice),
+    "a mask one token off": (beside, [], Disagreement.shifted),
+    "a coarser format": (noisy, [], Disagreement.format),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_differs_names_its_fault(name: str, shared: tuple[GRPOParts, Ranks]) -> None:
+    parts, ranks = shared
+    how, first, expected = FAULTS[name]
+    gate = gate_of(parts, ranks)
+    rows, clean = gate._probe()
+    assert clean.gap < 1e-3
+    changed = [as_sampled(parts.model, row, how, first) for row in rows]
+    found = Differences.of(changed, gate._read(changed, 1.0))
+    assert found.gap > 0.01
+    assert fault_of(changed, found, gate._read, 1.0, bos=1) is expected
+
+
+def test_a_sampler_that_reads_otherwise_stops_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
+) -> None:
+    parts, ranks = shared
+    gate = gate_of(parts, ranks)
+    gate.begin()
+    generate = parts.policy.generate
+
+    def shifted(requests: Any, sampling: Any) -> list[Completion]:
+        return [replace(c, log_probs=[*c.log_probs[-1:], *c.log_probs[:-1]]) for c in generate(requests, sampling)]
+
+    monkeypatch.setattr(parts.policy, "generate", shifted)
+    with pytest.raises(
+        PolicyError, match="disagree after the push of step 20: the log-probs are those of the tokens b"
+    ):
+        gate.pushed(20)
+    gate.pushed(19)  # no probe
+    with pytest.raises(PolicyError, match=r"disagree at the start: .*is shifted"):
+        gate_of(parts, ranks).begin()
+    told: list[str] = []
+    gate_of(parts, ranks, told, on_alarm=GateAlarm.warn).begin()
+    assert len(told) == 1
+
+
+def test_a_version_that_is_not_the_policys_is_named(
+    monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
+) -> None:
+    parts, ranks = shared
+    generate = parts.policy.generate
+
+    def older(requests: Any, sampling: Any) -> list[Completion]:
+        return [replace(completion, policy_version=-1) for completion in generate(requests, sampling)]
+
+    monkeypatch.setattr(parts.policy, "generate", older)
+    with pytest.raises(PolicyError, match="the sampler's version is not that of the last push"):
+        gate_of(parts, ranks).begin()
+
+
+def test_the_weights_that_differ_name_the_fault() -> None:
+    assert fault_of_weights([], 9, None) is None
+    assert fault_of_weights(["lm_head.weight"], 9, True) is Disagreement.head
+    assert fault_of_weights(["a", "b"], 9, True) is Disagreement.half
+    assert fault_of_weights(["a", "b"], 9, False) is Disagreement.stale
+    assert fault_of_weights([str(i) for i in range(9)], 9, None) is Disagreement.stale
+
+
+def test_sums_tell_one_update_from_none_and_do_not_mind_order_or_padding() -> None:
+    weight = torch.randn(700, 300, generator=torch.Generator().manual_seed(0))
+    of = WeightSum.of(weight, torch.bfloat16)
+    padded = torch.cat([weight, torch.zeros(64, 300)])[torch.randperm(764)]
+    assert of.is_of(WeightSum.of(padded, torch.bfloat16))
+    changed = weight.clone()
+    changed[3, 4] += 0.01
+    assert not of.is_of(WeightSum.of(changed, torch.bfloat16))
+    assert not of.is_of(WeightSum.of(weight))
+
+
+def test_a_run_goes_on_with_a_correction_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "_fault_of_weights", lambda self, names: Disagreement.half if names else None)
+    monkeypatch.setattr(Gate, "begin", lambda self: setattr(self, "_few", ["one"]))
+    used: list[str] = []
+    original = PolicyObjective.__call__
+
+    def noting(self: PolicyObjective, *arguments: Any) -> Any:
+        used.append(self.sampler_correction)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(PolicyObjective, "__call__", noting)
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "1?"}\n{"question": "2?"}\n{"question": "3?"}\n')
+    env = ["env=dataset", f"env.path={tmp_path}/rows.jsonl", f"env.reward={tmp_path}/mine.py:score", "env.held_out=0"]
+    words = ["model=tiny", "policy=transformers", *env, *SUMS[1:], "steps=3", "gate.on_alarm=correct"]
+    assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
+    assert "tis_token" in used
+    assert used[0] == "none"
+    assert "only a part of a push has arrived in the engine" in (tmp_path / "run/log.txt").read_text()
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+# With an engine that has weights of its own
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[tuple[GRPOParts, Ranks]]:
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+    parts, ranks = assembled("policy=vllm", "policy.dtype=float32", "model.autocast=none")
+    parts.collector.update_policy_weights_(parts.model)
+    yield parts, ranks
+    parts.close()
+
+
+def moved(parts: GRPOParts) -> None:
+    with torch.no_grad():
+        for weight in parts.model.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+
+
+def test_an_engine_has_all_weights_after_a_push_and_others_before(apart: tuple[GRPOParts, Ranks]) -> None:
+    parts, ranks = apart
+    parts.collector.update_policy_weights_(parts.model)
+    gate = gate_of(parts, ranks)
+    gate.begin()
+    sums = parts.policy.weight_sums()
+    assert sums is not None
+    off, compared = sums.differing(named_weights(parts.model))
+    assert (off, compared) == ([], 15)
+    for step in range(3):
+        moved(parts)
+        parts.collector.update_policy_weights_(parts.model)
+        gate.pushed(step)
+    gate.look(3)
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        (lambda name: False, "none of a push has arrived"),
+        (lambda name: "layers.0" in name or "embed" in name, "only a part of a push has arrived"),
+        (lambda name: name != "lm_head.weight", "a tied head has stayed as it was"),
+    ],
+    ids=["stale", "half", "head"],
+)
+@pytest.mark.parametrize("steps_between", [1, 20])
+def test_a_push_that_does_not_arrive_whole_is_named(
+    kept: Callable[[str], bool],
+    named: str,
+    steps_between: int,
+    apart: tuple[GRPOParts, Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts, ranks = apart
+    parts.collector.update_policy_weights_(parts.model)
+    gate = gate_of(parts, ranks)
+    gate.begin()
+    before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
+    original = vLLMWrapper.load_weights
+
+    def faulty(self: vLLMWrapper, weights: Any) -> None:
+        original(self, {name: weight if kept(name) else before[name] for name, weight in weights.items()})
+
+    monkeypatch.setattr(vLLMWrapper, "load_weights", faulty)
+    moved(parts)
+    parts.collector.update_policy_weights_(parts.model)
+    with pytest.raises(PolicyError, match=f"disagree after the push of step {steps_between}: .*{named}"):
+        gate.pushed(steps_between)
+
+
+def test_sums_of_a_plain_model_are_its_own(shared: tuple[GRPOParts, Ranks]) -> None:
+    parts, _ = shared
+    names = [name for name, _ in parts.model.named_parameters()]
+    sums = as_engine_sums(sums_of(parts.model, names))
+    off, compared = sums.differing(named_weights(parts.model))
+    assert off == []
+    assert compared > 10
