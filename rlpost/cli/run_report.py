@@ -16,8 +16,10 @@ from rlpost.cli.resume import code_words
 from rlpost.cli.run_folder import slug
 from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
+from rlpost.errors import DataError
 from rlpost.files import bytes_of
-from rlpost.record import ACCURACY, LOSS, REWARD, Interval, interval, main_figure
+from rlpost.record import ACCURACY, LOSS, REWARD, Interval, interval, main_figure, read_metrics
+from rlpost.runs.diagnosis import Symptom, diagnose, repeated_text
 from rlpost.runs.reader import RunRecord, RunState, command_of
 from rlpost.text import counted, printable, readable
 
@@ -270,3 +272,31 @@ def _disk(record: RunRecord) -> list[tuple[str, str]]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step-*") if is_checkpoint_folder(path))
+
+
+def symptoms(run: Path) -> tuple[list[Symptom], int]:
+    """What a run's figures show to be wrong, when each showed first, and how many steps were looked at."""
+    from rlpost.runs.rollouts import read_rollouts, rollout_steps
+
+    rows = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] > 0]
+    found: dict[str, Symptom] = {}
+    for count in range(1, len(rows) + 1):
+        for symptom in diagnose(rows[:count]):
+            found.setdefault(symptom.name, symptom)
+    for step in rollout_steps(run)[-1:]:
+        try:
+            said = read_rollouts(run, step)
+        except DataError as error:
+            print(f"the texts were not looked at: {error}", file=sys.stderr)
+            break
+        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
+        if texts is not None:
+            found.setdefault(texts.name, texts)
+    return list(found.values()), len(rows)
+
+
+def diagnosis_lines(found: Sequence[Symptom], steps: int) -> list[str]:
+    """The symptoms for a person."""
+    if not found:
+        return [f"nothing stands out in {counted(steps, 'step')}"]
+    return [printable(symptom.line()) for symptom in found]

@@ -29,6 +29,11 @@ Examples:
   rlpost runs tail -f                the newest, until it ends
   rlpost runs tail my-run --lines 50
 """
+DIAGNOSE_EXAMPLES = """\b
+Examples:
+  rlpost runs diagnose               the newest
+  rlpost runs diagnose my-run --json
+"""
 GC_EXAMPLES = """\b
 Examples:
   rlpost runs gc                     what could go, and how much that is
@@ -39,7 +44,7 @@ RUN_HELP = "A run's name or folder; the newest in runs/ where it is left out."
 
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
 
-app = App(help="List, show, follow and clear away runs.")
+app = App(help="List, show, follow, diagnose and clear away runs.")
 
 
 @app.command("list", epilog=LIST_EXAMPLES, short_help="List runs, the newest first.")
@@ -85,6 +90,26 @@ def tail(
     from rlpost.runs.reader import find_run
 
     print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
+
+
+@app.command("diagnose", epilog=DIAGNOSE_EXAMPLES, short_help="Say what a run's figures show to be wrong.")
+def diagnose(
+    run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the symptoms as JSON.")] = False
+) -> None:
+    """Say what is wrong with a run by its own figures and texts: each with its steps, the evidence and one fix.
+
+    A training says the same when it first shows; diagnosis.on_alarm=checkpoint|stop makes it do something.
+    """
+    from rlpost.cli.run_report import diagnosis_lines, symptoms
+    from rlpost.runs.reader import find_run
+
+    folder = find_run(run)
+    found, steps = symptoms(folder)
+    if as_json:
+        told = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
+        print(json.dumps({"run": str(folder), "steps": steps, "symptoms": told}, indent=2))
+    else:
+        print("\n".join(diagnosis_lines(found, steps)))
 
 
 @app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; says first what that is.")

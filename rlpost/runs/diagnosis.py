@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -47,7 +48,7 @@ class Trace:
 
     def first(self, name: str) -> list[float]:
         """The figures of the first steps that have one."""
-        return _known(self.rows, name)[:FIRST]
+        return list(islice((float(row[name]) for row in self.rows if row.get(name) is not None), FIRST))
 
     def both(self, name: str) -> tuple[float, float] | None:
         """(mean of the first steps, mean of the last); None while either is not known."""
@@ -151,7 +152,21 @@ def rate_zero(trace: Trace) -> Symptom | None:
 
 
 def rate_too_high(trace: Trace) -> Symptom | None:
-    """What was earned is lost, and the distribution is another one within a few steps."""
+    """What was earned is lost, or the model says one thing after a few steps: the distribution is another one."""
+    return _fell_at_once(trace) or _lost_again(trace)
+
+
+def _fell_at_once(trace: Trace) -> Symptom | None:
+    """Tokens became certain within three steps, and the groups have had no spread since."""
+    entropy, alike = _known(trace.rows[:20], "entropy"), trace.last("groups/zero_std")
+    falls = [(a, b) for a, b in zip(entropy, entropy[2:], strict=False) if a > 1.0 and b < 0.2 * a]
+    if not falls or len(alike) < LAST or fmean(alike) < 0.9:
+        return None
+    evidence = f"entropy {_change(falls[0])} nats within three steps, and no spread since"
+    return Symptom("rate too high", trace.steps(), evidence, "begin again with optim.lr ten times lower")
+
+
+def _lost_again(trace: Trace) -> Symptom | None:
     rewards = _known(trace.rows, "reward/mean")
     entropy = _known(trace.rows, "entropy")
     if len(rewards) < AT_LEAST or len(entropy) < LAST + FIRST:
@@ -236,8 +251,12 @@ def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Sy
 
 
 def _solved(trace: Trace) -> bool:
-    accuracy = trace.last("accuracy/lenient")
-    return len(accuracy) == LAST and fmean(accuracy) >= 0.9
+    """Whether nearly all is right; where nobody measures that, whether rewards have risen to their highest and stay."""
+    accuracy, reward = trace.last("accuracy/lenient"), trace.both("reward/mean")
+    if accuracy or reward is None:
+        return len(accuracy) == LAST and fmean(accuracy) >= 0.9
+    highest = max(_known(trace.rows, "reward/mean"))
+    return reward[1] > reward[0] and reward[1] >= highest - 0.05 * abs(highest)
 
 
 def _varied(trace: Trace) -> bool:

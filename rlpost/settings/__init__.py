@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rlpost.settings.cluster import *
     from rlpost.settings.collector import *
     from rlpost.settings.commands import *
+    from rlpost.settings.diagnosis import *
     from rlpost.settings.env import *
     from rlpost.settings.evaluation import *
     from rlpost.settings.expert_iteration import *

@@ -11,6 +11,7 @@ from rlpost.settings.checks import MISSING, Settings, limited
 from rlpost.settings.cluster import ClusterSettings, RayClusterSettings, Sharding
 from rlpost.settings.code import CODE
 from rlpost.settings.collector import MAX_RESTARTS, AsyncCollectorSettings, CollectorSettings
+from rlpost.settings.diagnosis import DiagnosisSettings
 from rlpost.settings.env import EnvSettings
 from rlpost.settings.evaluation import EvalDuringTrainingSettings
 from rlpost.settings.gate import GateSettings
@@ -47,6 +48,7 @@ class TrainingSettings(Settings):
     cluster: ClusterSettings = MISSING  # whose machines train and sample
     tracking: TrackingSettings = MISSING  # where figures go beside metrics.jsonl
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)  # when training is saved
+    diagnosis: DiagnosisSettings = field(default_factory=DiagnosisSettings)  # what is done about signs of a sick run
     plugin: list[str] = field(
         default_factory=list, metadata=CODE
     )  # Python files that register environments and rewards

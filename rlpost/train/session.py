@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from rlpost.assemble import build_tracker, resolve_numbers
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
-from rlpost.errors import ConfigError
+from rlpost.errors import ConfigError, DivergedError
 from rlpost.estimate.hub import shape_of_model
 from rlpost.estimate.machine import Room
 from rlpost.estimate.report import needs_of
@@ -41,11 +41,13 @@ from rlpost.model.precision import Numbers
 from rlpost.model.shards import is_sharded
 from rlpost.model.trainable import Reference
 from rlpost.output import output_into
+from rlpost.record import read_metrics
 from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings
+from rlpost.settings import ExpertIterationSettings, GRPOSettings, OnAlarm, SFTSettings
 from rlpost.settings.run import RunRequest
+from rlpost.train.diagnosing import Watch
 from rlpost.train.narration import say_stopped
 from rlpost.train.progress import (
     ENDS_TRAINING,
@@ -138,6 +140,7 @@ class Session(ABC, Generic[S, P]):
         self.step = 0  # the one under way
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
+        self._watch = Watch()
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -214,8 +217,14 @@ class Session(ABC, Generic[S, P]):
         run.screen.phase("recording", f"step {step}")
         self.metrics |= run.memory.metrics(self.parts.device) | self.ranks.memory()
         run.record(step, self.metrics, batch, evaluation_follows=measured)
-        if saved := run.due(step, kept.every, kept.every_minutes):
+        alarmed = self._look_for_symptoms(batch)
+        if saved := bool(alarmed) or run.due(step, kept.every, kept.every_minutes):
             self.save()
+        if alarmed and self.settings.diagnosis.on_alarm is OnAlarm.stop:
+            raise DivergedError(
+                f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
+                "goes on with what is changed, or with diagnosis.on_alarm=warn"
+            )
         evaluated: Mapping[str, float] = {}
         if measured:
             with run.abandoning(f"the evaluation after step {step}", saved=saved):
@@ -226,6 +235,16 @@ class Session(ABC, Generic[S, P]):
             self.save()
         elif is_best:
             mark_best(run.folder / "checkpoints", step, kept.keep_last)
+
+    def _look_for_symptoms(self, batch: Any) -> str:
+        """Say what the run's figures show for the first time; that, where `diagnosis.on_alarm` asks for more."""
+        wanted = self.settings.diagnosis.on_alarm
+        if wanted is OnAlarm.off:
+            return ""
+        lines = [symptom.line() for symptom in self._watch.after(self.step, self.metrics, batch)]
+        for line in lines:
+            self.run.warn(line)
+        return "; ".join(lines) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step: weights, optimizer, RNG, and the loop's own state as JSON.
@@ -376,6 +395,7 @@ class Session(ABC, Generic[S, P]):
     def _go_on(self, checkpoint: Path) -> None:
         run, progress = self.run, self.progress
         run.forget_after(progress.step)
+        self._watch = Watch(read_metrics(run.folder / "metrics.jsonl")[0])
         restore_best(run, progress)
         self.screen.note(f"resuming after step {progress.step} from {checkpoint}")
         if progress.step and self._evaluation_due() and run.owes_evaluation(progress.step):  # a signal has ended it

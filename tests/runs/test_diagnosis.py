@@ -1,0 +1,145 @@
+"""Diagnosis: sick traces are named, healthy ones are not spoken of at any of their steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.cli.main import run
+from rlpost.runs.diagnosis import diagnose, repeated_text
+
+# The figures of runs that learned: sums by a small model in several ways of sampling, and letters by the tiny one
+HEALTHY: dict[str, dict[str, list[Any]]] = json.loads(
+    Path(__file__).with_name("healthy_traces.json").read_text(encoding="utf-8")
+)
+Columns = dict[str, list[Any]]
+Change = Callable[[Columns, int], object]  # columns of a trace, and how many steps it has
+
+
+def rows_of(columns: Columns) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def named_in(columns: Columns) -> dict[str, int]:
+    """Symptom -> the step at which it was first named."""
+    rows = rows_of(columns)
+    found: dict[str, int] = {}
+    for count in range(1, len(rows) + 1):
+        for symptom in diagnose(rows[:count]):
+            found.setdefault(symptom.name, rows[count - 1]["step"])
+    return found
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_run_that_learns_is_not_spoken_of_at_any_step(name: str) -> None:
+    assert named_in(HEALTHY[name]) == {}
+
+
+def test_there_are_twenty_healthy_ones() -> None:
+    assert len(HEALTHY) >= 20
+    assert all(max(trace["reward/mean"]) > trace["reward/mean"][0] for trace in HEALTHY.values())
+
+
+def held(name: str, value: float) -> Change:
+    def change(columns: Columns, steps: int) -> None:
+        columns[name] = [value] * steps
+
+    return change
+
+
+def ramp(name: str, first: float, last: float) -> Change:
+    def change(columns: Columns, steps: int) -> None:
+        columns[name] = [first + (last - first) * i / (steps - 1) for i in range(steps)]
+
+    return change
+
+
+def fading(columns: Columns, steps: int) -> None:
+    """Tokens become certain by a fifth a step."""
+    columns["entropy"] = [1.8 * 0.8**i for i in range(steps)]
+
+
+def collapsed(columns: Columns, steps: int) -> None:
+    """From the middle on rewards are lost and tokens are drawn from everywhere."""
+    half = steps // 2
+    columns["reward/mean"][half:] = [0.01] * (steps - half)
+    columns["accuracy/lenient"][half:] = [0.01] * (steps - half)
+    columns["entropy"][half:] = [6.0] * (steps - half)
+
+
+FLAT = [held("reward/std", 0.0), held("accuracy/lenient", 0.0)]
+CUT = [held("completion/truncated", 1.0), held("reward/mean", 0.02), held("accuracy/lenient", 0.02)]
+ONE_THING = [fading, held("groups/zero_std", 0.95), held("accuracy/lenient", 0.3)]
+SICK: dict[str, tuple[str, list[Change], str]] = {
+    "no reward at all": ("sums-bf16-0", [*FLAT, held("reward/mean", 0.0)], "dead reward"),
+    "one reward for all": ("sums-bf16-1", [*FLAT, held("reward/mean", 0.5)], "dead reward"),
+    "groups alike": ("sums-bf16-2", [held("groups/zero_std", 0.98), held("accuracy/lenient", 0.4)], "no spread"),
+    "the form is lost": ("sums-engine-1", [ramp("accuracy/strict", 0.6, 0.1)], "form lost"),
+    "longer and paid for it": (
+        "sums-engine-2",
+        [ramp("completion/tokens_mean", 15, 60), held("accuracy/lenient", 0.2)],
+        "length hacking",
+    ),
+    "longer where nothing is measured": ("letters-sync", [ramp("completion/tokens_mean", 6, 40)], "length hacking"),
+    "one thing is said": ("sums-wide-1", ONE_THING, "entropy collapse"),
+    "all is clipped": ("sums-wide-2", [held("ratio/clip_fraction", 0.45)], "clip saturation"),
+    "no rate": ("sums-seed-1", [held("lr", 0.0)], "rate zero"),
+    "too high a rate": ("sums-seed-2", [collapsed], "rate too high"),
+    "paid for the wrong thing": ("sums-lag", [ramp("accuracy/lenient", 0.5, 0.1)], "reward hacking"),
+    "the engine goes astray": ("sums-async", [ramp("sampler/logprob_gap", 0.01, 0.9)], "sampler drift"),
+    "away from the start": ("sums-sync", [ramp("kl/ref", 0.001, 6.0)], "drift"),
+    "all is cut": ("sums-bf16-0", [*CUT, held("groups/zero_std", 0.85)], "truncation"),
+    "paid by a growing reward": (
+        "sums-bf16-1",
+        [ramp("reward/mean", 0.1, 0.9), ramp("accuracy/lenient", 0.6, 0.3)],
+        "reward hacking",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_is_named_with_steps_evidence_and_a_fix(name: str) -> None:
+    healthy, changes, expected = SICK[name]
+    columns = {key: list(values) for key, values in HEALTHY[healthy].items()}
+    for change in changes:
+        change(columns, len(columns["step"]))
+    assert expected in named_in(columns)
+    symptom = next((s for s in diagnose(rows_of(columns)) if s.name == expected), None)
+    if symptom is not None:  # one that shows only while it happens is over at the end
+        assert symptom.steps[0] < symptom.steps[1] <= columns["step"][-1]
+        assert any(letter.isdigit() for letter in symptom.evidence)
+        assert symptom.fix
+
+
+def test_repeated_text_is_named() -> None:
+    prompts = [f"{n} + 1?" for n in range(8) for _ in range(4)]
+    looping = repeated_text(9, ["the the the " * 60] * 32, prompts)
+    assert looping is not None
+    assert looping.evidence.startswith("32 of 32 completions repeat themselves, as 'the the")
+    same = repeated_text(9, ["I do not know."] * 31 + ["4"], prompts)
+    assert same is not None
+    assert "31 of 32 completions to 8 prompts are 'I do not know.'" in same.evidence
+    assert repeated_text(9, [f"{n} is the answer" for n in range(32)], prompts) is None
+    assert repeated_text(9, [""] * 32, prompts) is None
+
+
+def test_the_verb_names_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    healthy, changes, expected = SICK["too high a rate"]
+    columns = {key: list(values) for key, values in HEALTHY[healthy].items()}
+    for folder, change in (("well", []), ("sick", changes)):
+        for each in change:
+            each(columns, len(columns["step"]))
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text("{}")
+        text = "".join(json.dumps(row) + "\n" for row in rows_of(columns))
+        (tmp_path / folder / "metrics.jsonl").write_text(text)
+    assert run(["runs", "diagnose", str(tmp_path / "well")]) == 0
+    assert capsys.readouterr().out == "nothing stands out in 60 steps\n"
+    assert run(["runs", "diagnose", str(tmp_path / "sick"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert expected in [symptom["name"] for symptom in told["symptoms"]]
+    assert told["steps"] == 60
