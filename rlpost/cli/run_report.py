@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlpost.cli.columns import curve, fitted_table, output_width, paragraph
 from rlpost.cli.resume import code_words
@@ -19,9 +19,11 @@ from rlpost.config.paths import is_checkpoint_folder
 from rlpost.errors import DataError
 from rlpost.files import bytes_of
 from rlpost.record import ACCURACY, LOSS, REWARD, Interval, interval, main_figure, read_metrics
-from rlpost.runs.diagnosis import Symptom, diagnose, repeated_text
 from rlpost.runs.reader import RunRecord, RunState, command_of
 from rlpost.text import counted, printable, readable
+
+if TYPE_CHECKING:
+    from rlpost.runs.diagnosis import Symptom
 
 FIGURES = ("steps", "reward", "loss", "held-out", "age")
 CUTTABLE = ("env", "model", "run")
@@ -276,6 +278,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def symptoms(run: Path) -> tuple[list[Symptom], int]:
     """What a run's figures show to be wrong, when each showed first, and how many steps were looked at."""
+    from rlpost.runs.diagnosis import diagnose, repeated_text
     from rlpost.runs.rollouts import read_rollouts, rollout_steps
 
     rows = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] > 0]
