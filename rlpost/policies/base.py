@@ -53,6 +53,7 @@ class Policy(ABC):
         self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
         self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
         self.tokens_sampled = 0  # in all, those under way included where the engine tells
+        self.reload: Callable[[], None] | None = None  # brings the present weights to an engine that was started anew
         self.batching = Batching()  # of what is submitted; its lock is held while `generate` samples or weights change
 
     @cached_property

@@ -5,6 +5,7 @@ vLLM is imported when an engine starts, never before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,8 @@ ADAPTING = (
     "loading an adapter",
     ": go on from the last checkpoint, with lora.push=merged if vLLM cannot apply adapters to this model",
 )
+
+log = logging.getLogger("rlpost")
 
 
 class vLLMWrapper(Policy):
@@ -83,6 +86,7 @@ class vLLMWrapper(Policy):
         self._engine: VLLMEngine | None = None
         self._given: Any = None  # an engine that somebody else built, and closes
         self._closed_because: str | None = None
+        self.restarts = 0  # of an engine that has failed
         self._needed: set[str] = set()  # names that a complete weight push brings
         self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
         self._labels: dict[str, PolicyVersionLabel] = {}  # the version of earlier weights, by the engine's label
@@ -171,8 +175,29 @@ class vLLMWrapper(Policy):
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`; weights change inside it in an engine of its own process alone.
 
-        Each completion has the version its first id was sampled under, and where that changed.
+        Each completion has the version its first id was sampled under, and where that changed. An engine that fails is
+        started anew where somebody can bring it the present weights (`reload`), `policy.max_restarts` times in all,
+        and asked again for all of them: seeds are those of the requests, so none is lost and none is another one.
         """
+        while True:
+            try:
+                return self._generate(requests, sampling)
+            except PolicyError as error:
+                self._start_again(error)
+
+    def _start_again(self, error: PolicyError) -> None:
+        """Start an engine that has failed with the weights as they are now. Raises `error` where it may not be."""
+        restarts = self.settings.max_restarts
+        if self.reload is None or self._engine is not None or self._given is not None or self.restarts >= restarts:
+            raise error
+        self.restarts += 1
+        log.warning("%s; starting it again (%d of %d)", error, self.restarts, restarts)
+        version = self.version
+        self.start()
+        self.reload()
+        self.version = version
+
+    def _generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         self._running_engine()
         self._check_log_probs_mode(sampling)
         params = sampling_params(requests, sampling, self.tokenizer.eos_token_id)

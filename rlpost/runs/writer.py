@@ -22,13 +22,14 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.config.paths import MANIFEST, newest_checkpoint, passed_over, unfinished_saves
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import CheckpointError, ConfigError, PolicyError, RlpostError
 from rlpost.extras import installed_version
 from rlpost.files import locked, replaced
 from rlpost.home import expanded
 from rlpost.model.memory import MemoryWatch
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
+from rlpost.runs.incident import write_incident
 from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.stopping import Stoppable, Stopped
@@ -126,6 +127,15 @@ class Run(Stoppable):
         if self._lock is not None:
             self._lock.close()
         return error is None
+
+    def look_into(self, error: BaseException, step: int) -> None:
+        """Write incident.json for what broke under way, while all is still as it was then.
+
+        Errors of settings, rows and disks say all by themselves.
+        """
+        explained = isinstance(error, RlpostError) and error.exit_code != PolicyError.exit_code
+        if isinstance(error, Exception) and not explained and self._is_ours:
+            write_incident(self.folder, error, self.screen.doing, step)
 
     @property
     def resume_from(self) -> Path | None:

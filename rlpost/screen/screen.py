@@ -132,6 +132,15 @@ class Screen:
         with self._lock:
             self.state.begin_step()
 
+    @property
+    def doing(self) -> str:
+        """The phase under way in words, with how far it is."""
+        phase = self.state.phase
+        if phase is None:
+            return ""
+        extent = f" {phase.done} of {phase.total}" if phase.total is not None else ""
+        return f"{phase.kind} {phase.what}".strip() + extent
+
     def phase(
         self,
         kind: str,

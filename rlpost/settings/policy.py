@@ -51,6 +51,7 @@ class VLLMSettings(ModelPolicySettings):
     enforce_eager: bool | None = None  # None: eager on a CPU, captured graphs on a GPU
     sleep: bool = False  # on a GPU: weights and cache leave it while the model learns; on a CPU the cache always does
     timeout_seconds: float = limited(600.0, above=0.0)  # longest wait for the engine, own_process only
+    max_restarts: int = limited(2, at_least=0)  # of an engine that fails while it samples, in a whole training
     tensor_parallel_size: int = limited(1, at_least=1)  # GPUs that the model is split over, own_process only
 
     def __post_init__(self) -> None:

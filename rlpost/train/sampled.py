@@ -56,8 +56,15 @@ class SamplingSession(Session[S, P]):
         """See `Session.load`."""
         parts = super().load(assemble)
         self._opened.callback(self.screen.phase, "closing", "the policy")
+        if not self.settings.samples_elsewhere:
+            parts.policy.reload = self._reload
         self.gate = self._gate()
         return parts
+
+    def _reload(self) -> None:
+        """Bring the model's weights to an engine that has been started anew."""
+        self.parts.collector.weight_updater.send_weights(self.parts.policy, self.parts.model)
+        self.run.warn("the engine had failed and was started again with the present weights; log.txt says how")
 
     def steps(self) -> Iterator[int]:
         """See `Session.steps`."""

@@ -148,6 +148,8 @@ class Session(ABC, Generic[S, P]):
         return self
 
     def __exit__(self, *raised: Any) -> bool | None:
+        if isinstance(raised[1], Exception):
+            self.run.look_into(raised[1], self.step)
         return self._opened.__exit__(*raised)
 
     def load(self, assemble: Callable[[S, Path | None], P]) -> P:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.errors import DivergedError
+from rlpost.errors import DivergedError, PolicyError
 from rlpost.extras import is_installed
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies import TransformersWrapper
@@ -216,6 +216,30 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_what_is_needed_to_look(
         "model.embed_tokens.weight" in json.loads((folder / "report.json").read_text())["parameters_with_bad_gradient"]
     )
     AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def test_what_was_under_way_is_kept_where_something_breaks_and_not_where_the_error_says_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = TransformersWrapper.generate
+
+    def failing(self: Any, requests: Any, sampling: Any) -> Any:
+        if self.version == 1:
+            raise PolicyError("waited 600 s for the engine at http://me:s3cret@host")
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(TransformersWrapper, "generate", failing)
+    with pytest.raises(PolicyError, match="waited 600 s"):
+        run(tmp_path / "r", "steps=3", "eval.enabled=false")
+    told = json.loads((tmp_path / "r/incident.json").read_text())
+    assert (told["step"], told["exit_code"]) == (2, 5)
+    assert told["error"] == "PolicyError: waited 600 s for the engine at http://me:***@host"
+    assert told["doing"].startswith("sampling")
+    assert any("buffer.take" in line for line in told["traceback"])
+    assert "MainThread" in told["threads"]
+    assert told["processes"][0]["pid"] == os.getpid()
+    monkeypatch.setattr(TransformersWrapper, "generate", generate)
+    assert run(tmp_path / "r", "steps=3", "eval.enabled=false", resume="auto") == 0
 
 
 def test_a_run_that_diverges_names_the_last_checkpoint_which_is_whole(

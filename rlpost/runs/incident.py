@@ -1,0 +1,69 @@
+"""What a run was doing when it failed: incident.json, for whoever looks at it afterwards."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rlpost.files import replaced
+from rlpost.model.memory import process_tree
+from rlpost.text import without_passwords
+
+INCIDENT = "incident.json"
+
+log = logging.getLogger("rlpost")
+
+
+def write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:
+    """Write what was under way into `folder`: the error and its road, the stack of each thread, the processes below.
+
+    A disk that does not take it is told in the log: the error itself is what matters.
+    """
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": step,
+        "doing": doing,
+        "error": f"{type(error).__name__}: {error}",
+        "exit_code": getattr(error, "exit_code", 1),
+        "traceback": [line.rstrip() for line in traceback.format_exception(error)],
+        "threads": threads(),
+        "processes": [process(pid) for pid in process_tree(os.getpid())],
+    }
+    try:
+        with replaced(folder / INCIDENT) as making:
+            making.write_text(without_passwords(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
+    except OSError as refused:
+        log.warning("%s was not written: %s", folder / INCIDENT, refused)
+    else:
+        log.info("what was under way is in %s", folder / INCIDENT)
+
+
+def threads() -> dict[str, list[str]]:
+    """The stack of each Python thread of this process, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)]
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def process(pid: int) -> dict[str, Any]:
+    """A process by its number: its command, and what the kernel says it is doing."""
+
+    def said(name: str) -> str:
+        try:
+            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:  # it has ended, or there is no /proc
+            return ""
+
+    state = next(
+        (line.partition(":")[2].strip() for line in said("status").splitlines() if line.startswith("State")), ""
+    )
+    return {"pid": pid, "command": said("cmdline")[:300], "state": state, "waits_in": said("wchan")}

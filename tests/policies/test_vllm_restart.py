@@ -1,0 +1,110 @@
+"""An engine that fails is started again with the present weights, and asked again for all that it was asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.errors import PolicyError
+from rlpost.extras import is_installed
+from rlpost.policies.batching import Request
+from rlpost.policies.vllm import vLLMWrapper
+from rlpost.settings import SamplingSettings, VLLMSettings
+from tests.processes import children
+from tests.trainings import train_in, untimed
+
+
+class Failing(vLLMWrapper):
+    """Fails as often as it is told to; no engine is started."""
+
+    failures = 0
+    starts = 0
+    asked = 0
+
+    def start(self) -> None:
+        self.starts += 1
+        self._engine = object()  # type: ignore[assignment]
+
+    def _generate(self, requests: Any, sampling: Any) -> Any:
+        self.asked += 1
+        if self.failures:
+            self.failures -= 1
+            self._engine = None
+            raise PolicyError("vLLM failed while sampling: the engine's process died; the engine was closed")
+        return [len(requests)]
+
+
+def policy(tiny_folder: Path, tiny_tokenizer: Any, failures: int, restarts: int = 2) -> Failing:
+    made = Failing(tiny_folder, tiny_tokenizer, settings=VLLMSettings(max_restarts=restarts))
+    made.failures = failures
+    made.start()
+    made.version = 7
+    return made
+
+
+ASKED = [Request([1, 2], 3, 0), Request([1], 3, 1)]
+
+
+def test_it_is_started_again_with_the_present_weights_and_keeps_its_version(
+    tiny_folder: Path, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = policy(tiny_folder, tiny_tokenizer, failures=2)
+    brought: list[int] = []
+    failing.reload = lambda: brought.append(failing.starts)
+    assert failing.generate(ASKED, SamplingSettings()) == [2]
+    assert (failing.starts, failing.asked, brought, failing.version) == (3, 3, [2, 3], 7)
+    assert "starting it again (2 of 2)" in caplog.text
+
+
+def test_it_is_not_started_again_too_often_or_where_nobody_brings_weights(
+    tiny_folder: Path, tiny_tokenizer: Any
+) -> None:
+    failing = policy(tiny_folder, tiny_tokenizer, failures=3)
+    failing.reload = lambda: None
+    with pytest.raises(PolicyError, match="the engine's process died"):
+        failing.generate(ASKED, SamplingSettings())
+    for made in (policy(tiny_folder, tiny_tokenizer, failures=1), policy(tiny_folder, tiny_tokenizer, 1, restarts=0)):
+        made.reload = None if made.settings.max_restarts else lambda: None
+        with pytest.raises(PolicyError, match="the engine's process died"):
+            made.generate(ASKED, SamplingSettings())
+        assert made.starts == 1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_a_training_whose_engine_is_killed_is_the_same_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(8)))
+    env = ["env=dataset", f"env.path={tmp_path}/rows.jsonl", f"env.reward={tmp_path}/mine.py:score", "env.held_out=0"]
+    words = ["model=tiny", "policy=vllm", "policy.engine=own_process", *env, "env.max_completion_tokens=8"]
+    words += ["policy.dtype=float32", "model.autocast=none", "prompts_per_step=2", "group_size=4", "steps=4"]
+    words += ["eval.enabled=false", "optim.lr=1e-3"]
+    assert train_in(TRAIN_GRPO, tmp_path / "whole", words) == 0
+    generate = vLLMWrapper._generate
+    killed: list[str] = []
+
+    def disturbed(self: vLLMWrapper, requests: Any, sampling: Any) -> Any:
+        if self.version == 2 and not killed:
+            for process, command in children().items():
+                if "EngineCore" in command or "EngineCore" in process.name():
+                    os.kill(process.pid, signal.SIGKILL)
+                    killed.append(command)
+        return generate(self, requests, sampling)
+
+    monkeypatch.setattr(vLLMWrapper, "_generate", disturbed)
+    assert train_in(TRAIN_GRPO, tmp_path / "broken", words) == 0
+    assert killed
+    assert "starting it again (1 of 2)" in (tmp_path / "broken/log.txt").read_text()
+    assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
