@@ -36,6 +36,7 @@ SICK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SICK)
 def test_a_sick_run_says_so_within_ten_steps(name: str, tmp_path: Path) -> None:
     body, words = SICK[name]

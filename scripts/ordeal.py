@@ -1,0 +1,241 @@
+"""Ordeals of whole trainings, as their own processes: kills with -9, and things that break beside them.
+
+    scripts/ordeal kills            each kind of training, killed at random moments and resumed, against one unbroken
+    scripts/ordeal chaos            small trainings with one thing killed, stopped or filled at a random moment
+
+What is done is written to OUT/results.json and not done again: the command can be stopped and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+from safetensors.torch import load_file
+
+SUMS = [
+    "model=tiny",
+    "env.digits=1",
+    "env.max_completion_tokens=8",
+    "eval.every=10",
+    "eval.limit=8",
+    "checkpoint.every=3",
+]
+SAMPLED = [*SUMS, "policy=transformers", "prompts_per_step=2", "group_size=4", "steps=30", "optim.lr=1e-3"]
+KINDS: dict[str, list[str]] = {
+    "grpo": ["grpo", *SAMPLED, "deterministic=true"],
+    "tools": [
+        *["grpo", *SAMPLED, "deterministic=true", "dynamic.enabled=true", "dynamic.draw_limit=500"],
+        *["tools.use=[python]", "env.max_turns=2"],
+    ],
+    "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
+    "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
+    "expert": ["expert-iteration", *SAMPLED, "deterministic=true", "min_reward=null"],
+}
+TIMED = ("time/", "memory/")
+KNOWN_EXITS = {0, 2, 3, 4, 5, 129, 130, 143}
+DEADLINE = 240.0  # seconds for a small training to end by itself, whatever was broken
+
+
+class Results:
+    """What was found, kept in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.all: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+
+    def add(self, name: str, found: Any) -> None:
+        self.all[name] = found
+        self.file.write_text(json.dumps(self.all, indent=1) + "\n")
+        print(f"{name}: {json.dumps(found)}", flush=True)
+
+
+def start(words: Sequence[str], out: Path, *, resume: bool = False, **how: Any) -> subprocess.Popen[bytes]:
+    """A training in a process of its own, what it says beside its folder."""
+    command = [sys.executable, "-P", "-m", "rlpost", "train", *words, "--out", str(out), "--plain"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / f"{out.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, *(["--resume", "auto"] if resume else [])], stdout=log, stderr=log, start_new_session=True, **how
+        )
+
+
+def kills(words: Sequence[str], folder: Path, count: int, chance: random.Random) -> dict[str, Any]:
+    """One training unbroken, and one that is killed `count` times and resumed: are they the same?"""
+    shutil.rmtree(folder, ignore_errors=True)
+    whole, broken = folder / "whole", folder / "broken"
+    began = time.monotonic()
+    if (code := start(words, whole).wait()) != 0:
+        return {"equal": False, "why": f"the unbroken run ended with {code}"}
+    length = time.monotonic() - began
+    at: list[float] = []
+    while len(at) < count:
+        running = start(words, broken, resume=bool(at))
+        moment = chance.uniform(0.3, length)
+        try:
+            running.wait(moment)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+            at.append(round(moment, 1))
+        else:  # it was done before: the next attempt finds nothing left to do, so it is begun anew
+            shutil.rmtree(broken)
+            at.append(-1.0)
+    code = start(words, broken, resume=True).wait()
+    return {"kills": at, "exit": code, **compared(whole, broken)}
+
+
+def compared(whole: Path, broken: Path) -> dict[str, Any]:
+    """Whether two runs have the same figures, rollouts and weights."""
+    figures = rows_of(whole) == rows_of(broken)
+    names = [sorted(f.name for f in (run / "rollouts").glob("*.parquet")) for run in (whole, broken)]
+    tables = names[0] == names[1] and all(
+        pq.read_table(whole / "rollouts" / n).equals(pq.read_table(broken / "rollouts" / n)) for n in names[0]
+    )
+    weights = [load_file(next((run / "checkpoints/latest/model").glob("*.safetensors"))) for run in (whole, broken)]
+    same = weights[0].keys() == weights[1].keys() and all(weights[0][k].equal(weights[1][k]) for k in weights[0])
+    return {"equal": figures and tables and same, "figures": figures, "rollouts": tables, "weights": same}
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times and memory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines]
+
+
+# Chaos
+
+
+def below(pid: int, word: str) -> list[psutil.Process]:
+    """The processes below `pid` whose command holds `word`."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def signalled(word: str, number: signal.Signals) -> Callable[[int, Path], None]:
+    def act(pid: int, run: Path) -> None:
+        for process in below(pid, word) if word else [psutil.Process(pid)]:
+            process.send_signal(number)
+
+    return act
+
+
+def pause(pid: int, run: Path) -> None:
+    """Stop everything for some seconds, as a laptop that is closed."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    time.sleep(5)
+    for process in processes:
+        process.resume()
+
+
+def lose_rollouts(pid: int, run: Path) -> None:
+    shutil.rmtree(run / "rollouts", ignore_errors=True)
+
+
+def small_files() -> None:
+    """Let no file grow beyond 100 kB, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+BREAKS: dict[str, Callable[[int, Path], None]] = {
+    "kill the reward's process": signalled("rewards.worker", signal.SIGKILL),
+    "stop the reward's process": signalled("rewards.worker", signal.SIGSTOP),
+    "ask the run to stop": signalled("", signal.SIGTERM),
+    "close the terminal": signalled("", signal.SIGHUP),
+    "stop everything for a while": pause,
+    "remove the rollouts": lose_rollouts,
+    "kill the player": signalled("collectors.worker", signal.SIGKILL),
+}
+
+
+def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
+    """One small training with one thing broken: does it end by itself, by name?"""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n")
+    (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
+    name = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)]
+    words = [*SAMPLED[:1], "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
+    words += [
+        f"env.reward={folder}/mine.py:score",
+        "env.reward_timeout_seconds=3",
+        "prompts_per_step=2",
+        "group_size=4",
+    ]
+    words += ["env.max_completion_tokens=8", "steps=200", "checkpoint.every=5", "eval.enabled=false"]
+    if name == "kill the player":
+        words += ["collector=async"]
+    how = {"preexec_fn": small_files} if name == "a full disk" else {}
+    running = start(["grpo", *words], folder / "run", **how)
+    began = time.monotonic()
+    moment = chance.uniform(6, 16)
+    found: dict[str, Any] = {"broke": name, "at": round(moment, 1)}
+    try:
+        running.wait(moment)
+        found["early"] = True
+    except subprocess.TimeoutExpired:
+        if name in BREAKS:
+            BREAKS[name](running.pid, folder / "run")
+    try:
+        code = running.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        return found | {"ended": False}
+    said = (folder / "run.log").read_text(errors="replace").strip().splitlines()
+    time.sleep(4)
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    named = code == 0 or any(line.startswith(("error:", "stopped", "stopping")) for line in said[-30:])
+    good = code in KNOWN_EXITS and named and not left and "Traceback" not in "\n".join(said)
+    return found | {"ended": True, "exit": code, "seconds": round(time.monotonic() - began), "left": left, "good": good}
+
+
+def main() -> int:
+    """Run what was asked for; 1 where something was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ordeal", choices=["kills", "chaos"])
+    parser.add_argument("--out", type=Path, default=Path("runs/ordeal"), help="where the trainings and results go")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of trainings that are killed")
+    parser.add_argument("--count", type=int, default=None, help="kills of each (12), or trainings of chaos (30)")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    results = Results(asked.out / "results.json")
+    if asked.ordeal == "kills":
+        names = [f"kills {kind}" for kind in asked.kinds.split(",")]
+        for name in [name for name in names if name not in results.all]:
+            kind = name.partition(" ")[2]
+            chance = random.Random(f"{asked.seed} {kind}")
+            results.add(name, kills(KINDS[kind], asked.out / kind, asked.count or 12, chance))
+        return int(not all(results.all[name]["equal"] for name in names))
+    names = [f"chaos {number}" for number in range(asked.count or 30)]
+    for number, name in enumerate(names):
+        if name not in results.all:
+            chance = random.Random(f"{asked.seed} {number}")
+            results.add(name, chaos(number, asked.out / f"chaos-{number}", chance))
+    return int(not all(results.all[name].get("good") for name in names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A long training with everything in it: what it holds of the machine stays what it was."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.train.sampled import SamplingSession
+from tests.trainings import train_in
+
+STEPS = int(os.environ.get("RLPOST_SOAK_STEPS", "300"))
+SETTLED = 100  # steps after which nothing may grow any more
+
+
+def held(folder: Path) -> dict[str, int]:
+    """What the process holds now."""
+    own = psutil.Process()
+    return {
+        "memory": own.memory_info().rss,
+        "descriptors": own.num_fds(),
+        "threads": threading.active_count(),
+        "children": len(own.children(recursive=True)),
+        "temporary": sum(len(files) for _, _, files in os.walk(folder)),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_long_run_takes_no_more_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen: dict[int, dict[str, int]] = {}
+    finish = SamplingSession.finish
+
+    def noting(self: SamplingSession, batch: object = None) -> None:
+        finish(self, batch)
+        if self.step % 20 == 0:
+            seen[self.step] = held(temporary)
+
+    monkeypatch.setattr(SamplingSession, "finish", noting)
+    body = "def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n"
+    (tmp_path / "mine.py").write_text(body)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
+    env = ["env=dataset", f"env.path={tmp_path}/rows.jsonl", f"env.reward={tmp_path}/mine.py:score"]
+    words = ["model=tiny", "policy=transformers", *env, "env.max_completion_tokens=8", "prompts_per_step=2"]
+    words += ["group_size=4", f"steps={STEPS}", "eval.every=25", "checkpoint.every=25", "gate.every=10"]
+    assert train_in(TRAIN_GRPO, tmp_path / "run", words) == 0
+    settled, last = seen[SETTLED], seen[max(seen)]
+    for name in ("descriptors", "threads", "children", "temporary"):
+        assert last[name] <= settled[name], (name, seen)
+    assert last["memory"] < 1.1 * settled["memory"], {step: each["memory"] for step, each in seen.items()}
