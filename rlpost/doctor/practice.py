@@ -20,6 +20,7 @@ from rlpost.data.conversation import CUT
 from rlpost.data.demonstrations import Sample
 from rlpost.doctor.findings import Findings
 from rlpost.doctor.rows import ROWS
+from rlpost.envs.build import longest_sampled
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.memory import MemoryWatch
 from rlpost.model.packing import Row, rows_of
@@ -35,6 +36,7 @@ from rlpost.train.sft_session import row_of
 from rlpost.train.update import Microbatches
 
 COMPLETIONS = 4  # a prompt, at most
+TOKENS = 4096  # that are sampled, at most, but for two completions of two prompts
 GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: formats explain the one, a fault the other
 PACKED_OFF = {True: 0.1, False: 1e-3}  # nats a token between packed and plain, by whether forwards round to 8 bits
 COMPARED = 4  # rows that are read in both ways
@@ -73,10 +75,11 @@ class Heard(logging.Handler):
 
 def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
     """Sample a few groups, and learn from them once."""
+    prompts, completions = _size(settings)
     tried = replace(
         settings,
-        prompts_per_step=min(ROWS, settings.prompts_per_step),
-        group_size=min(COMPLETIONS, settings.group_size),
+        prompts_per_step=prompts,
+        group_size=completions,
         minibatch_size=None,
         passes=1,
         max_policy_lag=0,
@@ -107,6 +110,13 @@ def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
         completions = settings.prompts_per_step * settings.group_size
         of_step = sampling.of(completions) + learning.of(completions) * settings.passes
         _tell_cost(findings, of_step, settings.steps, sampling.rows, memory)
+
+
+def _size(settings: GRPOSettings) -> tuple[int, int]:
+    """Prompts, and completions of each, that take less than a minute on two cores with a small model."""
+    longest = longest_sampled(settings.env)
+    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
+    return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
 
 
 def practise_sft(findings: Findings, settings: SFTSettings) -> None:
