@@ -84,7 +84,7 @@ class Gate:
             fault = fault_of(rows, found, self._read, self._temperature, self._bos)
             if fault in (Disagreement.format, Disagreement.unknown) and found.gap < ROUNDING:
                 log.info(
-                    "the gap is %.2g nats a token after step %d: a model that changes may round more", found.gap, step
+                    "the gap is %.2g nats a token after step %d, as a model that changes may round", found.gap, step
                 )
                 fault = None
         if fault is not None:
