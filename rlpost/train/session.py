@@ -11,13 +11,14 @@ return session.run.exit_code
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -61,6 +62,7 @@ from rlpost.train.progress import (
 )
 from rlpost.train.rank import Rank
 from rlpost.train.ranks import Ranks
+from rlpost.train.saving import Saving
 from rlpost.train.update import Microbatches, Objective, diverged
 
 log = logging.getLogger("rlpost")
@@ -140,6 +142,7 @@ class Session(ABC, Generic[S, P]):
         self.step = 0  # the one under way
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
+        self.saving = Saving()
         self._watch = Watch()
         self._opened = contextlib.ExitStack()
 
@@ -161,6 +164,7 @@ class Session(ABC, Generic[S, P]):
         self.run.catch_signals()
         self._check_needs()
         self._opened.push(self._conclude)
+        self._opened.push(self._end_saving)
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
@@ -195,6 +199,7 @@ class Session(ABC, Generic[S, P]):
 
         Raises DivergedError, with the batch and the model kept in the run folder.
         """
+        self.saving.wait()
         try:
             yield
         except FloatingPointError as error:
@@ -236,7 +241,13 @@ class Session(ABC, Generic[S, P]):
         if not saved and (is_best or run.due(step)):
             self.save()
         elif is_best:
+            self.saving.wait()
             mark_best(run.folder / "checkpoints", step, kept.keep_last)
+
+    @cached_property
+    def _tokenizer_to_save(self) -> Any:
+        """A copy of the tokenizer: the fast ones do not let two threads use them at will."""
+        return copy.deepcopy(self.parts.tokenizer)
 
     def _look_for_symptoms(self, batch: Any) -> str:
         """Say what the run's figures show for the first time; that, where `diagnosis.on_alarm` asks for more."""
@@ -251,19 +262,22 @@ class Session(ABC, Generic[S, P]):
     def save(self) -> None:
         """Write a checkpoint of the last finished step: weights, optimizer, RNG, and the loop's own state as JSON.
 
+        It is written while the next step samples: what it reads does not change before `diverging` waits for it.
         An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
         """
+        self.saving.wait()
         run, model, optimizer = self.run, self.parts.model, self.parts.optimizer
         run.screen.phase("saving checkpoint")
-        path = save_checkpoint(
+        write = partial(
+            save_checkpoint,
             run.folder / "checkpoints",
             self.progress.step,
-            write_model=partial(save_model, model, self.parts.tokenizer),
+            write_model=partial(save_model, model, self._tokenizer_to_save),
             write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
             write_moments=self.ranks.save_moments(),
             tensors=optimizer_tensors(model, optimizer),
             state={
-                **self.state(),
+                **copy.deepcopy(self.state()),
                 "progress": asdict(self.progress),
                 "must_stay": {key: getattr(self.settings, key) for key in self.settings.must_stay},
                 "optimizer": type(optimizer).__name__,
@@ -273,7 +287,10 @@ class Session(ABC, Generic[S, P]):
             keep_last=self.settings.checkpoint.keep_last,
             best=self.progress.best_step,
         )
-        log.info("saved %s", path)
+        if self.ranks.count == 1:  # several have to gather what is written together
+            self.saving.begin(lambda: log.info("saved %s", write()))
+        else:
+            log.info("saved %s", write())
         run.saved()
 
     @property
@@ -428,6 +445,17 @@ class Session(ABC, Generic[S, P]):
         """How a run goes on that an evaluation has ended."""
         without = " ".join(f"{key}=null" for key in self.settings.eval.stops)
         return f"to go on to the last step all the same: --resume {self.run.folder} {without}"
+
+    def _end_saving(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The last checkpoint is on the disk before anything is said of it."""
+        try:
+            self.saving.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            log.error("%s", failed)  # what ends the run is another error
 
     def _conclude(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,114 @@
+"""Checkpoints are written while the next step samples, and nothing they hold changes meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.errors import CheckpointError
+from rlpost.policies.transformers import TransformersWrapper
+from rlpost.runs.checkpoint import verify
+from rlpost.train import rank, session
+from rlpost.train.saving import Saving
+from tests.trainings import metrics, train_in, untimed
+
+LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
+
+
+def words(folder: Path) -> list[str]:
+    (folder / "mine.py").write_text(LETTERS)
+    (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(8)))
+    env = ["env=dataset", f"env.path={folder}/rows.jsonl", f"env.reward={folder}/mine.py:score", "env.held_out=0"]
+    return [
+        *["model=tiny", "policy=transformers", *env, "env.max_completion_tokens=6", "prompts_per_step=2"],
+        *["group_size=2", "steps=4", "eval.enabled=false", "checkpoint.every=1", "checkpoint.keep_last=9"],
+        *["optim.lr=1e-3", "deterministic=true"],
+    ]
+
+
+def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = words(tmp_path)
+    assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
+    done: list[str] = []
+    sampled = threading.Event()
+    save, generate, update = session.save_checkpoint, TransformersWrapper.generate, rank.update
+
+    def slow(*given: Any, **how: Any) -> Path:
+        sampled.clear()
+        done.append("begin")
+        if len(done) < 10:  # the last one has no step behind it
+            sampled.wait(20)
+        path = save(*given, **how)
+        done.append("end")
+        return path
+
+    def noting(self: Any, *given: Any) -> Any:
+        done.append("sample")
+        made = generate(self, *given)
+        sampled.set()
+        return made
+
+    def learning(*given: Any, **how: Any) -> Any:
+        done.append("learn")
+        return update(*given, **how)
+
+    monkeypatch.setattr(session, "save_checkpoint", slow)
+    monkeypatch.setattr(TransformersWrapper, "generate", noting)
+    monkeypatch.setattr(rank, "update", learning)
+    assert train_in(TRAIN_GRPO, tmp_path / "slow", [*asked, "gate.enabled=false"]) == 0
+    first = ["sample", "learn", "begin", "sample", "end", "learn", "begin", "sample", "end", "learn"]
+    assert done[: len(first)] == first
+    assert untimed(tmp_path / "slow") == untimed(tmp_path / "plain")
+    for step in range(1, 5):
+        one, other = (tmp_path / name / f"checkpoints/step-{step:06d}" for name in ("slow", "plain"))
+        verify(one)
+        held = [load_file(folder / "model/model.safetensors") for folder in (one, other)]
+        assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
+
+
+def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = session.save_checkpoint
+
+    def failing(folder: Path, step: int, **how: Any) -> Path:
+        if step == 2:
+            raise CheckpointError("cannot write checkpoint step-000002: no space left")
+        return save(folder, step, **how)
+
+    monkeypatch.setattr(session, "save_checkpoint", failing)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+
+
+def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(folder: Path, step: int, **how: Any) -> Path:
+        raise CheckpointError("no space left")
+
+    monkeypatch.setattr(session, "save_checkpoint", failing)
+    with pytest.raises(CheckpointError, match="no space left"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
+
+
+def test_one_save_waits_for_the_one_before() -> None:
+    saving, order, held = Saving(), [], threading.Event()
+
+    def first() -> None:
+        held.wait(10)
+        order.append("first")
+
+    saving.begin(first)
+    threading.Timer(0.2, held.set).start()
+    saving.begin(lambda: order.append("second"))
+    saving.wait()
+    saving.wait()
+    assert order == ["first", "second"]
