@@ -86,6 +86,7 @@ class vLLMWrapper(Policy):
         self._engine: VLLMEngine | None = None
         self._given: Any = None  # an engine that somebody else built, and closes
         self._closed_because: str | None = None
+        self.max_restarts = self.settings.max_restarts
         self.restarts = 0  # of an engine that has failed
         self._needed: set[str] = set()  # names that a complete weight push brings
         self._under_way = RequestsUnderWay(self.settings.timeout_seconds, self._engine_failed)
@@ -187,15 +188,13 @@ class vLLMWrapper(Policy):
 
     def _start_again(self, error: PolicyError) -> None:
         """Start an engine that has failed with the weights as they are now. Raises `error` where it may not be."""
-        restarts = self.settings.max_restarts
+        restarts = self.max_restarts
         if self.reload is None or self._engine is not None or self._given is not None or self.restarts >= restarts:
             raise error
         self.restarts += 1
         log.warning("%s; starting it again (%d of %d)", error, self.restarts, restarts)
-        version = self.version
         self.start()
         self.reload()
-        self.version = version
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         self._running_engine()

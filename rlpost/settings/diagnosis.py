@@ -21,4 +21,4 @@ class OnAlarm(Enum):
 class DiagnosisSettings(Settings, group="diagnosis"):
     """Dead reward, length hacking, collapse and others, looked for after each step; `rlpost runs diagnose` as well."""
 
-    on_alarm: OnAlarm = OnAlarm.warn
+    on_alarm: OnAlarm = OnAlarm.warn  # what is done at the first sight of a symptom

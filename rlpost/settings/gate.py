@@ -20,8 +20,8 @@ class GateAlarm(Enum):
 class GateSettings(Settings, group="gate"):
     """A fixed probe is scored by sampler and trainer; the bounds are learned from the run's own start."""
 
-    enabled: bool = True
+    enabled: bool = True  # whether sampler and trainer are compared at all
     every: int = limited(
         20, at_least=0
     )  # steps between two probes, and two looks at all weights; 0: at the start alone
-    on_alarm: GateAlarm = GateAlarm.stop
+    on_alarm: GateAlarm = GateAlarm.stop  # what is done where they no longer agree
