@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,14 @@ def test_what_is_due_is_saved_before_it_is_measured(
     tmp_path: Path, during: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    during("after step 1", signal.SIGINT, look=lambda: seen.extend(checkpoints(tmp_path)))
+
+    def look() -> None:
+        # It is written beside the evaluation, which waits here until it is there.
+        deadline = time.monotonic() + 30
+        while not seen and time.monotonic() < deadline:
+            seen.extend(checkpoints(tmp_path))
+
+    during("after step 1", signal.SIGINT, look=look)
     assert run(tmp_path, "steps=2", "checkpoint.every=1") == 130
     assert seen == ["step-000001"]
     assert "the evaluation after step 1 is abandoned, the last step is saved already" in capfd.readouterr().err
