@@ -278,13 +278,14 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def symptoms(run: Path) -> tuple[list[Symptom], int]:
     """What a run's figures show to be wrong, when each showed first, and how many steps were looked at."""
-    from rlpost.runs.diagnosis import diagnose, repeated_text
+    from rlpost.runs.diagnosis import Diagnosis, repeated_text
     from rlpost.runs.rollouts import read_rollouts, rollout_steps
 
     rows = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] > 0]
     found: dict[str, Symptom] = {}
-    for count in range(1, len(rows) + 1):
-        for symptom in diagnose(rows[:count]):
+    diagnosis = Diagnosis()
+    for row in rows:
+        for symptom in diagnosis.after(row):
             found.setdefault(symptom.name, symptom)
     for step in rollout_steps(run)[-1:]:
         try:

@@ -130,9 +130,5 @@ def _answered(env: DatasetChatEnv) -> list[Demonstration]:
         return []
 
 
-def _answer(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
 def _held_out(env: Any) -> Any:
     return replace(env, split="test", limit=None)

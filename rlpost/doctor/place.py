@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from packaging.requirements import Requirement
 
 from rlpost import __version__
 from rlpost.doctor.findings import Findings
-from rlpost.estimate.hub import shape_of_model
-from rlpost.estimate.machine import Room
-from rlpost.estimate.report import needs_of
-from rlpost.estimate.shape import shape_of_folder
 from rlpost.extras import installed_version
-from rlpost.model.load import locate_tokenizer, pick_device
 from rlpost.model.optim import learning_rate
 from rlpost.settings import MLflowSettings
 from rlpost.text import counted, without_passwords
+from rlpost.train.needs import needs_here
 
 MOST_UPDATES = 10_000  # whose rates are looked at
 REACH_SECONDS = 3.0  # for a tracker's server to answer
@@ -95,14 +90,9 @@ def look_at_tracker(findings: Findings, settings: Any) -> None:
 
 def look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     """Do memory and disk suffice, by estimate?"""
-    model = settings.model
-    shape = shape_of_model(model.path, model.revision)
-    shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
-    device = pick_device(model.device)
-    gpu = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
-    needs = needs_of(settings, shape, folder, gpu)
+    needs = needs_here(settings, folder)
     if needs is None:
-        findings.warn("memory", f"the size of {model.path} is not known", "the first step will show it")
+        findings.warn("memory", f"the size of {settings.model.path} is not known", "the first step will show it")
         return
     reason = needs.impossible()
     if reason is not None:

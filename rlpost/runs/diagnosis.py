@@ -1,16 +1,17 @@
 """What a run's own figures say is wrong with it: each symptom with its steps, its evidence and one thing to do.
 
-The rules look at the last steps of a run and compare them with its first: `diagnose` asks all of them about the whole
-run, a training asks them after every step. They are set so that a run which learns, however noisily, is not spoken of.
+The rules look at the last steps of a run and compare them with its first; all of them are asked after each step. They
+are set so that a run which learns, however noisily, is not spoken of.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -37,7 +38,14 @@ class Trace:
     """The steps of a run so far, without those that were only measured."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = [row for row in rows if row["step"] > 0]
+        self.rows: list[Row] = []
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """One more row."""
+        if row["step"] > 0:
+            self.rows.append(row)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -48,7 +56,8 @@ class Trace:
 
     def first(self, name: str) -> list[float]:
         """The figures of the first steps that have one."""
-        return list(islice((float(row[name]) for row in self.rows if row.get(name) is not None), FIRST))
+        known = (row for row in self.rows if _known([row], name))
+        return _known(islice(known, FIRST), name)
 
     def both(self, name: str) -> tuple[float, float] | None:
         """(mean of the first steps, mean of the last); None while either is not known."""
@@ -68,12 +77,18 @@ class Trace:
 Rule = Callable[[Trace], Symptom | None]
 
 
-def diagnose(rows: Sequence[Row]) -> list[Symptom]:
-    """What is wrong with a run by the end of these rows, in the order of `RULES`."""
-    trace = Trace(rows)
-    if len(trace) < AT_LEAST:
-        return []
-    return [found for rule in RULES if (found := rule(trace)) is not None]
+class Diagnosis:
+    """What is wrong with one run, asked after each of its steps; `rows` are those it has already."""
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self._trace = Trace(rows)
+
+    def after(self, row: Row) -> list[Symptom]:
+        """What is wrong by the end of one more row, in the order of `RULES`."""
+        self._trace.add(row)
+        if len(self._trace) < AT_LEAST:
+            return []
+        return [found for rule in RULES if (found := rule(self._trace)) is not None]
 
 
 def dead_reward(trace: Trace) -> Symptom | None:
@@ -265,8 +280,9 @@ def _varied(trace: Trace) -> bool:
     return bool(spreads) and fmean(spreads) < 0.1 and bool(lengths) and fmean(lengths) < 16
 
 
-def _known(rows: Sequence[Row], name: str) -> list[float]:
-    return [float(row[name]) for row in rows if row.get(name) is not None]
+def _known(rows: Iterable[Row], name: str) -> list[float]:
+    """The figures of the rows that have one: a training has NaN where metrics.jsonl has null."""
+    return [float(row[name]) for row in rows if row.get(name) is not None and isfinite(row[name])]
 
 
 def _change(pair: tuple[float, float] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class Progress(LearningSoFar, BestSoFar):
     position: int = 0  # samples trained on, those of every epoch counted
     eval_before: dict[str, float] | None = None  # the evaluation before the first step
     eval_after: dict[str, float] | None = None  # the latest one after a step
+    symptoms: list[str] = field(default_factory=list)  # names of those that were told
 
 
 def check_measured(settings: HeldOutSettings, evaluated: Mapping[str, float]) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import logging
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,11 +29,7 @@ from rlpost.assemble import build_tracker, resolve_numbers
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
 from rlpost.errors import ConfigError, DivergedError
-from rlpost.estimate.hub import shape_of_model
-from rlpost.estimate.machine import Room
-from rlpost.estimate.report import needs_of
-from rlpost.estimate.shape import shape_of_folder
-from rlpost.model.load import locate_tokenizer, pick_device, save_model
+from rlpost.model.load import save_model
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
@@ -44,12 +39,15 @@ from rlpost.model.trainable import Reference
 from rlpost.output import output_into
 from rlpost.record import read_metrics
 from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
+from rlpost.runs.diagnosis import Diagnosis
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, OnAlarm, SFTSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train.diagnosing import Watch
+from rlpost.train.clock import Clock
+from rlpost.train.diagnosing import symptoms_after
 from rlpost.train.narration import say_stopped
+from rlpost.train.needs import needs_here
 from rlpost.train.progress import (
     ENDS_TRAINING,
     Progress,
@@ -97,26 +95,6 @@ S = TypeVar("S", bound=GRPOSettings | ExpertIterationSettings | SFTSettings)
 P = TypeVar("P", bound=Parts)
 
 
-class Clock:
-    """Seconds of a step, and of its parts by name."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._began = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str | None = None) -> None:
-        """What ends here was `name`; None: nothing that is timed."""
-        now = time.perf_counter()
-        if name is not None:
-            self._laps[name] = now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, float]:
-        """The parts, and the step until now."""
-        return self._laps | {"time/step": time.perf_counter() - self._began}
-
-
 class Session(ABC, Generic[S, P]):
     """One training in its run folder, open from `with` to its last line on the screen.
 
@@ -143,7 +121,7 @@ class Session(ABC, Generic[S, P]):
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
         self.saving = Saving()
-        self._watch = Watch()
+        self._diagnosis = Diagnosis()
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -254,7 +232,8 @@ class Session(ABC, Generic[S, P]):
         wanted = self.settings.diagnosis.on_alarm
         if wanted is OnAlarm.off:
             return ""
-        lines = [symptom.line() for symptom in self._watch.after(self.step, self.metrics, batch)]
+        found = symptoms_after(self.step, self._diagnosis, self.metrics, batch, self.progress)
+        lines = [symptom.line() for symptom in found]
         for line in lines:
             self.run.warn(line)
         return "; ".join(lines) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
@@ -349,18 +328,10 @@ class Session(ABC, Generic[S, P]):
     # Beginning, going on, ending
 
     def _check_needs(self) -> None:
-        """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all.
-
-        Of a model of the hub whose size is not known, the configuration is fetched for it.
-        """
-        model = self.settings.model
-        shape = shape_of_model(model.path, model.revision)
-        shape = shape or shape_of_folder(locate_tokenizer(model.path, model.revision))
-        device = pick_device(model.device)
-        gpu = Room(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
-        needs = needs_of(self.settings, shape, self.run.folder, gpu)
+        """Say what the training takes, by estimate. Raises ResourceError where the machine cannot hold it at all."""
+        needs = needs_here(self.settings, self.run.folder)
         if needs is not None:
-            needs.check(model.path)
+            needs.check(self.settings.model.path)
             for line in needs.lines():
                 self.screen.line(line)
 
@@ -414,7 +385,7 @@ class Session(ABC, Generic[S, P]):
     def _go_on(self, checkpoint: Path) -> None:
         run, progress = self.run, self.progress
         run.forget_after(progress.step)
-        self._watch = Watch(read_metrics(run.folder / "metrics.jsonl")[0])
+        self._diagnosis = Diagnosis(read_metrics(run.folder / "metrics.jsonl")[0])
         restore_best(run, progress)
         self.screen.note(f"resuming after step {progress.step} from {checkpoint}")
         if progress.step and self._evaluation_due() and run.owes_evaluation(progress.step):  # a signal has ended it

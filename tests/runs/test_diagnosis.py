@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.runs.diagnosis import diagnose, repeated_text
+from rlpost.runs.diagnosis import Diagnosis, repeated_text
 
 # The figures of runs that learned: sums by a small model in several ways of sampling, and letters by the tiny one
 HEALTHY: dict[str, dict[str, list[Any]]] = json.loads(
@@ -28,15 +29,23 @@ def named_in(columns: Columns) -> dict[str, int]:
     """Symptom -> the step at which it was first named."""
     rows = rows_of(columns)
     found: dict[str, int] = {}
-    for count in range(1, len(rows) + 1):
-        for symptom in diagnose(rows[:count]):
-            found.setdefault(symptom.name, rows[count - 1]["step"])
+    diagnosis = Diagnosis()
+    for row in rows:
+        for symptom in diagnosis.after(row):
+            found.setdefault(symptom.name, row["step"])
     return found
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_run_that_learns_is_not_spoken_of_at_any_step(name: str) -> None:
     assert named_in(HEALTHY[name]) == {}
+
+
+def test_figures_that_were_not_measured_say_nothing() -> None:
+    columns = HEALTHY[next(iter(HEALTHY))]
+    names = [name for name in columns if name != "step"]
+    for unknown in (None, math.nan):
+        assert named_in(columns | {name: [unknown] * len(columns["step"]) for name in names}) == {}
 
 
 def test_there_are_twenty_healthy_ones() -> None:
@@ -108,7 +117,8 @@ def test_a_sick_run_is_named_with_steps_evidence_and_a_fix(name: str) -> None:
     for change in changes:
         change(columns, len(columns["step"]))
     assert expected in named_in(columns)
-    symptom = next((s for s in diagnose(rows_of(columns)) if s.name == expected), None)
+    rows = rows_of(columns)
+    symptom = next((s for s in Diagnosis(rows[:-1]).after(rows[-1]) if s.name == expected), None)
     if symptom is not None:  # one that shows only while it happens is over at the end
         assert symptom.steps[0] < symptom.steps[1] <= columns["step"][-1]
         assert any(letter.isdigit() for letter in symptom.evidence)

@@ -9,6 +9,8 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import DivergedError
 from rlpost.runs.checkpoint import verify
+from rlpost.runs.diagnosis import Symptom
+from rlpost.train import diagnosing
 from tests.trainings import metrics, train_in
 
 WORDS = ["model=tiny", "policy=transformers", "eval.enabled=false", "prompts_per_step=4", "group_size=4", "steps=12"]
@@ -65,3 +67,13 @@ def test_an_alarm_saves_the_step_where_that_is_asked_for_and_says_nothing_where_
     assert (tmp_path / "saved/checkpoints/step-000008").is_dir()
     assert train_in(TRAIN_GRPO, tmp_path / "off", [*words, "diagnosis.on_alarm=off"]) == 0
     assert "dead reward" not in (tmp_path / "off/log.txt").read_text()
+
+
+def test_what_was_told_before_a_stop_is_not_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looping = Symptom("repeated text", (10, 10), "16 of 16 completions repeat themselves", "lower optim.lr")
+    monkeypatch.setattr(diagnosing, "repeated_text", lambda step, texts, prompts: looping if step == 10 else None)
+    words = rewarded(tmp_path, LETTERS, "steps=10", "diagnosis.on_alarm=stop")
+    with pytest.raises(DivergedError, match=r"stopped after step 10 .*repeated text"):
+        train_in(TRAIN_GRPO, tmp_path / "run", words)
+    monkeypatch.setattr(diagnosing, "repeated_text", lambda step, texts, prompts: looping)
+    assert train_in(TRAIN_GRPO, tmp_path / "run", [*words, "steps=15"], resume="auto") == 0
