@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, cast
 
@@ -278,20 +279,28 @@ def _store_schemas() -> None:
     The root of each command is a node of its own: Hydra looks for the primary file in one folder
     only, and this one leads on to conf/COMMAND.yaml, the user's or the built-in, or says itself what holds.
     """
+    offered = tuple((group, name, row.cls) for group, rows in CHOICES.items() for name, row in rows.items())
+    names = [*(command.name for command in COMMANDS), *(f"{group}/{name}" for group, name, _ in offered)]
+    _store(offered, frozenset(name for name in names if conf_file(name) is not None))
+
+
+@lru_cache(maxsize=1)  # files and options are nearly always those of the last time
+def _store(offered: tuple[tuple[str, str, type], ...], described: frozenset[str]) -> None:
+    """Store the options of every group, and a root of each command; of those `described` a file says more."""
     store = ConfigStore.instance()
     for command in COMMANDS:
         schema = schema_name(command.name)
         own = [schema, *({group: option} for group, option in command.choices.items())]
-        first = own if conf_file(command.name) is None else [command.name]
+        first = [command.name] if command.name in described else own
         store.store(name=f"{command.name}_root", node={"defaults": [*first, "_self_"]})
         store.store(name=schema, node=command.settings)
-    for group, rows in CHOICES.items():
+    for group in CHOICES:
         store.repo.pop(group, None)  # a file may have come since, which Hydra would merge with an option of its name
-        for name, row in rows.items():
-            schema = schema_name(name)
-            store.store(group=group, name=schema, node=row.cls)
-            if conf_file(f"{group}/{name}") is None:
-                store.store(group=group, name=name, node={"defaults": [schema, "_self_"]})
+    for group, name, kind in offered:
+        schema = schema_name(name)
+        store.store(group=group, name=schema, node=kind)
+        if f"{group}/{name}" not in described:
+            store.store(group=group, name=name, node={"defaults": [schema, "_self_"]})
 
 
 def _leave_empty(config: DictConfig, keys: Sequence[str]) -> None:

@@ -59,10 +59,10 @@ class Gate:
         """Look at everything once, and learn the bounds."""
         rows, found = self._probe()
         fault: Disagreement | None = self._fault_of_weights(None)
-        if fault is None and found.gap > 0:
+        if fault is None and found.gap > FLOOR:
             looks_like = fault_of(rows, found, self._read, self._temperature, self._bos)
             explained_wholly = looks_like not in (Disagreement.format, Disagreement.unknown, Disagreement.filtered)
-            if found.gap > WRONG_AT_START or (explained_wholly and found.gap > FLOOR):
+            if found.gap > WRONG_AT_START or explained_wholly:
                 fault = looks_like
         self.bound = WIDER * found.gap + FLOOR
         log.info("sampler and trainer agree within %.2g nats a token; the bound is %.2g", found.gap, self.bound)
