@@ -421,7 +421,9 @@ def test_no_environment_of_a_pool_waits_for_another() -> None:
     places = torch.cat([b["collector", "env_index"] for b in following])
     assert set(places.tolist()) == {0, 1}
     numbers = torch.cat([b["collector", "traj_ids"] for b in (batch, *following)])
-    assert (numbers.bincount()[:-2] == 2).all()  # each trajectory that has ended has two frames
+    frames = numbers.bincount().tolist()
+    assert set(frames) <= {1, 2}  # each trajectory that has ended has two
+    assert frames.count(1) <= 2  # one under way in each environment
     assert collector.set_seed(4, static_seed=True) == 4
     assert {float(o) for o in collector.rollout()["observation"]} == {40.0, 41.0}
     assert collector.set_seed(4) == 5
