@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.named_tests import ROOT, check_named
+
 PAGE = ROOT / "SECURITY.md"
 
 
@@ -19,11 +18,7 @@ def rows() -> list[str]:
 def test_every_line_names_tests_that_are_there() -> None:
     assert len(rows()) > 25
     for row in rows():
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert named, row
-        for file, name in named:
-            tree = ast.parse((ROOT / file).read_text())
-            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
+        check_named(row)
 
 
 def test_every_source_of_what_is_read_has_a_table() -> None:
