@@ -59,7 +59,7 @@ def save_checkpoint(
     take it.
     """
     final = folder / f"step-{step:06d}"
-    making = folder / f".{final.name}.incomplete"
+    making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
     try:
         for left_by_a_crash in unfinished_saves(folder):
             shutil.rmtree(left_by_a_crash)
@@ -72,11 +72,12 @@ def save_checkpoint(
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
-        if final.exists():
-            shutil.rmtree(final)
         sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
+        if final.exists():
+            os.replace(final, aside)
         os.replace(making, final)
         sync(folder)
+        shutil.rmtree(aside, ignore_errors=True)
         _point(folder, LATEST, final.name)
         point_best(folder, best)
         _remove_old(folder, keep_last, step, best)
@@ -85,6 +86,8 @@ def save_checkpoint(
             f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
         ) from error
     finally:
+        if aside.exists() and not final.exists():
+            os.replace(aside, final)
         shutil.rmtree(making, ignore_errors=True)
     return final
 

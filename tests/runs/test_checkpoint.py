@@ -232,6 +232,28 @@ def test_a_death_while_the_state_is_removed_leaves_a_right_model_and_a_newest_to
     assert bytes_of_state(tmp_path / "step-000003") == 0
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_step_that_is_saved_again_and_fails_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    before = save(tmp_path, 1)
+    real = os.replace
+
+    def fails(path: Path, to: Path) -> None:
+        if Path(path).name == ".step-000001.incomplete":
+            raise error
+        real(path, to)
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    verify(before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    save(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+
+
 def test_a_state_that_was_half_removed_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     older = save(tmp_path, 1)
     keep_the_model_alone(older)
