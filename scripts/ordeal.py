@@ -63,14 +63,15 @@ class Results:
         print(f"{name}: {json.dumps(found)}", flush=True)
 
 
-def start(words: Sequence[str], out: Path, *, resume: bool = False, **how: Any) -> subprocess.Popen[bytes]:
-    """A training in a process of its own, what it says beside its folder."""
+def start(
+    words: Sequence[str], out: Path, *, resume: bool = False, before: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
+    """A training in a process of its own that does `before` first; what it says goes beside its folder."""
     command = [sys.executable, "-P", "-m", "rlpost", "train", *words, "--out", str(out), "--plain"]
     out.parent.mkdir(parents=True, exist_ok=True)
     with (out.parent / f"{out.name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [*command, *(["--resume", "auto"] if resume else [])], stdout=log, stderr=log, start_new_session=True, **how
-        )
+        command += ["--resume", "auto"] if resume else []
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=before)
 
 
 def kills(words: Sequence[str], folder: Path, count: int, chance: random.Random) -> dict[str, Any]:
@@ -176,7 +177,8 @@ def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "mine.py").write_text("def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n")
     (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
-    name = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)]
+    name, moment = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)], chance.uniform(6, 16)
+    found: dict[str, Any] = {"broke": name, "at": round(moment, 1)}
     words = [*SAMPLED[:1], "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
     words += [
         f"env.reward={folder}/mine.py:score",
@@ -185,13 +187,11 @@ def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
         "group_size=4",
     ]
     words += ["env.max_completion_tokens=8", "steps=200", "checkpoint.every=5", "eval.enabled=false"]
-    if name == "kill the player":
+    if name == "kill the player" or number // (len(BREAKS) + 1) % 2:
         words += ["collector=async"]
-    how = {"preexec_fn": small_files} if name == "a full disk" else {}
-    running = start(["grpo", *words], folder / "run", **how)
+        found["collector"] = "async"
+    running = start(["grpo", *words], folder / "run", before=small_files if name == "a full disk" else None)
     began = time.monotonic()
-    moment = chance.uniform(6, 16)
-    found: dict[str, Any] = {"broke": name, "at": round(moment, 1)}
     try:
         running.wait(moment)
         found["early"] = True
@@ -207,8 +207,22 @@ def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
     time.sleep(4)
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
     named = code == 0 or any(line.startswith(("error:", "stopped", "stopping")) for line in said[-30:])
-    good = code in KNOWN_EXITS and named and not left and "Traceback" not in "\n".join(said)
+    found["accounted"] = accounted(folder / "run")
+    good = code in KNOWN_EXITS and named and not left and found["accounted"] and "Traceback" not in "\n".join(said)
     return found | {"ended": True, "exit": code, "seconds": round(time.monotonic() - began), "left": left, "good": good}
+
+
+def accounted(run: Path) -> bool:
+    """Whether each step trained on what it should, and each group that was issued beside it is in one place."""
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    places = [f"groups/{name}" for name in ("trained", "turned_down", "cancelled", "failed", "waiting")]
+    for step, row in enumerate(rows, 1):
+        if row["step"] != step:
+            return False
+        if "groups/issued" in row and row["groups/issued"] != sum(row[place] for place in places):
+            return False
+    return True
 
 
 def main() -> int:
