@@ -39,12 +39,32 @@ KINDS: dict[str, list[str]] = {
     "grpo": ["grpo", *SAMPLED, "deterministic=true"],
     "tools": [
         *["grpo", *SAMPLED, "deterministic=true", "dynamic.enabled=true", "dynamic.draw_limit=500"],
-        *["tools.use=[python]", "env.max_turns=2"],
+        *["plugin=OUT/echo.py", "tools.use=[echo]", "env.max_turns=2"],
+        *["env.max_prompt_tokens=400", "env.max_completion_tokens=80"],
     ],
     "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
     "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
     "expert": ["expert-iteration", *SAMPLED, "deterministic=true", "min_reward=null"],
 }
+ECHO = """
+from rlpost import register_tool
+from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+
+
+class Echo(ToolTransform):
+    def schemas(self):
+        parameters = {"type": "object", "properties": {}}
+        return [{"type": "function", "function": {"name": "echo", "description": "Echo.", "parameters": parameters}}]
+
+    def calls_in(self, reply):  # every reply: a model of random weights calls no tool
+        return [ToolCall("echo", {}, 0)]
+
+    def call(self, conversation, call):
+        return ToolResult(f"{len(conversation.response_text)} characters")
+
+
+register_tool("echo", Echo)
+"""
 TIMED = ("time/", "memory/")
 KNOWN_EXITS = {0, 2, 3, 4, 5, 129, 130, 143}
 DEADLINE = 240.0  # seconds for a small training to end by itself, whatever was broken
@@ -92,9 +112,8 @@ def kills(words: Sequence[str], folder: Path, count: int, chance: random.Random)
             running.kill()
             running.wait()
             at.append(round(moment, 1))
-        else:  # it was done before: the next attempt finds nothing left to do, so it is begun anew
+        else:  # it was done before that, and the next attempt would find nothing left to do: it is begun anew
             shutil.rmtree(broken)
-            at.append(-1.0)
     code = start(words, broken, resume=True).wait()
     return {"kills": at, "exit": code, **compared(whole, broken)}
 
@@ -237,11 +256,13 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     results = Results(asked.out / "results.json")
     if asked.ordeal == "kills":
+        (asked.out / "echo.py").write_text(ECHO)
         names = [f"kills {kind}" for kind in asked.kinds.split(",")]
         for name in [name for name in names if name not in results.all]:
             kind = name.partition(" ")[2]
             chance = random.Random(f"{asked.seed} {kind}")
-            results.add(name, kills(KINDS[kind], asked.out / kind, asked.count or 12, chance))
+            words = [word.replace("OUT", str(asked.out)) for word in KINDS[kind]]
+            results.add(name, kills(words, asked.out / kind, asked.count or 12, chance))
         return int(not all(results.all[name]["equal"] for name in names))
     names = [f"chaos {number}" for number in range(asked.count or 30)]
     for number, name in enumerate(names):
