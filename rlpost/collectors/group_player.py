@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket
 from rlpost.envs.base import EnvBase
 from rlpost.loop_thread import LoopThread
+from rlpost.model.sums import EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 
@@ -100,6 +101,10 @@ class GroupPlayer:
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> Future[list[Completion]]:
         """A completion for each request, beside what is played."""
         return self._submit(self._generated(list(requests), sampling))
+
+    def weight_sums(self, names: Sequence[str] | None) -> Future[dict[int, EngineSums]]:
+        """See `Policy.weight_sums`, of this player's policy."""
+        return self._submit(self._in_thread(self.policy.weight_sums, names))
 
     def rest(self) -> Future[None]:
         """See `Policy.rest`; nothing happens while there is something to play."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlpost.collectors.players import Players, Seat
+from rlpost.collectors.process import RemoteObject
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.sums import EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
 from rlpost.settings import SamplingSettings
@@ -67,11 +70,17 @@ class RemotePolicy(Policy):
         """See `Policy.rest`, of every player, where they play in turn with training."""
         playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
         for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
-            try:
+            with _unless_dead(worker):
                 resting.result()
-            except PolicyError:  # one that has died is replaced
-                if worker.failure is None:
-                    raise
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """See `Policy.weight_sums`, of each player; a player that dies meanwhile tells none."""
+        playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
+        told: dict[int, EngineSums] = {}
+        for seat, worker, asked in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
+            with _unless_dead(worker):
+                told.update((seat.number, sums) for sums in asked.result().values())
+        return told
 
     @property
     def current(self) -> list[Seat]:
@@ -92,11 +101,8 @@ class RemotePolicy(Policy):
                     future = worker.submit("generate", [requests[place] for place in places], sampling)
                     asked.append((worker, places, future))
             for worker, places, future in asked:
-                try:
+                with _unless_dead(worker):
                     made.update(zip(places, future.result(), strict=True))
-                except PolicyError:
-                    if worker.failure is None:
-                        raise
         return [made[place] for place in range(len(requests))]
 
     def push(
@@ -125,6 +131,16 @@ class RemotePolicy(Policy):
         """The player of `seat` has sampled so many since it began."""
         self._tokens[seat.number] = tokens
         self.tokens_sampled = sum(self._tokens.values())
+
+
+@contextmanager
+def _unless_dead(worker: RemoteObject) -> Iterator[None]:
+    """A block that waits for `worker`'s answer, and is left without one where that has died: it is replaced."""
+    try:
+        yield
+    except PolicyError:
+        if worker.failure is None:
+            raise
 
 
 class FolderUpdater(WeightUpdater):

@@ -147,9 +147,12 @@ class Policy(ABC):
         """
         raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
 
-    def weight_sums(self, names: Sequence[str] | None = None) -> EngineSums | None:
-        """The sums of the engine's own weights, all or those it calls `names`; None where none can be told."""
-        return None
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """The sums of each engine's own weights, all or those it calls `names`, by the engine's number.
+
+        Of an engine that cannot tell there are none.
+        """
+        return {}
 
     def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
         """What to sample next in each conversation, which gains the ids of what the environment said.

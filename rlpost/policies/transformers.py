@@ -23,6 +23,7 @@ from rlpost.model.load import load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
+from rlpost.model.sums import EngineSums, as_engine_sums, sums_of
 from rlpost.model.weights import SavedWeights, copy_weights
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.categorical import CategoricalSequential
@@ -114,6 +115,12 @@ class TransformersWrapper(Policy, CategoricalSequential):
         with self.batching.lock:
             copy_weights(SavedWeights(folder), self.model)
             self.become(version)
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """See `Policy.weight_sums`."""
+        with self.batching.lock:
+            own = [name for name, _ in self.model.named_parameters() if names is None or name in names]
+            return {0: as_engine_sums(sums_of(self.model, own))}
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; with a gradient unless torch's are off. Nothing is padded.

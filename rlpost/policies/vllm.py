@@ -321,12 +321,12 @@ class vLLMWrapper(Policy):
         except Exception as error:
             raise PolicyError(f"a worker of vLLM failed in {method}: {first_line(error)}") from error
 
-    def weight_sums(self, names: Sequence[str] | None = None) -> EngineSums | None:
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
         """See `Policy.weight_sums`; of weights with an adapter beside them, or divided, none are told."""
         if self.adapter_rank is not None or self._given is not None:
-            return None
+            return {}
         told = self.call_workers("sum_weights", names)
-        return as_engine_sums(told[0]) if len(told) == 1 else None
+        return {0: as_engine_sums(told[0])} if len(told) == 1 else {}
 
     def receive_weights(self, weights: Mapping[str, torch.Tensor], group: WeightGroup) -> None:
         """Like `load_weights`, but each weight is sent through `group`, whose rank 0 this process is.

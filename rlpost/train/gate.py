@@ -53,7 +53,7 @@ class Gate:
         self.bound = float("inf")
         self.alarms: list[Disagreement] = []
         self._few: list[str] | None = None  # engine's names of the weights that are compared after each push
-        self._last: EngineSums | None = None  # of the last look
+        self._last: Mapping[int, EngineSums] = {}  # of the last look, of each engine
 
     def begin(self) -> None:
         """Look at everything once, and learn the bounds."""
@@ -139,19 +139,26 @@ class Gate:
         return self.policy.tokenizer.bos_token_id
 
     def _fault_of_weights(self, names: list[str] | None) -> Disagreement | None:
-        """What is wrong with the engine's weights, all or those of `names`; None where nothing is, or none can tell."""
-        told: EngineSums | None = self.policy.weight_sums(names)
-        if told is None:
-            return None
+        """What is wrong with the engines' weights, all or those of `names`; None where nothing is, or none can tell."""
+        told = {} if self.policy.shares_weights else self.policy.weight_sums(names)
         weights: Mapping[str, torch.Tensor] = named_weights(self.model)
-        kept = told.names_of(weights)
-        if self._few is None:
-            self._few = _spread(list(kept))
-        wanted = {name: weights[name] for names_ in kept.values() for name in names_} if names else weights
-        differing, compared = told.differing(wanted)
-        moved = None if self._last is None else told.moved_since(self._last)
+        faults: list[Disagreement | None] = []
+        compared_with: list[tuple[EngineSums, tuple[list[str], int]]] = []  # many engines tell the same
+        for number, sums in told.items():
+            kept = sums.names_of(weights)
+            if self._few is None:
+                self._few = _spread(list(kept))
+            wanted = {name: weights[name] for names_ in kept.values() for name in names_} if names else weights
+            known = next((found for other, found in compared_with if other == sums), None)
+            differing, compared = known or sums.differing(wanted)
+            compared_with.append((sums, (differing, compared)))
+            moved = sums.moved_since(self._last[number]) if number in self._last else None
+            faults.append(fault_of_weights(differing, compared, moved))
+            if differing:
+                off = f"{len(differing)} of {compared} weights are not the trainer's, {differing[0]} among them"
+                log.warning("engine %d of %d: %s", number + 1, len(told), off)
         self._last = told
-        return fault_of_weights(differing, compared, moved)
+        return next(filter(None, faults), None)
 
     def _alarm(self, fault: Disagreement, gap: float | None, when: str) -> None:
         self.alarms.append(fault)

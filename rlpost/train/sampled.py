@@ -79,10 +79,10 @@ class SamplingSession(Session[S, P]):
             self.gate.pushed(self.step)
 
     def _gate(self) -> Gate | None:
-        """What watches the sampler; None where it is off, samples in other processes, or speaks from a script."""
+        """What watches the sampler; None where it is off, or speaks from a script."""
         settings, parts = self.settings, self.parts
         scripted = isinstance(settings.policy, ScriptedSettings)
-        if not settings.gate.enabled or settings.samples_elsewhere or scripted or self._is_done:
+        if not settings.gate.enabled or scripted or self._is_done:
             return None
         self.screen.phase("checking", "the sampler")
         gate = Gate(settings.gate, parts.policy, self.ranks, parts.model, self._gate_alarm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from rlpost.assemble import GRPOParts, assemble_grpo, resolve_numbers
 from rlpost.catalog import TRAIN_GRPO
+from rlpost.collectors.process import WorkerProcess
+from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
@@ -21,6 +24,7 @@ from rlpost.model.packing import Row
 from rlpost.model.sums import WeightSum, as_engine_sums, sums_of
 from rlpost.objectives.policy_objective import PolicyObjective
 from rlpost.policies.vllm import vLLMWrapper
+from rlpost.policies.vllm_process import save_one_by_one
 from rlpost.settings.gate import GateAlarm, GateSettings
 from rlpost.train.agreement import Differences, Disagreement, fault_of, fault_of_weights
 from rlpost.train.gate import Gate
@@ -219,9 +223,7 @@ def test_an_engine_has_all_weights_after_a_push_and_others_before(apart: tuple[G
     parts.collector.update_policy_weights_(parts.model)
     gate = gate_of(parts, ranks)
     gate.begin()
-    sums = parts.policy.weight_sums()
-    assert sums is not None
-    off, compared = sums.differing(named_weights(parts.model))
+    off, compared = parts.policy.weight_sums()[0].differing(named_weights(parts.model))
     assert (off, compared) == ([], 15)
     for step in range(3):
         moved(parts)
@@ -262,6 +264,73 @@ def test_a_push_that_does_not_arrive_whole_is_named(
     parts.collector.update_policy_weights_(parts.model)
     with pytest.raises(PolicyError, match=f"disagree after the push of step {steps_between}: .*{named}"):
         gate.pushed(steps_between)
+
+
+# With players in processes of their own
+
+
+@pytest.fixture(scope="module")
+def two_players() -> Iterator[tuple[GRPOParts, Ranks]]:
+    words = ["policy=transformers", "model.autocast=none", "collector=async", "collector.players=2"]
+    parts, ranks = assembled(*words)
+    assert isinstance(parts.policy, RemotePolicy)
+    while len(parts.policy.players.ready) < 2:
+        time.sleep(0.05)
+    parts.collector.update_policy_weights_(parts.model)
+    yield parts, ranks
+    parts.close()
+
+
+def test_every_player_has_all_weights_after_a_push(two_players: tuple[GRPOParts, Ranks]) -> None:
+    parts, ranks = two_players
+    gate = gate_of(parts, ranks)
+    gate.begin()
+    told = parts.policy.weight_sums()
+    assert told.keys() == {0, 1}
+    for sums in told.values():
+        assert sums.differing(named_weights(parts.model)) == ([], len(list(parts.model.parameters())))
+    moved(parts)
+    parts.collector.update_policy_weights_(parts.model)
+    gate.pushed(1)
+    assert gate.look(2) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        (lambda name: False, "none of a push has arrived"),
+        (lambda name: "layers.0" in name, "only a part of a push has arrived"),
+    ],
+    ids=["stale", "half"],
+)
+def test_one_player_that_a_push_does_not_reach_whole_is_named(
+    kept: Callable[[str], bool],
+    named: str,
+    two_players: tuple[GRPOParts, Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parts, ranks = two_players
+    parts.collector.update_policy_weights_(parts.model)
+    gate = gate_of(parts, ranks)
+    gate.begin()
+    before = {name: weight.clone() for name, weight in named_weights(parts.model).items()}
+    original = WorkerProcess.call
+
+    def faulty(self: WorkerProcess, method: str, *arguments: Any, **named: Any) -> Any:
+        if method == "push" and self is parts.policy.players.seats[1].worker:  # type: ignore[attr-defined]
+            wrong = {n: w if kept(n) else before[n] for n, w in named_weights(parts.model).items()}
+            save_one_by_one(wrong.items(), tmp_path)
+            arguments = (tmp_path, *arguments[1:])
+        return original(self, method, *arguments, **named)
+
+    monkeypatch.setattr(WorkerProcess, "call", faulty)
+    moved(parts)
+    parts.collector.update_policy_weights_(parts.model)
+    with pytest.raises(PolicyError, match=f"disagree after the push of step 1: .*{named}"):
+        gate.pushed(1)
+    assert "engine 2 of 2" in caplog.text
 
 
 def test_sums_of_a_plain_model_are_its_own(shared: tuple[GRPOParts, Ranks]) -> None:
