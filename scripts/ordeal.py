@@ -44,6 +44,7 @@ KINDS: dict[str, list[str]] = {
     ],
     "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
     "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
+    "vllm": ["grpo", *SAMPLED, "policy=vllm", "eval.enabled=false"],
     "expert": ["expert-iteration", *SAMPLED, "deterministic=true", "min_reward=null"],
 }
 ECHO = """
@@ -115,7 +116,14 @@ def kills(words: Sequence[str], folder: Path, count: int, chance: random.Random)
         else:  # it was done before that, and the next attempt would find nothing left to do: it is begun anew
             shutil.rmtree(broken)
     code = start(words, broken, resume=True).wait()
-    return {"kills": at, "exit": code, **compared(whole, broken)}
+    same = compared(whole, broken) if "deterministic=true" in words else {"equal": drawn(whole) == drawn(broken)}
+    return {"kills": at, "exit": code, **same}
+
+
+def drawn(run: Path) -> list[list[Any]]:
+    """Of each step, the prompts that were trained on and which sample of which draw each is."""
+    columns = ["step", "group", "sample", "prompt"]
+    return [pq.read_table(file, columns=columns).to_pylist() for file in sorted((run / "rollouts").glob("*.parquet"))]
 
 
 def compared(whole: Path, broken: Path) -> dict[str, Any]:
