@@ -48,7 +48,7 @@ LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 DOORS = {
     "vllm": ["policies/vllm*.py", "weight_sync/vllm.py"],
     "ray": ["cluster.py", "collectors/ray*.py", "weight_sync/ray.py", "torchrl/vllm_ray.py"],
-    "datasets": ["data/datasets.py"],
+    "datasets": ["data/sources.py"],
     "peft": ["model/lora.py"],
     "bitsandbytes": ["model/optim.py"],
     "hydra": ["config/*.py"],

@@ -8,8 +8,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.complaints import Complaint, Malformed
-from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, is_path, located_rows
+from rlpost.data.datasets import HELD_OUT, DemonstratedRows, LocatedRows, located_rows
 from rlpost.data.row_store import Row
+from rlpost.data.sources import Dataset, is_path
 from rlpost.envs.chat import ChatEnv
 from rlpost.envs.ordered_rows import OrderedRows
 from rlpost.envs.rows import order_seed

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlpost.data.complaints import Complaint, Complaints
-from rlpost.data.datasets import examined, local_sources
+from rlpost.data.datasets import examined
 from rlpost.data.row_store import PackedRows, Row
+from rlpost.data.sources import local_sources
 from rlpost.errors import DataError
 from rlpost.home import paths_in
 from rlpost.settings import EnvSettings

@@ -16,36 +16,31 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from rlpost.assemble import build_tracker, resolve_numbers
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
-from rlpost.errors import ConfigError, DivergedError
-from rlpost.model.load import save_model
-from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.errors import DivergedError
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
-from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.precision import Numbers
 from rlpost.model.shards import is_sharded
-from rlpost.model.trainable import Reference
 from rlpost.output import output_into
 from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
+from rlpost.runs.checkpoint import NUMBERS, mark_best
 from rlpost.runs.diagnosis import Diagnosis
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import ExpertIterationSettings, GRPOSettings, OnAlarm, SFTSettings
+from rlpost.settings import OnAlarm
 from rlpost.settings.run import RunRequest
 from rlpost.train.clock import Clock
 from rlpost.train.diagnosing import symptoms_after
+from rlpost.train.kept import Parts, Settings, checkpoint_writer, restore_optimizer
 from rlpost.train.narration import say_stopped
 from rlpost.train.needs import needs_here
 from rlpost.train.progress import (
@@ -61,37 +56,12 @@ from rlpost.train.progress import (
 from rlpost.train.rank import Rank
 from rlpost.train.ranks import Ranks
 from rlpost.train.saving import Saving
-from rlpost.train.update import Microbatches, Objective, diverged
+from rlpost.train.update import Microbatches, diverged
 
 log = logging.getLogger("rlpost")
 
 
-class Parts(Protocol):
-    """What every training works with."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    optimizer: torch.optim.Optimizer
-    reference: Reference | None
-
-    @property
-    def objective(self) -> Objective[Any]:
-        """What is minimised."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is trained."""
-        ...
-
-    def start(self) -> None:
-        """Start what was only built."""
-
-    def close(self) -> None:
-        """Close what was started."""
-
-
-S = TypeVar("S", bound=GRPOSettings | ExpertIterationSettings | SFTSettings)
+S = TypeVar("S", bound=Settings)
 P = TypeVar("P", bound=Parts)
 
 
@@ -239,32 +209,16 @@ class Session(ABC, Generic[S, P]):
         return "; ".join(lines) if wanted in (OnAlarm.checkpoint, OnAlarm.stop) else ""
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step: weights, optimizer, RNG, and the loop's own state as JSON.
+        """Write a checkpoint of the last finished step, while the next one samples.
 
-        It is written while the next step samples: what it reads does not change before `diverging` waits for it.
-        An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+        What it reads does not change before `diverging` waits for it.
         """
         self.saving.wait()
-        run, model, optimizer = self.run, self.parts.model, self.parts.optimizer
+        run = self.run
         run.screen.phase("saving checkpoint")
-        write = partial(
-            save_checkpoint,
-            run.folder / "checkpoints",
-            self.progress.step,
-            write_model=partial(save_model, model, self._tokenizer_to_save),
-            write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
-            write_moments=self.ranks.save_moments(),
-            tensors=optimizer_tensors(model, optimizer),
-            state={
-                **copy.deepcopy(self.state()),
-                "progress": asdict(self.progress),
-                "must_stay": {key: getattr(self.settings, key) for key in self.settings.must_stay},
-                "optimizer": type(optimizer).__name__,
-                "lr": learning_rate_of(optimizer),
-                NUMBERS: run.numbers,
-            },
-            keep_last=self.settings.checkpoint.keep_last,
-            best=self.progress.best_step,
+        state = {**copy.deepcopy(self.state()), NUMBERS: run.numbers}
+        write = checkpoint_writer(
+            run.folder, self.settings, self.parts, self.ranks, self.progress, self._tokenizer_to_save, state
         )
         if self.ranks.count == 1:  # several have to gather what is written together
             self.saving.begin(lambda: log.info("saved %s", write()))
@@ -362,20 +316,8 @@ class Session(ABC, Generic[S, P]):
             self.screen.line(evaluation_line(before, "before training"))
 
     def _restore(self, checkpoint: Path) -> None:
-        """The parts, the RNG and the progress as they were at `checkpoint`, whose weights the model holds already.
-
-        Raises ConfigError for settings that would read the saved data position as another one.
-        """
-        _, state = load_checkpoint(checkpoint)
-        optimizer, own = self.parts.optimizer, type(self.parts.optimizer).__name__
-        for key, saved in state["must_stay"].items():
-            if (now := getattr(self.settings, key)) != saved:
-                raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
-        if state["optimizer"] != own:
-            raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
-        restore_moments(self.parts.model, optimizer, checkpoint)
-        if "lr" in state:  # a step without a gradient tells that of the last update
-            set_learning_rate(optimizer, state["lr"])
+        """The parts, the RNG and the progress as they were at `checkpoint`; raises as `restore_optimizer` does."""
+        state = restore_optimizer(checkpoint, self.settings, self.parts)
         self.progress = Progress(**state["progress"])
         self.restore(state)
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
