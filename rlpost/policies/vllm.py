@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.errors import PolicyError
 from rlpost.extras import require_vllm
 from rlpost.model.sums import EngineSums, as_engine_sums
 from rlpost.model.weights import SavedWeights
@@ -23,8 +23,17 @@ from rlpost.policies.base import Policy, Request
 from rlpost.policies.batching import Batching
 from rlpost.policies.face import Face
 from rlpost.policies.sampling import check_whole
-from rlpost.policies.vllm_arguments import SAMPLER_LOG_PROBS, engine_arguments, folder_of, sampling_params
+from rlpost.policies.vllm_arguments import (
+    SAMPLER_LOG_PROBS,
+    check_log_probs_mode,
+    checkpoint_names,
+    engine_arguments,
+    folder_of,
+    reading_params,
+    sampling_params,
+)
 from rlpost.policies.vllm_engines import VLLMEngine, engine_around, start_engine
+from rlpost.policies.vllm_outputs import completion_of, log_probs_of
 from rlpost.policies.vllm_process import first_line, in_thread, tokenizer_of, wait_for, with_head
 from rlpost.policies.vllm_requests import RequestsUnderWay
 from rlpost.policies.vllm_worker import WeightGroup
@@ -121,7 +130,7 @@ class vLLMWrapper(Policy):
         self._log_probs_mode = config.logprobs_mode
         self.folder = folder_of(config.model)
         self.max_model_len = min(self.max_model_len or config.max_model_len, config.max_model_len)
-        self._needed = self._checkpoint_names()
+        self._needed = checkpoint_names(self.folder)
 
     def _tokenizer_of(self, model: Any) -> Any:
         if hasattr(model, "get_tokenizer"):
@@ -153,7 +162,7 @@ class vLLMWrapper(Policy):
             torch.set_num_threads(threads)  # starting vLLM in this process changes it
         self._closed_because = None
         self.batching, self._labels = Batching(), {}
-        self._needed = self._checkpoint_names()
+        self._needed = checkpoint_names(self.folder)
         if self.adapter is not None:
             self.load_adapter(self.adapter)
         self.rest()  # vLLM has filled its cache with zeros
@@ -198,7 +207,7 @@ class vLLMWrapper(Policy):
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         self._running_engine()
-        self._check_log_probs_mode(sampling)
+        check_log_probs_mode(self._log_probs_mode, sampling)
         params = sampling_params(requests, sampling, self.tokenizer.eos_token_id)
         prompts = [request.prompt_ids for request in requests]
         counted, on_ended = 0, self.on_ended
@@ -221,7 +230,7 @@ class vLLMWrapper(Policy):
         if not engine.continuous:
             return super().submit(request, sampling)
         sampling = sampling or self.sampling
-        self._check_log_probs_mode(sampling)
+        check_log_probs_mode(self._log_probs_mode, sampling)
         [params] = sampling_params([request], sampling, self.tokenizer.eos_token_id)
         try:
             asked = engine.submit(request.prompt_ids, params)
@@ -236,16 +245,7 @@ class vLLMWrapper(Policy):
         return self._under_way.add(engine, asked, completed)
 
     def _completion(self, output: Any) -> Completion:
-        """What vLLM's output says, with the versions it was sampled under."""
-        sample = output.outputs[0]
-        if sample.finish_reason not in ("stop", "length"):
-            raise PolicyError(f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length")
-        ids = list(sample.token_ids)
-        log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        spans = [(span.start, self._labels.get(span.version, self.version)) for span in sample.weight_versions or []]
-        (_, version), *changes = spans or [(0, self.version)]
-        return Completion(ids, log_probs, text, sample.finish_reason, version, changes)
+        return completion_of(output, self.tokenizer, self._labels, self.version)
 
     def _count(self, tokens: int) -> None:
         with self.batching.lock:  # several threads do
@@ -262,28 +262,12 @@ class vLLMWrapper(Policy):
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
         """See `Policy.token_log_probs`; vLLM reads a sequence at temperature 1 alone."""
-        from vllm import SamplingParams
-
         check_whole(sampling)
-        if sampling.temperature not in (0, 1):
-            raise ConfigError(
-                f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
-                "read them with a TransformersWrapper, or set temperature to 1"
-            )
-        longest = max(map(len, sequences))
-        if self.max_model_len is not None and longest >= self.max_model_len:
-            raise DataError(
-                f"a sequence has {longest} tokens and vLLM reads at most {self.max_model_len - 1} of them: cut it"
-            )
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        params = reading_params(sequences, sampling, self.max_model_len)
         prompts = [list(ids) for ids in sequences]
         with self._turn():
-            outputs = self._ask(f"reading {len(prompts)} sequences", prompts, [params] * len(prompts))
-        read = []
-        for output, ids in zip(outputs, prompts, strict=True):
-            known = zip(output.prompt_logprobs[1:], ids[1:], strict=True)  # nothing predicts the first
-            read.append(torch.tensor([0.0, *(step[token].logprob for step, token in known)]))
-        return read
+            outputs = self._ask(f"reading {len(prompts)} sequences", prompts, params)
+        return [log_probs_of(output, ids) for output, ids in zip(outputs, prompts, strict=True)]
 
     def _ask(
         self, doing: str, prompts: list[list[int]], params: list[Any], told: Callable[[int, int], None] | None = None
@@ -293,15 +277,6 @@ class vLLMWrapper(Policy):
         engine.told = told
         with self._closed_at_failure(doing):
             return engine.generate(prompts, params)
-
-    def _check_log_probs_mode(self, sampling: SamplingSettings) -> None:
-        """Raise ConfigError where the engine's log-probs are not those of what `sampling` draws from."""
-        as_the_model_says = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.filters)
-        if self._log_probs_mode != SAMPLER_LOG_PROBS and not as_the_model_says:
-            raise ConfigError(
-                f"this vllm.LLM gives {self._log_probs_mode}, which are not those of {sampling}: build it with "
-                f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
-            )
 
     @property
     def model(self) -> Any:
@@ -423,7 +398,3 @@ class vLLMWrapper(Policy):
             with self._closed_at_failure("waking up", WAKING):
                 self._engine.wake()
         return self._engine
-
-    def _checkpoint_names(self) -> set[str]:
-        """Names of the weights in the model folder: what a complete push has to bring."""
-        return set(SavedWeights(self.folder)) if any(self.folder.glob("*.safetensors")) else set()

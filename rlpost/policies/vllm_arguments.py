@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from rlpost.errors import ConfigError, DataError
 from rlpost.model.precision import bfloat16_is_fast
+from rlpost.model.weights import SavedWeights
 from rlpost.policies.batching import Request
 from rlpost.policies.kv_cache import kv_cache_arguments, longest_context
 from rlpost.policies.vllm_worker import EXTENSION
@@ -81,6 +83,11 @@ def folder_of(model: str) -> Path:
     return Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
 
 
+def checkpoint_names(folder: Path) -> set[str]:
+    """Names of the weights in a model folder: what a complete push has to bring."""
+    return set(SavedWeights(folder)) if any(folder.glob("*.safetensors")) else set()
+
+
 def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end_of_turn: int | None) -> list[Any]:
     """vLLM's SamplingParams for each request, with the log-prob of each sampled id.
 
@@ -100,3 +107,31 @@ def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end
         )
         for request in requests
     ]
+
+
+def reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings, longest: int | None) -> list[Any]:
+    """vLLM's SamplingParams to read each whole sequence, which may have fewer than `longest` tokens.
+
+    Raises ConfigError for another temperature than 1, DataError for a sequence that is too long.
+    """
+    from vllm import SamplingParams
+
+    if sampling.temperature not in (0, 1):
+        raise ConfigError(
+            f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
+            "read them with a TransformersWrapper, or set temperature to 1"
+        )
+    length = max(map(len, sequences))
+    if longest is not None and length >= longest:
+        raise DataError(f"a sequence has {length} tokens and vLLM reads at most {longest - 1} of them: cut it")
+    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
+
+
+def check_log_probs_mode(mode: str, sampling: SamplingSettings) -> None:
+    """Raise ConfigError where an engine's log-probs in this mode are not those of what `sampling` draws from."""
+    as_the_model_says = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.filters)
+    if mode != SAMPLER_LOG_PROBS and not as_the_model_says:
+        raise ConfigError(
+            f"this vllm.LLM gives {mode}, which are not those of {sampling}: build it with "
+            f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
+        )
