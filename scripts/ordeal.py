@@ -44,7 +44,7 @@ KINDS: dict[str, list[str]] = {
     ],
     "lora": ["grpo", *SAMPLED, "deterministic=true", "lora.enabled=true"],
     "sft": ["sft", *SUMS, "steps=30", "minibatch_size=4", "deterministic=true"],
-    "vllm": ["grpo", *SAMPLED, "policy=vllm", "eval.enabled=false"],
+    "vllm": ["grpo", *SAMPLED, "policy=vllm", "eval.enabled=false", "steps=400"],  # longer than its start takes
     "expert": ["expert-iteration", *SAMPLED, "deterministic=true", "min_reward=null"],
 }
 ECHO = """
@@ -204,7 +204,7 @@ def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "mine.py").write_text("def score(completions, **kept):\n    return [len(c) % 3.0 for c in completions]\n")
     (folder / "rows.jsonl").write_text("".join(f'{{"question": "Say {n}."}}\n' for n in range(16)))
-    name, moment = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)], chance.uniform(6, 16)
+    name, moment = [*BREAKS, "a full disk"][number % (len(BREAKS) + 1)], chance.uniform(5, 14)
     found: dict[str, Any] = {"broke": name, "at": round(moment, 1)}
     words = [*SAMPLED[:1], "policy=transformers", "env=dataset", f"env.path={folder}/rows.jsonl"]
     words += [
@@ -213,7 +213,7 @@ def chaos(number: int, folder: Path, chance: random.Random) -> dict[str, Any]:
         "prompts_per_step=2",
         "group_size=4",
     ]
-    words += ["env.max_completion_tokens=8", "steps=200", "checkpoint.every=5", "eval.enabled=false"]
+    words += ["env.max_completion_tokens=8", "steps=400", "checkpoint.every=5", "eval.enabled=false"]
     if name == "kill the player" or number // (len(BREAKS) + 1) % 2:
         words += ["collector=async"]
         found["collector"] = "async"
