@@ -104,10 +104,11 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
     for key, (old, new) in changed.items():
         if old != new:
             raise ConfigError(f"--resume: the run began with {key}={as_text(old)}, not {as_text(new)}; keep it")
-    earlier = {override.key: override.text for override in kept}
+    lines = (run / "overrides.txt").read_text(encoding="utf-8").splitlines()
+    earlier = {key: text for key, _, text in (line.partition("=") for line in lines)}  # its code too
     given = {key: text for key, _, text in (word.partition("=") for word in composed.overrides)}
     asked = {key: (earlier.get(key) or before.text_of(key), text) for key, text in given.items()}
-    return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new and key != "plugin"]
+    return [f"{key}: {old} -> {new}" for key, (old, new) in asked.items() if old != new]
 
 
 def point_of(folder: Path, resume: str) -> str:

@@ -148,7 +148,7 @@ def drop_checkpoints_after(folder: Path, step: int) -> list[Path]:
         if kept:
             _point(folder, LATEST, kept[-1].name)
         else:
-            (folder / LATEST).unlink(missing_ok=True)
+            _take_away(folder / LATEST)
     for path in dropped:
         shutil.rmtree(path)
     return dropped
@@ -158,7 +158,7 @@ def point_best(folder: Path, step: int | None) -> bool:
     """Let the link `best` point at the checkpoint of `step`; take it away, and return False, where there is none."""
     found = next((path for path in checkpoints(folder) if step_of(path) == step), None)
     if found is None:
-        (folder / BEST).unlink(missing_ok=True)
+        _take_away(folder / BEST)
         return False
     _point(folder, BEST, found.name)
     return True
@@ -200,5 +200,15 @@ def _point(folder: Path, link: str, name: str) -> None:
     making = folder / f".{link}.new"
     making.unlink(missing_ok=True)
     making.symlink_to(name)
+    if (folder / link).is_dir() and not (folder / link).is_symlink():
+        _take_away(folder / link)
     os.replace(making, folder / link)
     sync(folder)
+
+
+def _take_away(link: Path) -> None:
+    """Remove a link, or what a copy that follows links (scp, rsync -L) has made of it: a checkpoint once more."""
+    if link.is_symlink() or not link.is_dir():
+        link.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(link)

@@ -175,6 +175,19 @@ def test_later_checkpoints_are_dropped_and_latest_follows(tmp_path: Path) -> Non
 # The model alone
 
 
+def test_a_run_that_was_copied_with_folders_for_links_has_its_links_again(tmp_path: Path) -> None:
+    save(tmp_path / "there", 1, best=1)
+    save(tmp_path / "there", 2, best=1)
+    shutil.copytree(tmp_path / "there", tmp_path / "here")  # which follows links, as scp does
+    assert not (tmp_path / "here/latest").is_symlink()
+    save(tmp_path / "here", 3, best=3)
+    assert (latest(tmp_path / "here"), os.readlink(tmp_path / "here/best")) == ("step-000003", "step-000003")
+    shutil.copytree(tmp_path / "here", tmp_path / "further")
+    assert drop_checkpoints_after(tmp_path / "further", 0) != []
+    assert not point_best(tmp_path / "further", None)
+    assert names(tmp_path / "further") == []
+
+
 def test_all_but_the_newest_keep_the_model_alone(tmp_path: Path) -> None:
     write_adapter = write_model
     for step in (1, 2, 3):
