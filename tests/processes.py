@@ -7,10 +7,13 @@ import time
 import psutil
 
 
-def children() -> dict[psutil.Process, str]:
-    """Those that have not ended, with their commands. What an engine or a browser started may be a zombie for long."""
+def children(of: int | None = None) -> dict[psutil.Process, str]:
+    """Those of this process, or of another, that have not ended, with their commands.
+
+    What an engine or a browser started may be a zombie for long.
+    """
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(of).children(recursive=True):
         try:
             command = " ".join(process.cmdline())
             if process.status() != psutil.STATUS_ZOMBIE and "rlpost/orphans.py" not in command:  # it ends with this one
