@@ -108,3 +108,20 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
     assert killed
     assert "starting it again (1 of 2)" in (tmp_path / "broken/log.txt").read_text()
     assert untimed(tmp_path / "broken") == untimed(tmp_path / "whole")
+
+
+def test_an_engine_without_memory_names_what_to_lower(
+    tiny_folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+
+    def full(arguments: Any, settings: Any) -> None:
+        raise ValueError("No available memory for the cache blocks.\nTry increasing it")
+
+    monkeypatch.setattr("rlpost.policies.vllm.start_engine", full)
+    starting = vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings())
+    with pytest.raises(
+        PolicyError, match=r"could not start on .* \(ValueError: No available memory .*lower policy.kv_cache_gb"
+    ):
+        starting.start()
