@@ -23,11 +23,14 @@ KINDS = {"Pss_Anon": "memory of its own", "Pss_File": "files mapped", "Pss_Shmem
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the command's exit code."""
+    """Returns the command's exit code; 1 where that is 0 and the peak is above --at-most."""
     parser = argparse.ArgumentParser(
         prog="scripts/bench_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write every sample there, a JSON object a line")
+    parser.add_argument(
+        "--at-most", type=float, metavar="GB", help="exit code 1 where the peak is above, in 10^9 bytes"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="as after `rlpost`: train grpo steps=4 ...")
     options = parser.parse_args(arguments)
     if not options.command:
@@ -44,7 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.samples is not None:
         options.samples.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     print("\n".join(lines(samples)))
-    return running.returncode
+    above = too_much(samples, options.at_most)
+    if above is not None:
+        print(above, file=sys.stderr)
+    return running.returncode or int(above is not None)
 
 
 def repeat(running: subprocess.Popen[str], said: list[str]) -> None:
@@ -74,6 +80,14 @@ def lines(samples: Sequence[dict]) -> list[str]:
         f"in {most['processes']:.0f} processes: {kinds}",
         f"it was   after: {most['after']}",
     ]
+
+
+def too_much(samples: Sequence[dict], at_most: float | None) -> str | None:
+    """What to say where the peak is above `at_most` GB; None where it is not, or where nothing was asked."""
+    peak = max(sample["Pss"] for sample in samples) / 1e9
+    if at_most is None or peak <= at_most:
+        return None
+    return f"error: the peak of {peak:.3f} GB is above the {at_most:g} GB of --at-most"
 
 
 if __name__ == "__main__":

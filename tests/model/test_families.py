@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
 from rlpost.model import family_probe, small_copy
-from rlpost.model.families import OWN_FILES, REFUSED, Verdict, examine, explain
+from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, examine, explain
 from rlpost.model.logprobs import READERS, microbatches_of, token_log_probs, verdict_of
 from rlpost.model.packing import Row, pack
 from rlpost.model.shared_prompt import shared_prompt_attention
@@ -186,6 +189,38 @@ def test_a_verdict_is_kept_by_configuration(monkeypatch: pytest.MonkeyPatch, tmp
     assert len(tried) == 3
 
 
+def test_a_kept_verdict_is_found_anew_where_another_version_of_a_library_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    installed: dict[str, str | None] = {"torch": "2.13.0", "transformers": "5.1.0", "vllm": "0.20.0"}
+    monkeypatch.setattr("rlpost.model.families.installed_version", installed.get)
+    tried: list[str] = []
+
+    def found_anew(model: torch.nn.Module, readers: Any) -> Verdict:
+        tried.append("")
+        return Verdict("packed", "padded", "sdpa", f"found {len(tried)}")
+
+    monkeypatch.setattr(family_probe, "tried_on_a_small_copy", found_anew)
+    model = tiny_model("llama")
+
+    def finds() -> str:
+        return examine(model, READERS).reason
+
+    assert (finds(), finds()) == ("found 1", "found 1")
+    expected = 1
+    for library in VERSIONS:  # one that comes to be installed is another version too
+        before, installed[library] = installed.get(library), "0.0.1"
+        expected += 1
+        assert (finds(), finds()) == (f"found {expected}", f"found {expected}"), library
+        installed[library] = before
+        assert finds() == "found 1"  # as it was found under these versions
+    installed["vllm"] = "0.0.1"  # it reads nothing that is trained
+    assert finds() == "found 1"
+    assert {"torch", "transformers"} <= set(VERSIONS)
+    assert len(list((cache_folder() / "families").iterdir())) == 1 + len(VERSIONS)
+
+
 def test_what_is_random_elsewhere_is_not_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = tiny_model("llama")
@@ -236,6 +271,46 @@ def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: 
     expected = {"qwen2": 1, "qwen3_next": 2, "gemma2": 2}[kind]  # of a linear and a full layer; of a window and none
     assert len(kinds) == expected
     assert len(copied.model.layers) == {"qwen2": 2, "qwen3_next": 4, "gemma2": 2}[kind]
+
+
+# a process of its own, since what it held most has to be its own; ru_maxrss begins with what its parent held
+PROBED = """
+import json, re, time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def most_held():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+from rlpost.model.families import examine
+from rlpost.model.logprobs import READERS
+
+imported = most_held()
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next"))
+began = time.process_time()
+verdict = examine(model, READERS)
+seconds = time.process_time() - began
+size = sum(parameter.numel() for parameter in model.parameters())
+print(json.dumps({"size": size, "seconds": seconds, "bytes": most_held() - imported, "reading": verdict.reading}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_model_of_eighty_billion_is_tried_in_seconds_and_in_half_a_gigabyte(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROBED], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["size"] > 79e9
+    assert found["reading"] == "alone, own head"  # of a linear and a full layer
+    assert found["seconds"] < 10
+    assert found["bytes"] < 0.5e9
+    assert len(list((tmp_path / "rlpost" / "families").iterdir())) == 1  # it was not there before
 
 
 def test_a_verdict_is_json() -> None:

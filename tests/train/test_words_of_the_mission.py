@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ REAL = Path(os.environ.get("RLPOST_TEST_DATA", "/nowhere")) / "gsm8k"
 SHORT = ["policy=transformers", "env.max_completion_tokens=8"]
 GRPO = ["prompts_per_step=1", "group_size=2", "eval.limit=1"]
 SFT = ["minibatch_size=2", "max_tokens=4096", "eval.limit=1"]
+OFFLINE = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder"
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +78,70 @@ def test_two_steps_of_each_on_a_folder_and_on_one_file_then_an_evaluation(
     assert [row["sampler/logprob_gap"] < 0.05 for row in train("grpo", qwen, "data", "g")] == [True, True]
     losses = [row["loss/sft"] for row in train("sft", qwen, "rows.jsonl", "s")]
     assert losses[1] < losses[0]  # of random weights, which one step makes better
-    capsys.readouterr()
-    words = ["model=runs/s", "env=gsm8k", "env.path=rows.jsonl", "env.limit=2", *SHORT]
-    assert run(["eval", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["num_prompts"] == 2
+    for trained in ("g", "s"):
+        capsys.readouterr()
+        words = [f"model=runs/{trained}", "env=gsm8k", "env.path=rows.jsonl", "env.limit=2", *SHORT]
+        assert run(["eval", *words, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["result"]["num_prompts"] == 2
+        assert record["model"] == str(Path(f"runs/{trained}/checkpoints/step-000002/model").resolve())
 
 
 @pytest.mark.skipif(not (REAL / "train.jsonl").is_file(), reason="RLPOST_TEST_DATA has no gsm8k")
 def test_two_steps_of_each_on_the_real_rows(qwen: Path) -> None:
     assert len(train("grpo", qwen, str(REAL), "g", "env.limit=50")) == 2
     assert len(train("sft", qwen, str(REAL), "s", "env.limit=50")) == 2
+
+
+@pytest.fixture
+def hosts_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts that are asked for, of which there are none here: without a network, and with an empty cache."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hosts: list[str] = []
+
+    def unknown(host: str, *rest: object, **more: object) -> None:
+        hosts.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    return hosts
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_offline_a_plan_says_what_would_be_fetched_and_that_it_cannot_be(
+    verb: str, hosts_asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", verb, "model=qwen", "env=gsm8k", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("fetches", "cached"))] == [
+        f"fetches Qwen/Qwen2.5-0.5B-Instruct from the hub, about 1 GB{OFFLINE}",
+        f"fetches openai/gsm8k from the hub, about 2.73 MB{OFFLINE}",
+    ]
+    [memory] = [line for line in lines if line.startswith("memory")]
+    assert "by estimate (in GB): weights 1.98, " in memory  # 4 x 494,032,768 bytes
+    assert hosts_asked == []
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_offline_a_plan_says_what_cannot_be_known_and_the_training_ends_with_it(
+    verb: str, hosts_asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", verb, "model.path=Some/Model", "env=gsm8k", "policy=transformers"]
+    assert run([*words, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("fetches", "memory", "disk"))] == [
+        f"fetches Some/Model from the hub, of a size that only the hub knows{OFFLINE}",
+        f"fetches openai/gsm8k from the hub, about 2.73 MB{OFFLINE}",
+        "memory  known once the configuration of Some/Model is here",
+    ]
+    assert run(words) == 3
+    captured = capsys.readouterr()
+    [error] = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: model.path=Some/Model is neither a local folder nor to be had from the hub (")
+    assert "HF_HUB_OFFLINE" in error
+    assert error.endswith(": give a local HF folder, or connect and try again")
+    assert hosts_asked == []

@@ -1,0 +1,124 @@
+"""scripts/bench_memory: what is made of the samples, and a limit that a peak can break. The measuring is no test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Self
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_memory.py"
+PEAKS = [1.0e9, 4.321e9, 2.0e9]  # bytes held, one look after another
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_memory"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Command:
+    """Stands for a command that is looked at as often as there are figures in PEAKS, and then has ended."""
+
+    pid = 7
+
+    def __init__(self, command: list[str], exit_code: int) -> None:
+        self.command = command
+        self.returncode = exit_code
+        self.stdout = iter(["step 1/1\n"])
+        self._looks = len(PEAKS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def poll(self) -> int | None:
+        self._looks -= 1
+        return None if self._looks >= 0 else self.returncode
+
+
+@pytest.fixture
+def started(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Command]:
+    """The commands that were started; each holds what PEAKS says and ends with 0, or with 5 where `fails` is in it."""
+    commands: list[Command] = []
+    held = iter(PEAKS * 9)
+
+    def start(command: list[str], **how: object) -> Command:
+        commands.append(Command(command, 5 if "fails" in command else 0))
+        return commands[-1]
+
+    def held_by(pid: int) -> dict[str, float]:
+        size = next(held)
+        return {"processes": 2, "Pss": size, "Pss_Anon": size - 0.5e9, "Pss_File": 0.4e9, "Pss_Shmem": 0.1e9}
+
+    monkeypatch.setattr(bench.subprocess, "Popen", start)
+    monkeypatch.setattr(bench, "held_by", held_by)
+    monkeypatch.setattr(bench, "LOOK_EVERY", 0)
+    return commands
+
+
+def test_the_peak_is_that_of_all_samples_and_its_kinds_are_those_of_that_moment(
+    bench: ModuleType, started: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--samples", str(tmp_path / "s.jsonl"), "train", "grpo", "steps=4"]) == 0
+    assert started[0].command[-5:] == ["-m", "rlpost", "train", "grpo", "steps=4"]
+    out = capsys.readouterr().out
+    [peak] = [line for line in out.splitlines() if line.startswith("peak")]
+    assert peak.startswith("peak     4.32 GB after 0 s of 0, in 2 processes: 3.82 GB memory of its own, 0.40 GB files")
+    samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [sample["Pss"] for sample in samples] == PEAKS
+
+
+@pytest.mark.parametrize(
+    ("at_most", "code", "said"),
+    [
+        (None, 0, ""),
+        ("4.5", 0, ""),
+        ("4.321", 0, ""),  # not above
+        ("4.32", 1, "error: the peak of 4.321 GB is above the 4.32 GB of --at-most\n"),
+        ("4", 1, "error: the peak of 4.321 GB is above the 4 GB of --at-most\n"),
+    ],
+)
+def test_a_peak_above_the_limit_is_exit_code_1_and_one_line(
+    at_most: str | None,
+    code: int,
+    said: str,
+    bench: ModuleType,
+    started: list[Command],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limit = [] if at_most is None else ["--at-most", at_most]
+    assert bench.main([*limit, "train", "grpo"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == said
+    assert "peak     4.32 GB" in captured.out  # the figures are printed all the same
+
+
+def test_a_command_that_fails_keeps_its_own_exit_code(
+    bench: ModuleType, started: list[Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--at-most", "4", "train", "fails"]) == 5
+    assert bench.main(["--at-most", "5", "train", "fails"]) == 5
+    assert capsys.readouterr().err.count("above") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--at-most", "4"], ["--at-most", "much", "train"]])
+def test_what_cannot_be_run_is_a_mistake_of_the_command_line(
+    arguments: list[str], bench: ModuleType, started: list[Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench.main(arguments)
+    assert left.value.code == 2
+    assert started == []
+    assert capsys.readouterr().err.startswith("usage: scripts/bench_memory")

@@ -1,0 +1,132 @@
+"""docs/memory.md: the figures that follow from the settings are those that `rlpost.estimate` computes now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlpost.catalog import TRAIN_GRPO
+from rlpost.config.compose import compose
+from rlpost.config.hub_sizes import HUB_MODELS
+from rlpost.estimate.needs import (
+    FEWEST_ON_CPU,
+    KV_BLOCK,
+    LARGEST_KV_CACHE,
+    LOGITS_TOGETHER,
+    MOST_ON_CPU,
+    ON_GPU,
+    PROGRAM,
+    VLLM_PROGRAM,
+    Work,
+    _cast_weights,
+    parts_of,
+    work_of,
+)
+from rlpost.estimate.shape import Shape, shape_of_config
+
+PAGE = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+PROSE = " ".join(PAGE.split())
+FORMATS = {"bfloat16": "bfloat16", "float32": "none"}  # a column of the page -> model.autocast
+TRAINING = ("always", "from the first update", "training")
+SAMPLING = ("always", "from the first update", "sampling")
+
+# a row of the page -> the part of the estimate
+COMPUTED = {
+    "the trainer's weights, float32": "weights",
+    "vLLM's weights, and its packed copy of the output head": "sampler",
+    "AdamW's two running means, float32": "moments",
+    "gradients, float32": "gradients",
+    "bfloat16 copies of the weights for autocast": "cast weights",
+    "KV cache: what is used of it": "its KV cache",
+}
+MEASURED = {
+    "libraries: files of torch, vLLM and others": "vLLM's program",
+    "Python with all that is imported": "program",
+    f"activations of {FEWEST_ON_CPU} tokens, logits of {LOGITS_TOGETHER}": "activations",
+}
+
+
+def smollm2() -> Shape:
+    shape = shape_of_config(HUB_MODELS["HuggingFaceTB/SmolLM2-135M-Instruct"].config)
+    assert shape is not None
+    return shape
+
+
+def work(column: str) -> Work:
+    """`rlpost train grpo` as it is, with vLLM on a CPU."""
+    settings = compose(TRAIN_GRPO, ["policy=vllm", f"model.autocast={FORMATS[column]}"]).settings
+    return work_of(settings, smollm2(), gpu_bytes=None)
+
+
+def estimated(column: str) -> dict[str, int]:
+    """Bytes of each part; what the page has in two rows is in two parts here too."""
+    asked = work(column)
+    found = {part.name: part.bytes for part in parts_of(asked)}
+    cast = _cast_weights(asked)
+    assert found["program"] == PROGRAM + VLLM_PROGRAM
+    return {
+        **found,
+        "program": PROGRAM,
+        "vLLM's program": VLLM_PROGRAM,
+        "cast weights": cast,
+        "activations": found["activations"] - cast,
+    }
+
+
+def table() -> dict[str, tuple[str, dict[str, str]]]:
+    """What a run consists of: a row's name -> when it is there, and its figure by column."""
+    [head] = re.findall(r"^\| what \| when \| (\w+) \| (\w+) \|\n\|---", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \| ([^|`]+) \|$", PAGE, re.MULTILINE)
+    return {
+        name: (when, dict(zip(head, figures, strict=True)))
+        for name, when, *figures in rows
+        if (name, when) != ("what", "when")
+    }
+
+
+def test_every_row_of_the_table_is_computed_or_marked_as_measured() -> None:
+    rows = table()
+    assert set(rows) == {*COMPUTED, *MEASURED}
+    for name, (_, figures) in rows.items():
+        assert list(figures) == list(FORMATS)
+        assert all(figure.startswith("~") == (name in MEASURED) for figure in figures.values()), name
+
+
+@pytest.mark.parametrize("column", FORMATS)
+def test_the_computed_rows_are_what_is_estimated_now(column: str) -> None:
+    rows, parts = table(), estimated(column)
+    for name, part in COMPUTED.items():
+        size = parts[part] / 1e9
+        assert rows[name][1][column].removeprefix("up to ") == (f"{size:.2f}" if size else "0"), name
+
+
+@pytest.mark.parametrize("column", FORMATS)
+def test_the_estimate_is_near_the_measured_rows(column: str) -> None:
+    rows, parts = table(), estimated(column)
+    for name, part in MEASURED.items():
+        assert parts[part] / 1e9 == pytest.approx(float(rows[name][1][column].removeprefix("~")), rel=0.1), name
+    assert work(column).microbatch == FEWEST_ON_CPU
+
+
+def test_the_rows_add_up_to_what_the_page_says() -> None:
+    rows = table()
+
+    def total(column: str, phase: tuple[str, ...]) -> str:
+        parts = estimated(column)
+        computed = [parts[part] / 1e9 for name, part in COMPUTED.items() if rows[name][0] in phase]
+        measured = [float(rows[name][1][column].strip("~")) for name in MEASURED if rows[name][0] in phase]
+        return f"{sum(computed + measured):.1f}"
+
+    training, sampling = ([total(column, phase) for column in FORMATS] for phase in (TRAINING, SAMPLING))
+    assert "add up to {} GB in bfloat16 and {} GB in float32;".format(*training) in PROSE
+    assert "while the model samples it is {} and {} GB at most.".format(*sampling) in PROSE
+
+
+def test_the_limits_that_the_page_names_are_those_of_the_estimate() -> None:
+    assert f"unset it is {ON_GPU} on a GPU, on a CPU what the largest group takes within {FEWEST_ON_CPU} and " in PROSE
+    assert f"within {FEWEST_ON_CPU} and {MOST_ON_CPU} |" in PROSE
+    assert f"in whole blocks of {KV_BLOCK} tokens, at most {LARGEST_KV_CACHE / 1e9:g} GB but always one" in PROSE
+    assert f"2 x 30 x 3 x 64 x 2 = {smollm2().kv_bytes(2):,} bytes for SmolLM2-135M in bfloat16" in PROSE
+    assert 2 * 30 * 3 * 64 * 2 == 23_040
