@@ -86,6 +86,7 @@ class GroupDriver:
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
         self._told = False  # what is waited for
+        self._sampled_before = 0  # tokens, when that was told
         self._pushing = False
         self._arrived = 0
         self._progress: dict[int, tuple[int, int]] = {}  # of each seat: conversations that have ended, of those begun
@@ -123,6 +124,7 @@ class GroupDriver:
         began = time.monotonic()
         if not self._told:
             self.on_phase("sampling", f"{self.prompts_per_step} groups")
+            self._sampled_before = self.policy.tokens_sampled
         self._told = True
         with self._changed:
             self._trainer_waits, seen = True, self._arrived
@@ -296,7 +298,7 @@ class GroupDriver:
                 told = [sum(each) for each in zip(*self._progress.values(), strict=True)]
             self.policy.count_tokens(seat, int(totals["tokens"]))
             if self._trainer_waits and self.on_sampled is not None:
-                self.on_sampled(told[0], told[1], self.policy.tokens_sampled)
+                self.on_sampled(told[0], told[1], max(0, self.policy.tokens_sampled - self._sampled_before))
             return
         with self._changed:
             try:

@@ -208,6 +208,24 @@ def rewards_alone(conversations: Sequence[Conversation]) -> TensorDict:
     return TensorDict({**columns, "valid": valid, "next": {"reward": rewards}}, batch_size=[len(conversations)])
 
 
+def test_the_tokens_that_are_told_are_those_since_the_trainer_waits() -> None:
+    driver = driven()
+    told: list[tuple[int, int, int]] = []
+    driver.show(lambda kind, what: None, lambda *so_far: told.append(so_far))
+    worker, totals = remote(driver).worker, {"rollout": 1.0, "reward": 0.0, "playing": 1.0}
+    worker.on_event("progress", (2, 4, totals | {"tokens": 1000.0}))
+    wait = driver._changed.wait
+
+    def instead(timeout: float | None = None) -> bool:
+        worker.on_event("progress", (3, 4, totals | {"tokens": 1040.0}))
+        ending(driver, 0, 1)
+        return wait(0)
+
+    driver._changed.wait = instead  # type: ignore[method-assign]
+    driver.buffer.take(2, driver.max_policy_lag)
+    assert told == [(3, 4, 40)]
+
+
 def test_a_step_more_begins_while_the_trainer_waits_than_while_it_trains() -> None:
     driver = driven(depth=1)
     assert taken(driver, 0, 1) == [0, 1]
