@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlpost import heartbeat
+from rlpost import chat, heartbeat
 from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
 from rlpost.heartbeat import Heartbeat, progress_line
@@ -22,9 +23,11 @@ from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.screen import Screen
 from rlpost.screen.state import State
 from rlpost.settings import SamplingSettings
+from rlpost.train import kept
 
 SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
 TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
+EVERY, LOOK = heartbeat.EVERY, heartbeat.LOOK  # as they are where no test changes them
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,10 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
 
     monkeypatch.setattr(Heartbeat, "__enter__", noting)
     return lambda begin: waited.setdefault(begin, threading.Event())
+
+
+def test_ten_seconds_without_a_word_are_too_many() -> None:
+    assert 0 < EVERY < EVERY + LOOK < 10  # a word that is due is said at the next look
 
 
 def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
@@ -141,3 +148,48 @@ def test_an_evaluation_says_on_stderr_how_far_it_is(
     captured: Any = capfd.readouterr()
     assert "\nevaluating 1 of 3, " in f"\n{captured.err}"
     assert "evaluating" not in captured.out
+
+
+def test_the_model_that_a_conversation_waits_for_is_said_to_be_loading(
+    monkeypatch: pytest.MonkeyPatch, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = beats("loading, ")
+    load_model = chat.load_model
+
+    def slow(*given: Any) -> Any:
+        assert said.wait(20)
+        return load_model(*given)
+
+    monkeypatch.setattr(chat, "load_model", slow)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+    assert run(["chat", "tiny", "--max-tokens", "2"]) == 0
+    captured = capfd.readouterr()
+    assert "\nloading, 0 s\n" in captured.err
+    assert "loading" not in captured.out
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_is_written_for_long_is_said_to_be(
+    step: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    beats: Callable[[str], threading.Event],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    closed = threading.Event()
+    said = beats(waits := "step 2: saving checkpoint, " if step == 1 else "saving checkpoint, ")
+    save_model = kept.save_model
+
+    def slow(model: Any, tokenizer: Any, folder: Path) -> None:
+        if folder.parent.name.startswith(f".step-{step:06d}."):
+            if step == 2:  # the last, which all else waits for in the end
+                assert closed.wait(20)
+                said.clear()
+            assert said.wait(20)
+        save_model(model, tokenizer, folder)
+
+    monkeypatch.setattr(kept, "save_model", slow)
+    monkeypatch.setattr(ScriptedPolicy, "close", lambda self: closed.set())
+    words = ["steps=2", "checkpoint.every=1", "eval.enabled=false"]
+    assert run(["train", "grpo", *TRAIN, *words, "--out", str(tmp_path / "r")]) == 0
+    assert f"\n{waits}" in capfd.readouterr().out

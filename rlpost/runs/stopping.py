@@ -16,7 +16,7 @@ from rlpost.screen import Screen
 from rlpost.screen.lines import AGAIN, STOPPING
 
 LEAVING = f"stopping: nothing has been trained that is not saved, so this leaves without saving; {AGAIN}"
-ENDING = f"the training is done and saved, and ends now; {AGAIN}"
+ENDING = f"the training is done, and ends once it is saved; {AGAIN}"
 
 
 class Stopped(BaseException):
@@ -60,11 +60,10 @@ class Stoppable:
             signal.signal(*self._previous.popitem())
 
     @contextmanager
-    def abandoning(self, what: str, *, saved: bool) -> Iterator[None]:
-        """A signal ends the block, which does `what`; where the step before it is not `saved`, it will be."""
+    def abandoning(self, what: str) -> Iterator[None]:
+        """A signal ends the block, which does `what`; the step before it is saved, if it is not yet."""
         before = self._told, self._abandons
-        rest = "the last step is saved already" if saved else "the last step is saved first"
-        self._told, self._abandons = f"stopping: {what} is abandoned, {rest}; {AGAIN}", True
+        self._told, self._abandons = f"stopping: {what} is abandoned, the last step is saved first; {AGAIN}", True
         try:
             yield
         except Stopped:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+MOMENT = 1.0  # seconds that a save may be waited for without a word
+
 
 class Saving:
     """At most one save under way, in a thread; nothing it reads may change before `wait` has returned.
 
-    Nothing is copied for it: weights and moments stay as they are until the next update.
+    Nothing is copied for it: weights and moments stay as they are until the next update. `say` is called where it is
+    waited for, unless that is short.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
+        self._say = say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -32,7 +36,10 @@ class Saving:
     def wait(self) -> None:
         """What was begun is on the disk when this returns. Raises what it raised."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(MOMENT)
+            if self._thread.is_alive():
+                self._say()
+                self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:

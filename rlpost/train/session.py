@@ -90,7 +90,7 @@ class Session(ABC, Generic[S, P]):
         self.step = 0  # the one under way
         self.metrics: dict[str, float] = {}
         self.clock = Clock()
-        self.saving = Saving()
+        self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self._diagnosis = Diagnosis()
         self._opened = contextlib.ExitStack()
 
@@ -112,8 +112,8 @@ class Session(ABC, Generic[S, P]):
         self.run.catch_signals()
         self._check_needs()
         self._opened.push(self._conclude)
-        self._opened.push(self._end_saving)
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
+        self._opened.push(self._end_saving)  # which the screen shows
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
             self.settings, numbers = resolve_numbers(self.settings, checkpoint)
             self.run.keep_numbers(numbers.record())
@@ -182,7 +182,7 @@ class Session(ABC, Generic[S, P]):
             )
         evaluated: Mapping[str, float] = {}
         if measured:
-            with run.abandoning(f"the evaluation after step {step}", saved=saved):
+            with run.abandoning(f"the evaluation after step {step}"):
                 evaluated = self._evaluated() if not run.stopping else {}
             run.add_evaluation(evaluated)
         is_best = bool(evaluated) and self.progress.best_step == step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,12 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "built-in reward misspelt": (f"{OWN} env.path=rows.jsonl env.reward=numbr", 2, "did you mean number?"),
     "no reward": (f"{OWN} env.path=rows.jsonl", 2, "env.reward"),
     "a device that is none": ("train grpo model.device=gpu", 2, "model.device=gpu is unknown: it is auto, cpu, cuda"),
+    "a GPU that is not there": ("train grpo model.device=cuda", 2, "model.device=cuda cannot be used here: "),
+    "a GPU that is not there, for an evaluation": (
+        "eval model=tiny model.device=cuda:1",
+        2,
+        "model.device=cuda:1 cannot be used here: ",
+    ),
     "space after a comma": ("train grpo -m optim.lr=1e-5, 3e-5", 2, "a value has no spaces; write optim.lr=1e-5,3e-5"),
     "space in a list": (
         "train grpo env.operations=[add, subtract]",
@@ -235,7 +242,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place(folder)
     lines = json.dumps({name: line for name, (line, _, _) in VISIBLE.items()})
     command = [sys.executable, "-c", RUN_ALL]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=folder, check=False)
+    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, input=lines, capture_output=True, text=True, cwd=folder, env=without_gpu, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -264,6 +274,16 @@ def test_what_the_command_shows_is_answered_before_anything_heavy_is_imported(
     assert VISIBLE[mistake][2] in f"{one_line(err)}\n"
     assert code == VISIBLE[mistake][1]
     assert (out, err.count("\n"), heavy) == ("", 1, [])
+
+
+def test_a_gpu_that_is_not_there_is_missed_for_a_reason(seen: dict[str, Any]) -> None:
+    why = r"torch \S+ is built without CUDA|there is no CUDA driver|CUDA shows no GPU"
+    for mistake, device in (
+        ("a GPU that is not there", "cuda"),
+        ("a GPU that is not there, for an evaluation", "cuda:1"),
+    ):
+        said = rf"error: model\.device={device} cannot be used here: ({why}); leave it out for what there is"
+        assert re.fullmatch(said, one_line(seen[mistake][2]))
 
 
 @pytest.mark.parametrize("mistake", FOUND_LATER)

@@ -22,6 +22,8 @@ from rich.console import Console
 from tensordict import TensorDict
 
 import rlpost
+from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
+from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.runs.reader import RunState, read_run
@@ -409,7 +411,7 @@ def test_a_signal_after_the_last_step_changes_nothing_that_is_done(
         assert list(run.steps(done=4)) == []
         os.kill(os.getpid(), signal.SIGINT)
     assert run.exit_code == 0
-    assert "the training is done and saved, and ends now" in capfd.readouterr().err
+    assert "the training is done, and ends once it is saved" in capfd.readouterr().err
     assert read_run(tmp_path).state is RunState.finished
 
 
@@ -489,6 +491,11 @@ def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
             run.saved()
         assert not run.due(step, 0, 0.0) or step == 9
     assert due == [4, 8, 9]
+
+
+@pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION], ids=lambda each: each.name)
+def test_a_crash_loses_five_minutes_of_training_where_nobody_asks_for_another_number(command: Command[Any]) -> None:
+    assert compose(command, []).settings.checkpoint.every_minutes == 5.0
 
 
 # What somebody else wrote

@@ -14,7 +14,7 @@ from rlpost.config.compose import compose
 from rlpost.settings.run import RunRequest
 from rlpost.tracking.choice import TrackerChoice
 from rlpost.tracking.process import TrackerProcess
-from rlpost.train import grpo, session
+from rlpost.train import grpo, kept, session
 
 TINY = [
     "model=tiny",
@@ -143,7 +143,7 @@ def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, "RecordingTracker")
-    monkeypatch.setattr(session, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
+    monkeypatch.setattr(kept, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         train(tmp_path / "r")
     assert (tmp_path / "r" / "calls").read_text().splitlines()[-1] == '["finish", "failed"]'

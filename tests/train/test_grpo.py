@@ -27,7 +27,7 @@ from rlpost.policies import TransformersWrapper
 from rlpost.runs.checkpoint import verify
 from rlpost.runs.resumable import check_resumable
 from rlpost.settings.run import RunRequest
-from rlpost.train import rank, sampled, session
+from rlpost.train import kept, rank, sampled, session
 from rlpost.train import update as update_module
 from rlpost.train.grpo import train
 
@@ -292,7 +292,7 @@ def test_the_sampler_rests_while_the_model_trains_and_what_training_freed_goes_b
     noted(TransformersWrapper, "rest")
     noted(rank, "update")
     noted(session, "give_back_freed_memory")
-    noted(session, "save_checkpoint")
+    noted(kept, "save_checkpoint")
     assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "gate.enabled=false", "checkpoint.every=1") == 0
     step = ["generate", "rest", "update", "give_back_freed_memory", "save_checkpoint"]
     assert done == step * 2

@@ -14,7 +14,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import verify
-from rlpost.train import rank, session
+from rlpost.train import kept, rank
 from rlpost.train.saving import Saving
 from tests.trainings import metrics, train_in, untimed
 
@@ -39,7 +39,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
     sampled = threading.Event()
-    save, generate, update = session.save_checkpoint, TransformersWrapper.generate, rank.update
+    save, generate, update = kept.save_checkpoint, TransformersWrapper.generate, rank.update
 
     def slow(*given: Any, **how: Any) -> Path:
         sampled.clear()
@@ -60,7 +60,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         done.append("learn")
         return update(*given, **how)
 
-    monkeypatch.setattr(session, "save_checkpoint", slow)
+    monkeypatch.setattr(kept, "save_checkpoint", slow)
     monkeypatch.setattr(TransformersWrapper, "generate", noting)
     monkeypatch.setattr(rank, "update", learning)
     assert train_in(TRAIN_GRPO, tmp_path / "slow", [*asked, "gate.enabled=false"]) == 0
@@ -75,14 +75,14 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
 
 
 def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = session.save_checkpoint
+    save = kept.save_checkpoint
 
     def failing(folder: Path, step: int, **how: Any) -> Path:
         if step == 2:
             raise CheckpointError("cannot write checkpoint step-000002: no space left")
         return save(folder, step, **how)
 
-    monkeypatch.setattr(session, "save_checkpoint", failing)
+    monkeypatch.setattr(kept, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
     assert metrics(tmp_path / "run")[-1]["step"] == 2
@@ -94,7 +94,7 @@ def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
     def failing(folder: Path, step: int, **how: Any) -> Path:
         raise CheckpointError("no space left")
 
-    monkeypatch.setattr(session, "save_checkpoint", failing)
+    monkeypatch.setattr(kept, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
 

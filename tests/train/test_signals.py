@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ import pytest
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
+from rlpost.config.paths import LATEST, newest_checkpoint, unfinished_saves
 from rlpost.data.conversation import Completion
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.runs.checkpoint import load_checkpoint, verify
+from rlpost.runs.writer import Run
+from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
 from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, sft
+from rlpost.train import expert_iteration, grpo, kept, sft
 from rlpost.train.sampled import SamplingSession
 from rlpost.train.sft_session import SFTSession
 
@@ -109,7 +115,7 @@ def test_what_is_due_is_saved_before_it_is_measured(
     during("after step 1", signal.SIGINT, look=look)
     assert run(tmp_path, "steps=2", "checkpoint.every=1") == 130
     assert seen == ["step-000001"]
-    assert "the evaluation after step 1 is abandoned, the last step is saved already" in capfd.readouterr().err
+    assert "the evaluation after step 1 is abandoned, the last step is saved first" in capfd.readouterr().err
 
 
 def test_the_last_evaluation_can_be_made_up(tmp_path: Path, during: Callable[..., None]) -> None:
@@ -177,3 +183,156 @@ def test_saving_by_the_clock_changes_nothing_else(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "never") == ["step-000003"]
     assert checkpoints(tmp_path / "always") == ["step-000001", "step-000002", "step-000003"]
     assert metrics(tmp_path / "always") == metrics(tmp_path / "never")
+
+
+# While it loads
+
+
+def never_loaded(*given: Any, **how: Any) -> None:
+    """A stand-in for loading the model: SIGTERM comes while it waits."""
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Event().wait(30)
+    raise AssertionError("the signal has ended nothing")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_signal_while_the_model_is_loading_leaves_a_run_that_can_be_begun(
+    loop: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlpost.model.trainable.load_model", never_loaded)
+        assert run(tmp_path, "steps=1", loop=loop) == 143
+    said = capfd.readouterr()
+    assert "stopping: nothing has been trained that is not saved, so this leaves without saving" in said.err
+    assert "Traceback" not in said.out + said.err
+    assert "INFO the run was stopped" in (tmp_path / "log.txt").read_text()
+    assert not (tmp_path / "checkpoints").exists()
+    assert run(tmp_path, "steps=1", loop=loop, resume="auto") == 0
+    assert checkpoints(tmp_path) == ["step-000001"]
+
+
+def test_a_signal_while_a_run_that_goes_on_is_loading_leaves_it_as_it_was(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert run(whole, "steps=2") == 0
+    assert run(broken, "steps=1") == 0
+    before = metrics(broken)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlpost.model.trainable.load_model", never_loaded)
+        assert run(broken, "steps=2", resume="auto") == 143
+    assert metrics(broken) == before
+    assert newest_checkpoint(broken) == broken / "checkpoints" / "step-000001"
+    load_checkpoint(broken / "checkpoints" / LATEST)
+    assert run(broken, "steps=2", resume="auto") == 0
+    assert metrics(broken)[-1] == metrics(whole)[-1]
+
+
+# While a checkpoint is being written
+
+
+@pytest.fixture
+def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Callable[[], None]], None]]:
+    """`while_writing(2, do)`: once, half of that step's checkpoint is there when `do` is called.
+
+    The rest is written when a signal has been answered. One that comes when the run is over ends no suite.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    answered = threading.Event()
+    stop_asked, save_model = Screen.stop_asked, kept.save_model
+
+    def noted(self: Screen, answer: str) -> None:
+        stop_asked(self, answer)
+        answered.set()
+
+    def write(step: int, do: Callable[[], None]) -> None:
+        def slow(model: Any, tokenizer: Any, folder: Path) -> None:
+            save_model(model, tokenizer, folder)
+            if pending and folder.parent.name.startswith(f".step-{pending[0]:06d}."):
+                pending.clear()
+                do()
+                assert answered.wait(30)
+
+        pending = [step]
+        monkeypatch.setattr(kept, "save_model", slow)
+
+    monkeypatch.setattr(Screen, "stop_asked", noted)
+    yield write
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_checkpoint_that_is_being_written_is_whole_before_a_signal_ends_the_run(
+    loop: str,
+    tmp_path: Path,
+    while_writing: Callable[[int, Callable[[], None]], None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    whole, broken, killed = (tmp_path / name for name in ("whole", "broken", "killed"))
+    words = ["steps=4", "checkpoint.every=1", "checkpoint.keep_last=9", "eval.enabled=false"]
+    assert run(whole, *words, loop=loop) == 0
+    newest: list[Path | None] = []
+
+    def send() -> None:
+        newest.extend([newest_checkpoint(broken), (broken / "checkpoints" / LATEST).resolve()])
+        shutil.copytree(broken, killed, symlinks=True)  # what is there where the process is killed now
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    while_writing(2, send)
+    assert run(broken, *words, loop=loop) == 143
+    assert newest == [broken / "checkpoints" / "step-000001"] * 2
+    said = capfd.readouterr()
+    assert "stopping: this step is finished and saved first" in said.err
+    assert "stopped after step 3; to go on: " in said.out
+    assert checkpoints(broken) == ["step-000001", "step-000002", "step-000003"]
+    for path in (broken / "checkpoints").glob("step-*"):
+        verify(path)
+    _, state = load_checkpoint(broken / "checkpoints" / LATEST)
+    assert state["progress"]["step"] == 3
+    assert not unfinished_saves(broken / "checkpoints")
+
+    [left] = unfinished_saves(killed / "checkpoints")
+    for folder in (broken, killed):
+        assert run(folder, *words, loop=loop, resume="latest") == 0
+        assert metrics(folder) == metrics(whole)
+        assert not unfinished_saves(folder / "checkpoints")
+    said = capfd.readouterr().out
+    assert f"{left} is not whole" in said
+    assert f"resuming after step 1 from {killed}/checkpoints/step-000001" in said
+
+
+def test_an_evaluation_is_abandoned_while_its_step_is_being_written_which_ends_first(
+    tmp_path: Path,
+    during: Callable[..., None],
+    while_writing: Callable[[int, Callable[[], None]], None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    while_writing(1, lambda: None)
+    during("after step 1", signal.SIGTERM)
+    assert run(tmp_path, "steps=3", "checkpoint.every=1") == 143
+    assert "the evaluation after step 1 is abandoned, the last step is saved first" in capfd.readouterr().err
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-000001"
+    load_checkpoint(tmp_path / "checkpoints" / LATEST)
+
+
+def test_a_signal_while_the_last_step_is_being_written_waits_for_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    while_writing: Callable[[int, Callable[[], None]], None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    over = threading.Event()
+    steps_end = Run.steps_end
+
+    def noted(self: Run) -> None:
+        steps_end(self)
+        over.set()
+
+    def send() -> None:
+        assert over.wait(30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "steps_end", noted)
+    while_writing(1, send)
+    assert run(tmp_path, "steps=1", "eval.enabled=false") == 0  # there is nothing left that it could stop
+    assert "the training is done, and ends once it is saved; Ctrl-C again leaves at once" in capfd.readouterr().err
+    _, state = load_checkpoint(tmp_path / "checkpoints" / LATEST)
+    assert state["progress"]["step"] == 1
