@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rlpost.errors import DataError
+
+_ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
 
 
 def expanded(path: str | Path) -> Path:
@@ -18,7 +21,10 @@ def expanded(path: str | Path) -> Path:
 
 
 def paths_in(text: str) -> list[str]:
-    """The paths of a list written as text, "[a.jsonl,b.jsonl]"; of any other text the path that it is."""
+    """The paths of a list written as text, "[a.jsonl,b.jsonl]"; of any other text the path that it is.
+
+    A path with a comma is quoted.
+    """
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
-    return [path.strip().strip("\"'") for path in text[1:-1].split(",") if path.strip()]
+    return [path.strip().strip("\"'") for path in _ELEMENT.findall(text[1:-1]) if path.strip()]

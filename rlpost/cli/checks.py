@@ -69,7 +69,7 @@ def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
 
     measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
     shown = isinstance(settings, SFTSettings)
-    share = settings.max_bad_share if shown else 0.0
+    share = settings.max_bad_share if shown else None
     for env, own in zip_longest(environments_of(settings.env), rewards):
         splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
         columns = look_at_rows(env, splits, demonstrated=shown, max_bad_share=share)

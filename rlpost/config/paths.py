@@ -179,7 +179,10 @@ def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> st
 
 def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
-    for each in paths_in(path):
+    paths = paths_in(path)
+    if not paths:
+        raise DataError(f"{key}={path} names no file: write {key}=[a.jsonl,b.jsonl]")
+    for each in paths:
         file = expanded(each)
         if not file.exists() and (looks_local(each) or file.suffix in (*DATA_FILES, *OTHER_FILES)):
             raise DataError(f"{key}={each} does not exist{_nearby(file)}")

@@ -14,6 +14,7 @@ Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wro
 Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
 
 SHOWN = 20  # bad rows that an error lists
+OR_MORE = ", or raise max_bad_share"  # what else helps where some rows may be bad
 
 _OWN_TO_A_ROW = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # what two complaints of one kind may differ in
 
@@ -51,15 +52,21 @@ class Complaints:
         """How many rows are bad."""
         return self._kinds.total()
 
-    def error(self) -> DataError:
-        """What to raise for them: the row where one is bad, else the first, and counts by kind."""
+    def error(self, max_bad_share: float | None = None) -> DataError:
+        """What to raise for them: the row where one is bad, else the first, and counts by kind.
+
+        `max_bad_share` is how many of the rows may be bad, where there is a setting of that.
+        """
         rows = [f"{where}{told(complaint)}" for where, complaint in self.first]
-        if self.count == 1:
+        allowed, otherwise = "", ""
+        if max_bad_share is not None and self.count < self.rows:
+            allowed, otherwise = f" (more than the {max_bad_share:.0%} allowed)", OR_MORE
+        elif self.count == 1:
             return DataError(rows[0])
         if len(self._kinds) == 1 and self.count == self.rows:
             return DataError(f"{rows[0]} (and so are all {self.rows:,} rows)")
-        heading = f"{self.source}: {self.count:,} of {self.rows:,} rows are bad: correct or remove them"
-        return DataError("\n".join([heading, *listing(rows, self._kinds)]))
+        heading = f"{self.source}: {self.count:,} of {self.rows:,} rows are bad{allowed}: correct or remove them"
+        return DataError("\n".join([f"{heading}{otherwise}", *listing(rows, self._kinds)]))
 
 
 def listing(rows: Sequence[str], kinds: Counter[str]) -> list[str]:

@@ -101,10 +101,10 @@ class BadRows:
             for fault, count in self.counts.most_common()
         ]
 
-    def error(self, allowed: str) -> DataError:
-        """What to raise for them: the first rows, and counts by fault."""
+    def error(self, allowed: str, otherwise: str = "") -> DataError:
+        """What to raise for them: the first rows, and counts by fault; `otherwise` is said behind what helps."""
         rows = [f"{s.where}: {s.fault.value if s.fault else ''}: {s.reason}" for s in self.first]
         kinds = Counter({fault.value: count for fault, count in self.counts.items()})
         advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
-        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}"
+        heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}{otherwise}"
         return DataError("\n".join([heading, *listing(rows, kinds)]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.data import row_store
 from rlpost.data.chat_mask import ChatMask, MaskError
+from rlpost.data.complaints import OR_MORE
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.rendering import text_ids
 
@@ -86,8 +87,9 @@ def encode_all(
         if sample.num_trained:
             samples.append(sample)
     if bad.count and (not samples or bad.count > max_bad_share * bad.total):
-        allowed = "none can be trained on" if not samples else f"more than the {max_bad_share:.0%} allowed"
-        raise bad.error(allowed)
+        if not samples:
+            raise bad.error("none can be trained on")
+        raise bad.error(f"more than the {max_bad_share:.0%} allowed", OR_MORE)
     return samples, bad
 
 
@@ -141,7 +143,9 @@ class LazySamples(Sequence[Sample]):
         if none_left or self.malformed.share + self.bad.share > self.max_bad_share:
             worst = self.bad if self.bad.count else self.malformed
             also = f"with {self.malformed.count:,} malformed " if self.bad.count and self.malformed.count else ""
-            raise worst.error(none_left or f"{also}more than the {self.max_bad_share:.0%} allowed")
+            if none_left:
+                raise worst.error(none_left)
+            raise worst.error(f"{also}more than the {self.max_bad_share:.0%} allowed", OR_MORE)
 
     # Resuming
 

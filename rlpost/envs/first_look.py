@@ -18,13 +18,13 @@ Check = Callable[[Row], Complaint | None]
 
 
 def look_at_rows(
-    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float = 0.0
+    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float | None = None
 ) -> list[str] | None:
     """The columns of the rows that `settings` name; None where not all were looked at.
 
     `demonstrated` is whether they are learnt from as they are. A hub's rows are not fetched. Raises DataError
-    with file, row and field of the bad rows where they are more than `max_bad_share`, as reading them for `splits`
-    would.
+    with file, row and field of the bad rows where they are more than `max_bad_share` (None: where there are any), as
+    reading them for `splits` would.
     """
     path = getattr(settings, "path", None)
     if not isinstance(path, str):
@@ -41,7 +41,7 @@ def look_at_rows(
     return list(columns) if whole else None
 
 
-def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float) -> list[str] | None:
+def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float | None) -> list[str] | None:
     """The columns of one split."""
     test_path = getattr(settings, "test_path", None) if split == "test" else None
     key = "env.test_path" if test_path else "env.path"
@@ -54,8 +54,8 @@ def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_sh
         complaints, kept = Complaints(source.name), PackedRows()
         for _, row in examined(source, complaints, kept, min(limit or MOST_ROWS, MOST_ROWS), check=check):
             columns |= dict.fromkeys(map(str, row))
-        if complaints.count > max_bad_share * complaints.rows:
-            raise complaints.error()
+        if complaints.count > (max_bad_share or 0.0) * complaints.rows:
+            raise complaints.error(max_bad_share)
         partial = partial or complaints.rows == MOST_ROWS
         if not complaints.rows and not source.partial:
             raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")

@@ -258,12 +258,13 @@ class Layout:
 
 def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] | None:
     """What an evaluation found: value, its interval and number of prompts, when."""
-    found = main_figure(metrics) or interval(metrics, LOSS)
+    main = main_figure(metrics)
+    found = main or interval(metrics, LOSS)
     if found is None:
         return None
     value, _, ends = f"{found}".strip().partition(" ")
     extent = "" if found.prompts is None else f" of {found.prompts}"
-    name = "" if main_figure(metrics) else "loss "
+    name = "" if found.is_share else "reward " if main else "loss "
     return f"{name}{value}", f" {ends}{extent}", "before training" if step == 0 else f"after step {step}"
 
 

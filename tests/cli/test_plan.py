@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,23 @@ def test_a_plan_of_the_other_loops_says_loss_rate_and_evaluation(capsys: pytest.
     assert (plan["loss"], plan["lr"], plan["eval"]) == ("sft", "1.5e-05, constant", "none, by eval.enabled=false")
 
 
+def test_a_plan_of_a_mix_has_a_line_a_source_with_its_share_of_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "Say 1.", "answer": "1"}))
+    sources = ["arithmetic weight=3 max_completion_tokens=16", "dataset path=rows.jsonl reward=[exact,number]"]
+    assert run(["train", "grpo", "env=mix", f"env.sources={json.dumps(sources)}", "--dry-run"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("data ", "source "))]
+    assert lines == [
+        "data    mix, train split",
+        "source  arithmetic, 75.0% of the prompts: arithmetic weight=3 max_completion_tokens=16, "
+        "at most 16 tokens each",
+        "source  dataset, 25.0% of the prompts: dataset path=rows.jsonl reward=[exact,number], reward exact + number, "
+        "at most 256 tokens each",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "question"),
     [
@@ -80,9 +98,9 @@ def test_published_rates_are_not_questioned() -> None:
 
 
 def test_a_training_begins_with_the_question_too(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     words = "model=tiny policy=scripted steps=1 eval.enabled=false prompts_per_step=1 group_size=2 optim.lr=0.01"
     assert run(["train", "grpo", *words.split(), "--plain"]) == 0
     assert "optim.lr=0.01 is unusually high: GRPO of all weights is done with" in capsys.readouterr().out

@@ -13,13 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.cli import sweep_run
 from rlpost.cli.main import run
-from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob
-from rlpost.cli.sweep_screen import summary
-from rlpost.config.compose import compose
-from rlpost.config.sweep import expand
+from rlpost.cli.sweep_jobs import Sweep, SweepJob
 
 SEEDS = ["train", "grpo", "model=tiny", "steps=3", "-m", "seed=0,1,2"]
 
@@ -305,20 +301,6 @@ def test_a_recipe_and_overrides_are_swept_together(
     ]
 
 
-def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:
-    jobs = []
-    accuracy = {"value": 0.25, "low": 0.1, "high": 0.5, "prompts": 8}
-    for job, share in zip(expand(["seed=0,1"]), (accuracy, None), strict=True):
-        reward = {"reward_mean": 0.5, "reward_low": 0.4, "reward_high": 0.6, "num_prompts": 8}
-        result = {"result": {**reward, "accuracy_lenient": share}}
-        jobs.append(SweepJob(job, compose(EVAL, job.words), Path(job.name), Outcome(0, 2.0, None, result)))
-    assert summary(Sweep(EVAL, [], Path(), jobs, named=True)) == [
-        ["seed", "reward", "accuracy", "seconds", "exit"],
-        ["0", "0.500 [0.400, 0.600] of 8 prompts", "25.0% [10.0%, 50.0%] of 8 prompts", "2.0", "0"],
-        ["1", "0.500 [0.400, 0.600] of 8 prompts", "-", "2.0", "0"],
-    ]
-
-
 def test_a_sweep_evaluates_for_real_and_its_jobs_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=tiny", "policy=scripted", "env.limit=2", "seed=0,1"]
     assert run(["eval", "-m", *words, "--name", "sw"]) == 0
@@ -329,14 +311,6 @@ def test_a_sweep_evaluates_for_real_and_its_jobs_can_be_compared(capsys: pytest.
     capsys.readouterr()
     assert run(["eval", "compare", "runs/sw/seed-0", "runs/sw/seed-1"]) == 0
     assert "2 prompts that both answered" in capsys.readouterr().out
-
-
-def test_the_table_shows_what_was_not_run_and_no_control_character() -> None:
-    words = ["env.system_prompt=a\x1bc,b"]
-    jobs = [SweepJob(job, compose(TRAIN_GRPO, job.words), Path(job.name)) for job in expand(words)]
-    assert summary(Sweep(TRAIN_GRPO, [], Path(), jobs, named=True))[1] == [
-        "a\\x1bc", "-", "-", "-", "0.0", "not run",
-    ]  # fmt: skip
 
 
 def test_a_sweep_trains_for_real(capsys: pytest.CaptureFixture[str]) -> None:

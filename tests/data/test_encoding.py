@@ -71,7 +71,7 @@ def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any
     with pytest.raises(DataError) as raised:
         encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
     assert str(raised.value) == (
-        "1 of 4 rows are bad (more than the 24% allowed): correct or remove them\n"
+        "1 of 4 rows are bad (more than the 24% allowed): correct or remove them, or raise max_bad_share\n"
         "  row 2: nothing to train on: no message of the assistant is trained\n"
         "  1 x nothing to train on"
     )

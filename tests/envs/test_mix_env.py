@@ -140,6 +140,23 @@ def test_other_weights_or_other_rows_than_those_drawn_are_no_place_to_go_on(rows
         rows.write_text("\n".join(map(json.dumps, ROWS)))
 
 
+def test_rows_that_were_not_drawn_yet_may_go(rows: Path) -> None:
+    env = mix("countdown weight=2", own_rows(rows))
+    before = [query for source, query in drawn(env, 9) if source == "dataset"]
+    state = json.loads(json.dumps(env.state_dict()))
+    rest = drawn(env, 9)
+    gone = next(query for source, query in rest if source == "dataset")
+    fewer = rows.with_name("fewer.jsonl")
+    fewer.write_text("\n".join(json.dumps(row) for row in ROWS if row["prompt"] != gone))
+    again = mix("countdown weight=2", own_rows(fewer))
+    again.load_state_dict(state)
+    found = drawn(again, 6)
+    own, countdown = ([query for source, query in found if (source == "dataset") == is_own] for is_own in (True, False))
+    assert own == [query for source, query in rest if source == "dataset" and query != gone]
+    assert countdown == [query for source, query in rest if source == "countdown"][:4]
+    assert len({gone, *before, *own}) == len(ROWS)
+
+
 def test_a_pass_ends_before_a_source_begins_anew(rows: Path) -> None:
     env = mix("countdown weight=2", own_rows(rows))
     # a a d, a a d, ... or a d a: with 6 rows the seventh is the draw after 6 x 3 and one of the next three

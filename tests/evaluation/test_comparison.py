@@ -81,6 +81,21 @@ def test_one_prompt_is_too_few(tmp_path: Path) -> None:
     assert compared(tmp_path, ["r"], ["w"]).verdict == "too few samples: one prompt says nothing of others"
 
 
+def test_a_row_of_the_table_has_both_figures_and_the_difference_with_its_interval(tmp_path: Path) -> None:
+    """Half of 40 differences are 1: 0.5 -+ t(39) s / sqrt(40), with s^2 = 10 / 39 and t = 2.0227, is 0.5 -+ 0.162."""
+    lines = compared(tmp_path, ["w"] * 40, ["r"] * 20 + ["w"] * 20).lines()
+    assert lines[2:] == [
+        "40 prompts that both answered, paired; 95% intervals",
+        "                           A       B    B - A",
+        "  accuracy, lenient     0.0%   50.0%    +50.0%  [+33.8%, +66.2%]",
+        "  accuracy, strict      0.0%   50.0%    +50.0%  [+33.8%, +66.2%]",
+        "  reward               0.000   0.500    +0.500  [+0.338, +0.662]",
+        "lenient  B is better",
+        "strict   B is better",
+        "reward   B is better",
+    ]
+
+
 def test_the_table_fits_eighty_columns(tmp_path: Path) -> None:
     lines = compared(tmp_path, ["w"] * 20 + ["r"] * 980, ["r"] * 20 + ["w"] * 980).lines()
     assert max(map(len, lines)) <= 80

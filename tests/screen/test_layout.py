@@ -230,6 +230,23 @@ def test_both_evaluations_are_side_by_side_with_what_there_is_room_for(state: St
         assert f" held-out  {shown}" in frame(state, width, 24)
 
 
+@pytest.mark.parametrize(
+    ("key", "rows", "shown"),
+    [
+        ("eval/reward", "eval/prompts", "reward 0.250 [0.100, 0.500] of 50"),
+        ("eval/accuracy_lenient", "eval/prompts", "25.0% [10.0%, 50.0%] of 50"),
+        ("eval/loss", "eval/rows", "loss 0.250 [0.100, 0.500] of 50"),
+    ],
+)
+def test_a_held_out_figure_says_what_it_is_with_its_interval_and_number(key: str, rows: str, shown: str) -> None:
+    state = State(total=8)
+    figures = {rows: 50.0, key: 0.25, f"{key}_low": 0.1, f"{key}_high": 0.5}
+    state.begin(0, 8, [(0, figures)])
+    state.end_step(4, {**FIGURES, **figures}, None)
+    assert f" held-out  {shown} before training  →  {shown} after step 4" in frame(state, 120, 24)
+    assert f" held-out  {shown} after step 4" in frame(state, 64, 24)
+
+
 def test_a_reward_that_failed_is_no_number(state: State) -> None:
     state.sample = replace(SAMPLE, reward=None, reward_parts={}, accuracy_lenient=None, accuracy_strict=0.5)
     assert " step 3  reward failed  strict 50%  ended by stop" in frame(state, 80, 24)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.lines import clock, sample_lines, step_line
+from rlpost.screen.lines import clock, evaluation_line, sample_lines, step_line
 from rlpost.screen.shown import Shown
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
@@ -59,6 +59,40 @@ def test_a_step_keeps_what_says_most_where_there_is_little_room() -> None:
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  gap 0.012  left 3:05"
     )
     assert step_line(7, 60, FIGURES, "3:05", width=10) == "step  7/60  reward 0.54  accuracy  88%"
+
+
+def test_an_evaluation_is_one_line_of_figures_with_intervals() -> None:
+    figures = {
+        "eval/prompts": 40.0,
+        "eval/accuracy_lenient": 0.5,
+        "eval/accuracy_lenient_low": 0.35,
+        "eval/accuracy_lenient_high": 0.65,
+        "eval/reward": 0.75,
+        "eval/reward_low": 0.6,
+        "eval/reward_high": 0.9,
+        "eval/tokens_mean": 11.6,
+        "eval/truncated": 0.25,
+        "eval/failed": 2.0,
+    }
+    assert evaluation_line(figures, "after step 3") == (
+        "held-out after step 3, 40 prompts:  accuracy 50.0% [35.0%, 65.0%]  reward 0.750 [0.600, 0.900]  tokens 12  "
+        "truncated 25%  2 rewards failed"
+    )
+    assert evaluation_line({"eval/loss": 1.25, "eval/rows": 9.0}, "before training") == (
+        "held-out before training:  loss 1.250 (no interval) of 9 rows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "deciding"),
+    [("accuracy_lenient", "25.0% [10.0%, 45.0%] of 30 prompts"), ("reward", "0.250 [0.100, 0.450] of 30 prompts")],
+)
+def test_an_evaluation_shows_the_figure_that_decides_beside_the_one_that_is_reported(name: str, deciding: str) -> None:
+    reported = {"eval/prompts": 40.0, "eval/reward": 0.75, "eval/reward_low": 0.6, "eval/reward_high": 0.9}
+    decides = {f"eval/deciding_{name}{end}": value for end, value in (("", 0.25), ("_low", 0.1), ("_high", 0.45))}
+    assert evaluation_line(reported | decides | {"eval/deciding_prompts": 30.0}, "after step 3") == (
+        f"held-out after step 3, 40 prompts:  reward 0.750 [0.600, 0.900]  deciding {deciding}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,23 @@ def test_a_reward_that_is_reached_ends_training_and_the_last_step_is_not_early(
     assert "eval/ends_training" not in metrics(tmp_path)[-1]
 
 
+def test_a_reward_that_is_reached_ends_training_after_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The accuracy is the main figure here and stays 0: the reward is looked at beside it."""
+
+    def score(right: bool, share: float) -> Score:
+        return Score(10.0 * share, accuracy_strict=0.0, accuracy_lenient=0.0)
+
+    plays(monkeypatch, [0.4, 0.6, 0.9, 0.9], [0.9, 0.1, 0.1, 0.1], score)
+    assert run(tmp_path, "steps=3", "eval.stop_at_reward=5") == 0
+    why = "the reward on the 10 prompts that decide, 6.000 (no interval), has reached eval.stop_at_reward=5"
+    assert f"training ended early, after step 1: {why}\n" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
+    assert metrics(tmp_path)[-1]["eval/ends_training"] == 1.0
+    assert (tmp_path / "checkpoints/latest").resolve().name == "step-000001"
+
+
 def test_too_few_prompts_for_both_are_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         run(tmp_path, "steps=2", "eval.patience=2", "env.eval_limit=19")

@@ -22,10 +22,13 @@ WORDS = [
     "prompts_per_step=3",
     "group_size=4",
     "optim.lr=1e-3",
-    "eval.limit=4",
+    "eval.limit=6",
     "steps=4",
 ]
-REWARD = "def length(completions, **columns):\n    return [len(text) + 0.5 for text in completions]\n"
+REWARD = """
+def length(completions, number, **columns):
+    return [len(text) + each for text, each in zip(completions, number, strict=True)]
+"""
 
 
 def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> list[dict[str, Any]]:
@@ -38,7 +41,7 @@ def run(folder: Path, rows: Path, *words: str, resume: str | None = None) -> lis
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"Say {number}."}) for number in range(40)))
+    file.write_text("\n".join(json.dumps({"prompt": f"Say {n}.", "number": n}) for n in range(40)))
     file.with_name("reward.py").write_text(REWARD)
     return file
 
@@ -75,11 +78,13 @@ def test_held_out_figures_by_source_add_up_and_have_their_number(trained: tuple[
     assert len(measured) == 2
     for line in measured:
         counts = {name: line[f"eval/source/{name}/prompts"] for name in ("countdown", "own")}
-        assert sum(counts.values()) == line["eval/prompts"] == 4
+        assert sum(counts.values()) == line["eval/prompts"] == 6
         summed = sum(counts[name] * line[f"eval/source/{name}/reward"] for name in counts)
-        assert summed / 4 == pytest.approx(line["eval/reward"])
-        low, high = (line[f"eval/source/countdown/accuracy_lenient_{end}"] for end in ("low", "high"))
-        assert low <= line["eval/source/countdown/accuracy_lenient"] <= high
+        assert summed / 6 == pytest.approx(line["eval/reward"])
+        for figure in ("countdown/accuracy_lenient", "own/reward"):
+            value, low, high = (line[f"eval/source/{figure}{end}"] for end in ("", "_low", "_high"))
+            assert low <= value <= high
+            assert low < high
 
 
 def test_a_resumed_run_of_a_mix_is_bitwise_the_unbroken_one(
