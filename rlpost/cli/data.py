@@ -165,7 +165,7 @@ def opened(settings: SFTSettings, count: int, row: int | None) -> tuple[list[Dem
     if shown is None and row is None and demonstrations:
         shown = demonstrations[0]
     if shown is None:
-        held_out = "; it may be held out: add env.split=test" if settings.env.split == "train" else ""
-        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{held_out}")
+        also = "; it may be held out: add env.split=test eval.enabled=false" if settings.env.split == "train" else ""
+        raise ConfigError(f"--row {row}: the split {settings.env.split} has no such row{also}")
     tokenizer: Any = load_tokenizer(locate_tokenizer(settings.model.path, settings.model.revision), settings.model)
     return demonstrations, shown, Encoder(tokenizer, settings.max_tokens)

@@ -35,6 +35,7 @@ LIKELY = (
     "optim.lr",
 )
 REWARD = "env.reward"  # one of the user's own, mostly
+A_NAME = "name"  # a value that runs nothing, unless every value of a key does
 PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w")
 VALUE_COLUMN = 48  # where the comments begin
 
@@ -113,7 +114,9 @@ def _where(key: Key) -> str:
     """Where the values of a key may stand, of which some make something run."""
     if key.runs is None:
         return ""
-    return f"in a file {key.runs.beside} alone" if key.runs.beside else "on the command line only"
+    if key.runs.beside:
+        return f"in a file {key.runs.beside} alone"
+    return "on the command line only" if key.runs.by([A_NAME]) else f"a file cannot {key.runs.no_file}"
 
 
 def yaml_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlpost.data.complaints import Complaint, Complaints, Malformed, text_complaint
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.row_files import Unreadable
+from rlpost.data.row_files import TOO_DEEP, Unreadable, is_too_deep
 from rlpost.data.row_store import PackedRows, Row, Rows, digests_of
 from rlpost.data.sources import INSTEAD, Dataset, Source, is_path, sources_of
 from rlpost.errors import DataError
@@ -189,9 +189,9 @@ class _Reading:
 
 
 def first_row(dataset: Dataset, split: str, config: str | None = None) -> Row | None:
-    """The first row of a split that is an object; None where there is none."""
+    """The first row of a split that is an object, and not nested too deeply; None where there is none."""
     rows = (row for source in sources_of(dataset, split, config, None) for _, row in source.numbered)
-    return next((dict(row) for row in rows if isinstance(row, Mapping)), None)
+    return next((dict(row) for row in rows if isinstance(row, Mapping) and _nesting(row) is None), None)
 
 
 def examined(
@@ -212,12 +212,20 @@ def examined(
         if isinstance(row, Unreadable):
             complaints.add(source.name, number, ("", row.wrong))
             continue
-        wrong = text_complaint(row, required) or (check(row) if check else None)
+        wrong = _nesting(row) or text_complaint(row, required) or (check(row) if check else None)
         prepared: Row = row if wrong else prepare(row)
         if wrong := wrong or _keep(kept, prepared):
             complaints.add(source.name, number, wrong)
         else:
             yield number, prepared
+
+
+def _nesting(row: Any) -> Complaint | None:
+    """The first field that is nested too deeply."""
+    if not is_too_deep(row):
+        return None
+    fields = row if isinstance(row, Mapping) else {}
+    return next(((str(name), TOO_DEEP) for name, value in fields.items() if is_too_deep(value)), ("", TOO_DEEP))
 
 
 def _keep(kept: PackedRows | list[Row], row: Row) -> Complaint | None:

@@ -8,13 +8,13 @@ may be JSON written out as text, as a CSV file has it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.complaints import Complaint, kind_of, missing
 from rlpost.data.demonstrations import ChatMessage
-from rlpost.data.row_store import Row
+from rlpost.data.row_files import TOO_DEEP, Unreadable, is_too_deep, parsed
+from rlpost.data.row_store import LONE_SURROGATE, Row, has_lone_surrogate
 
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = ("prompt", "question")
@@ -219,10 +219,17 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _from_json(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(column, f"{text[:40]!r} is not JSON ({error})") from error
+    """The value of a text of JSON, which holds nothing that a row may not hold. Raises FormatError."""
+    value = parsed(text)
+    if isinstance(value, Unreadable):
+        wrong = value.wrong
+    elif is_too_deep(value):
+        wrong = TOO_DEEP
+    elif has_lone_surrogate(value):
+        wrong = LONE_SURROGATE
+    else:
+        return value
+    raise FormatError(column, f"{text[:40]!r} {wrong}")
 
 
 def _present(row: Row, column: str) -> Any:

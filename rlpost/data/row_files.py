@@ -20,15 +20,21 @@ from rlpost.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 MOST_ROW_BYTES = 16 << 20  # of a row
 MOST_GROUP_BYTES = 8 << 30  # of a row group of Parquet, whose columns are held while its rows are read
 MOST_ROWS = 100_000_000
+MOST_LEVELS = 100  # of lists and objects within each other in a row: what reads them calls itself for each
 BATCH_ROWS = 4096  # of Parquet, at a time
-BATCH_BYTES = 64 << 20  # of a column of text in Parquet, at a time
+BATCH_BYTES = 64 << 20  # of rows of Parquet, and of a column of repeated text in full, at a time
 _CHUNK = 1 << 20
 
+TOO_DEEP = f"is nested too deeply ({MOST_LEVELS} levels at most): flatten or remove it"
+TOO_MANY_DIGITS = "holds a number of more digits than can be read: write it as text, or remove it"
+
 _BLANK = re.compile(r"[ \t\r\n]*")
+_HOLDING = (dict, list, tuple)
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
 
 Numbered = Iterator[tuple[int, Any]]
@@ -47,18 +53,30 @@ def read_jsonl(path: Path) -> Numbered:
         if isinstance(text, Unreadable):
             yield number, text
         elif text.strip():
-            yield number, _parsed(text.rstrip())
+            yield number, parsed(text.rstrip())
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """The value that is written in a text as JSON, or what is wrong with it as `Unreadable`."""
     try:
         return json.loads(text)
     except RecursionError:
-        return Unreadable("is nested too deeply")
+        return Unreadable(TOO_DEEP)
     except json.JSONDecodeError as error:
         return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1})")
     except ValueError:  # Python reads no integer of more than 4,300 digits
-        return Unreadable("holds a number of more digits than can be read")
+        return Unreadable(TOO_MANY_DIGITS)
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a value holds more than `MOST_LEVELS` lists and objects within each other."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        level = [each for each in level if isinstance(each, _HOLDING)]
+        if not level:
+            return False
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def read_json(path: Path) -> Numbered:
@@ -95,7 +113,7 @@ def read_json(path: Path) -> Numbered:
             except RecursionError as error:
                 raise broken("it is nested too deeply") from error
             except ValueError:
-                row = Unreadable("holds a number of more digits than can be read")
+                row = Unreadable(TOO_MANY_DIGITS)
                 _, end = of_any_size.raw_decode(text, at)
             if end == len(text):  # it may go on, a number for one
                 more = read(size)
@@ -221,10 +239,9 @@ def read_parquet(path: Path) -> Numbered:
         file = pyarrow.parquet.ParquetFile(path)
         _check_size(path, file.metadata)
         # a text that is repeated is held once: else a small file could stand for any amount of memory
-        texts = [field.name for field in file.schema_arrow if _is_text(field.type)]
-        file = pyarrow.parquet.ParquetFile(path, read_dictionary=texts)
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=_repeating(file))
         number = 0
-        for batch in file.iter_batches(batch_size=BATCH_ROWS):
+        for batch in _batches(file):
             for row in _rows_of(batch):
                 number += 1
                 yield number, row
@@ -242,6 +259,23 @@ def _check_size(path: Path, metadata: Any) -> None:
                 f"{path}: its row group {number + 1} takes {size / 1e9:,.0f} GB when it is read, more than "
                 f"{MOST_GROUP_BYTES / 1e9:,.0f}: write it again with smaller row groups"
             )
+
+
+def _repeating(file: pyarrow.parquet.ParquetFile) -> list[str]:
+    """The columns of text that a file may hold each text of once."""
+    texts = {field.name for field in file.schema_arrow if _is_text(field.type)}
+    groups = map(file.metadata.row_group, range(file.num_row_groups))
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    held_once = {c.path_in_schema for c in columns if any("DICTIONARY" in encoding for encoding in c.encodings)}
+    return sorted(texts & held_once)
+
+
+def _batches(file: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of one row group after the other: Arrow holds what repeats of all those that it reads together."""
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        each = group.total_byte_size // max(group.num_rows, 1) + 1
+        yield from file.iter_batches(max(1, min(BATCH_ROWS, BATCH_BYTES // each)), row_groups=[number])
 
 
 def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from rlpost.data.row_files import MOST_ROW_BYTES
+from rlpost.data.row_files import MOST_ROW_BYTES, TOO_DEEP
 from rlpost.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ALL_UP_TO = 100_000  # rows that are all tokenised before training begins
 SAMPLE = 20_000  # of more rows, those that are tokenised then; the others are when they are drawn
+LONE_SURROGATE = "holds half of a character (a lone surrogate): remove it"
 IN_MEMORY_BYTES = 64 << 20  # more than that is written to the temporary file
 
 Row = dict[str, Any]
@@ -66,9 +67,9 @@ class PackedRows(Rows):
         try:
             content = _ENCODER.encode(row).encode()
         except UnicodeEncodeError:
-            return "holds half of a character (a lone surrogate): remove it"
+            return LONE_SURROGATE
         except RecursionError:
-            return "is nested too deeply"
+            return TOO_DEEP
         except (TypeError, ValueError) as error:
             return f"holds what is no data ({error})"
         if len(content) > MOST_ROW_BYTES:
@@ -114,6 +115,15 @@ class PackedRows(Rows):
         import numpy as np
 
         return np.frombuffer(self._digests, np.uint64) if self._digests else np.empty(0, np.uint64)
+
+
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether a text in a value of JSON holds half of a character, which no file and no tokenizer takes."""
+    try:
+        _ENCODER.encode(value).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def digests_of(rows: Sequence[Any]) -> Digests:

@@ -52,7 +52,8 @@ class RowReport:
                 told = ", ".join(f"{name} {length:,}" for name, length in split.lengths.items())
                 lines.append(f"             tokens: {told}{of}")
             lines += [f"             {fault}" for fault in split.faults]
-        lines.append(f"overlap    {self.shared:,} prompts of test are in train too")
+        are = "is" if self.shared == 1 else "are"
+        lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")
         lines.append(f"bad rows   {self.bad.count:,} of {self.bad.total:,}")
         return lines + [f"             {sample.where}: {sample.reason}" for sample in self.bad.first]
 

@@ -17,8 +17,13 @@ from rlpost.config.keys import docs_of
 from rlpost.config.papers import PAPER_VALUES
 from rlpost.config.provenance import owner_of, value_of
 from rlpost.config.registry import all_keys, options, recipes
+from rlpost.errors import ConfigError
 
 Told = Callable[..., str]
+
+# environments whose recipe is begun and then completed as it says; those that need no value, for one command
+OF_EVERY_COMMAND = ("arithmetic", "dataset", "gsm8k", "mix", "reasoning_gym", "text_game")
+OF_ONE = ("countdown", "ifbench", "ifeval", "math")
 
 
 @pytest.fixture
@@ -280,8 +285,13 @@ def test_what_init_says_of_a_file_holds_when_it_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
-    values = {"env.path": "me/rows", "env.task": "leg_counting", "env.id": "FrozenLake-v1"}
-    for env in ("arithmetic", "dataset", "gsm8k", "reasoning_gym", "text_game"):
+    values = {
+        "env.path": "me/rows",
+        "env.task": "leg_counting",
+        "env.id": "FrozenLake-v1",
+        "env.sources": "[arithmetic,countdown]",
+    }
+    for env in (*OF_EVERY_COMMAND, *(OF_ONE if command is TRAIN_GRPO else ())):
         found = json.loads(told("init", f"{env}.yaml", *command.verb.split(), f"env={env}", "--json"))
         text = Path(f"{env}.yaml").read_text()
         for key in found["needed"]:
@@ -289,6 +299,17 @@ def test_what_init_says_of_a_file_holds_when_it_is_done(
         Path(f"{env}.yaml").write_text(text)
         words = found["use"].replace("FILE.py:FUNCTION", "r.py:score").removeprefix(f"rlpost {command.verb} ").split()
         assert compose(command, words).choices["env"] == env
+
+
+def test_init_says_of_the_sources_of_a_mix_that_the_file_holds_them_and_no_code(told: Told, tmp_path: Path) -> None:
+    file = tmp_path / "mix.yaml"
+    assert told("init", str(file), "env=mix").startswith("give these a value in it first: env.sources\n")
+    text = file.read_text()
+    assert re.search(r"(?m)^# env\.sources: \?\?\? +# needs a value; a file cannot name code to run; \[", text)
+    with_code = 'env.sources: ["dataset path=me/rows reward=./r.py:score"]'
+    file.write_text(text.replace("# env.sources: ???", with_code))
+    with pytest.raises(ConfigError, match="a file cannot name code to run"):
+        compose(TRAIN_GRPO, [f"recipe={file}"])
 
 
 def test_init_says_in_the_file_what_stands_on_the_command_line_alone(told: Told, tmp_path: Path) -> None:

@@ -80,15 +80,64 @@ def test_the_same_is_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--row", "9", code=2) == (
-        "error: --row 9: the split train has no such row; it may be held out: add env.split=test\n"
+        "error: --row 9: the split train has no such row; it may be held out: add env.split=test eval.enabled=false\n"
     )
     assert "did you mean max_tokens?" in told(capsys, "max_token=3", code=2)
+
+
+def test_rows_are_numbered_as_their_file_counts_with_blank_lines_and_held_out_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def line(question: str) -> str:
+        return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Ho"}]})
+
+    Path("rows.jsonl").write_text("\n".join(["", line("a"), "", line("b"), line("c"), "  ", line("d"), line("e")]))
+    held_out = "env.held_out=0.4"  # a hash of the prompt chooses: "c" alone
+    lines = told(capsys, held_out, "--row", "7").splitlines()
+    assert lines[0].startswith("rows.jsonl, row 7: ")
+    assert lines[3] == "d<|im_end|>"
+    for number in ("3", "5", "9"):  # blank, held out, behind the last
+        assert told(capsys, held_out, "--row", number, code=2) == (
+            f"error: --row {number}: the split train has no such row; it may be held out: add env.split=test "
+            "eval.enabled=false\n"
+        )
+    test = [held_out, "env.split=test", "eval.enabled=false", "--row"]
+    lines = told(capsys, *test, "5").splitlines()
+    assert lines[0].startswith("rows.jsonl, row 5: ")
+    assert lines[3] == "c<|im_end|>"
+    assert told(capsys, *test, "6", code=2) == "error: --row 6: the split test has no such row\n"
 
 
 def test_malformed_rows_are_shown_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     said = " ".join(told(capsys, "env.completion_column=completion").split())
     assert "malformed: 3 of 3 rows" in said
     assert "rows.jsonl, row 1: field 'prompt': missing" in said
+
+
+def test_each_of_several_malformed_rows_is_told_with_its_place_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps(ROWS[0]), '{"messages": 3}', "", '{"messages": [', json.dumps(ROWS[0]), "[]"]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    reasons = {
+        2: "field 'messages': must be a list of messages, and is int",
+        4: "is not JSON (Expecting value, character 15)",
+        6: "field 'messages': the row is no object of named fields but a list",
+    }
+    said = told(capsys, "max_bad_share=0.6").splitlines()
+    assert said[-7:] == [
+        "first 5 rows: 25.0% of 72 tokens trained, longest 36, 3 bad",
+        "  malformed: 3 of 5 rows, such as rows.jsonl, row 2: field 'messages': must be a list of messages,",
+        "and is int",
+        *(f"    rows.jsonl, row {number}: {reason}" for number, reason in reasons.items()),
+        "--row 2 shows the first of them",
+    ]
+    record = json.loads(told(capsys, "--json"))
+    assert record["row"]["where"] == "rows.jsonl, row 1"
+    assert record["bad"] == {
+        "malformed": {
+            "rows": 3,
+            "first": [{"row": f"rows.jsonl, row {number}", "reason": reason} for number, reason in reasons.items()],
+        }
+    }
 
 
 def test_in_colours_what_is_trained_is_green_and_the_rest_dim(tiny_tokenizer: Any) -> None:

@@ -64,6 +64,36 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
     env.close()
 
 
+def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def chat(prompt: str, *answer: str) -> str:
+        said = [{"role": "assistant", "content": text} for text in answer]
+        return json.dumps({"messages": [{"role": "user", "content": prompt}, *said]})
+
+    Path("rows").mkdir()
+    lines = [chat("a", "1"), "", chat("b", "12"), chat("a", "1"), '{"messages":', chat("c"), '{"messages": []}']
+    Path("rows/train.jsonl").write_text("\n".join(lines))
+    Path("rows/test.jsonl").write_text("\n".join([chat("b", "1"), chat("d", "1")]))
+    assert run(["data", "report", "rows", "model=tiny"]) == 0
+    # a token a byte and a marker: <|im_start|>user\n, the prompt, <|im_end|>\n: 6 + 1 + 2; <|im_start|>assistant\n, the
+    # answer, <|im_end|>\n: 11 + 1 or 2 + 2
+    assert capsys.readouterr().out.splitlines() == [
+        "form       demonstrations, messages in messages: for rlpost train sft",
+        "template   the chat template of tiny-v1",
+        "train      4 rows, 1 with a prompt that came before",
+        "             rows/train.jsonl, row 4 is that of rows/train.jsonl, row 1",
+        "             tokens: median 23, 95% up to 24, longest 24",
+        "             nothing to train on: 1 of 4 rows, such as rows/train.jsonl, row 6: no message of the assistant "
+        "is trained",
+        "test       2 rows, 0 with a prompt that came before",
+        "             tokens: median 23, 95% up to 23, longest 23",
+        "overlap    1 prompt of test is in train too",
+        "bad rows   2 of 8",
+        "             rows/train.jsonl, row 5: is not JSON (Expecting value, character 13)",
+        "             rows/train.jsonl, row 7: field 'messages': has no messages",
+    ]
+    assert reported(capsys, "rows")["template"] == "the chat template of tiny-v1"
+
+
 def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows").mkdir()
     train = [{"prompt": prompt, "answer": "1"} for prompt in ("a", "b", "a", "c")]

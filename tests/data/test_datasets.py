@@ -1,5 +1,8 @@
+import copy
+import functools
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,40 @@ def test_a_folder_without_a_test_file_holds_out_of_its_train_file(tmp_path: Path
         assert load_rows(str(tmp_path), split) == load_rows(str(path), split)
 
 
+def test_another_split_of_a_folder_is_its_file_of_that_name(tmp_path: Path) -> None:
+    written(tmp_path, "train.jsonl", jsonl(numbered(20)))
+    written(tmp_path, "dev.jsonl", LINES)
+    assert load_rows(str(tmp_path), "dev") == ROWS
+    assert load_rows(str(tmp_path), "train") == numbered(20)
+
+
+def test_a_folder_without_the_split_names_those_that_it_has(tmp_path: Path) -> None:
+    written(tmp_path, "dev.jsonl", LINES)
+    with pytest.raises(DataError) as caught:
+        load_rows(str(tmp_path), "train")
+    assert str(caught.value) == (
+        f"env.path={tmp_path} has no train.jsonl (nor .json, .csv, .parquet): give env.path={tmp_path}/dev.jsonl, or a "
+        "split that it has with env.split=dev"
+    )
+
+
+def test_one_file_has_no_other_split_than_train_and_test(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.jsonl", LINES)
+    with pytest.raises(DataError) as caught:
+        load_rows(str(path), "dev")
+    assert str(caught.value) == f"env.path={path} is one file, which has train and test: env.split=dev needs a folder"
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_a_file_of_validation_serves_as_test_where_there_is_none(name: str, tmp_path: Path) -> None:
+    written(tmp_path, "train.jsonl", jsonl(numbered(20)))
+    written(tmp_path, f"{name}.jsonl", LINES)
+    assert load_rows(str(tmp_path), "test") == ROWS
+    assert load_rows(str(tmp_path), "train") == numbered(20)
+    written(tmp_path, "test.jsonl", jsonl(numbered(3)))
+    assert load_rows(str(tmp_path), "test") == numbered(3)
+
+
 def test_a_test_path_leaves_all_other_rows_to_train(tmp_path: Path) -> None:
     path = str(written(tmp_path, "a.jsonl", jsonl(numbered(100))))
     test_path = str(written(tmp_path, "b.jsonl", LINES))
@@ -119,10 +156,15 @@ def test_a_test_path_leaves_all_other_rows_to_train(tmp_path: Path) -> None:
         load_rows(path, "test", test_path=str(tmp_path / "nothing.jsonl"))
 
 
-def test_a_dataset_of_the_hub_without_test_holds_out_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = {"train": numbered(100), "extra": ROWS}
+def hub_gives(monkeypatch: pytest.MonkeyPatch, splits: Mapping[str, Any]) -> None:
+    """Every id of the hub is a dataset with these splits."""
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr("datasets.load_dataset", lambda hub_id, config: splits)
+
+
+def test_a_dataset_of_the_hub_without_test_holds_out_of_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {"train": numbered(100), "extra": ROWS}
+    hub_gives(monkeypatch, splits)
     test = load_rows("some/rows", "test")
     assert load_rows("some/rows", "train") == [row for row in numbered(100) if row not in test]
     splits["test"] = ROWS
@@ -155,6 +197,41 @@ def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path: Path, line: s
     with pytest.raises(DataError, match=r"bad\.jsonl") as caught:
         load_rows(str(path), "train")
     assert said in str(caught.value)
+
+
+def test_a_malformed_element_of_a_list_is_named_by_its_number_and_field(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.json", json.dumps([*ROWS, {"question": "q"}], indent=2))
+    with pytest.raises(DataError) as caught:
+        load_rows(str(path), "train")
+    assert str(caught.value) == f"{tmp_path}/a.json, row 3, field 'answer': missing; the row has question"
+
+
+def test_a_malformed_row_of_the_hub_is_named_by_dataset_split_and_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_gives(monkeypatch, {"train": [ROWS[0], {"question": "q", "answer": 7}], "test": [{"question": " "}]})
+    for split, wrong in (("train", "row 2, field 'answer': must be text, and is int"), ("test", "row 1, ")):
+        with pytest.raises(DataError) as caught:
+            load_rows("some/rows", split)
+        assert str(caught.value).startswith(f"some/rows ({split}) on the hub, {wrong}")
+
+
+def test_a_row_that_is_nested_too_deeply_is_bad_wherever_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nested(levels: int) -> Any:
+        return functools.reduce(lambda value, _: [value], range(levels), "x")
+
+    wrong = r", row 2, field 'more': is nested too deeply \(100 levels at most\): flatten or remove it$"
+    for levels in (101, 400, 900):
+        rows = [ROWS[0] | {"more": nested(99)}, ROWS[1] | {"more": nested(levels)}]  # the row itself is a level
+        hub_gives(monkeypatch, {"train": rows, "test": ROWS})
+        files = [
+            str(written(tmp_path, f"{levels}.jsonl", "\n".join(map(json.dumps, rows)))),
+            str(written(tmp_path, f"{levels}.json", json.dumps(rows))),
+        ]
+        for dataset in (*files, "some/rows", rows):
+            assert len(load_rows(dataset, "train", limit=1, test_path=files[0])) == 1
+            with pytest.raises(DataError, match=wrong):
+                load_rows(dataset, "train", check=lambda row: copy.deepcopy(row) and None)  # it calls itself too
 
 
 def test_a_check_names_the_field_it_rejects(tmp_path: Path) -> None:

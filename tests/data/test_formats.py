@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -50,6 +51,38 @@ def test_messages_may_be_json_as_a_csv_file_has_them() -> None:
     assert read_messages('[{"role": "user", "content": "Hi"}]', "messages") == CHAT[:1]
     with pytest.raises(FormatError, match="'hello' is not JSON"):
         read_messages("hello", "messages")
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ("9" * 5000, "holds a number of more digits than can be read: write it as text, or remove it"),
+        ('"\\ud800"', "holds half of a character (a lone surrogate): remove it"),
+        ("[" * 99 + "]" * 99, "is nested too deeply (100 levels at most): flatten or remove it"),
+        ("[" * 5000 + "]" * 5000, "is nested too deeply (100 levels at most): flatten or remove it"),
+    ],
+    ids=["digits", "surrogate", "deep", "very deep"],
+)
+def test_json_written_as_text_holds_no_more_than_a_row_may(content: str, wrong: str) -> None:
+    text = f'[{{"role": "user", "content": {content}}}]'
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    rows = RowFormat({"messages": CHAT}, None, None)
+    for read in (
+        lambda: read_messages(text, "messages"),
+        lambda: read_messages([call], "messages"),
+        lambda: rows.tools({"tools": text}),
+    ):
+        with pytest.raises(FormatError) as raised:
+            read()
+        assert raised.value.complaint[0] in ("messages", "tools")
+        assert raised.value.complaint[1] == f"{text[:40]!r} {wrong}"
+
+
+def test_a_whole_character_of_two_escapes_and_98_levels_are_read() -> None:
+    [message] = read_messages('[{"role": "user", "content": "\\ud83d\\ude00"}]', "messages")
+    assert message["content"] == "\N{GRINNING FACE}"
+    deep = "[" * 98 + "]" * 98  # under a list and an object
+    assert RowFormat({"messages": CHAT}, None, None).tools({"tools": f'[{{"a": {deep}}}]'}) == [{"a": json.loads(deep)}]
 
 
 def test_parts_of_text_are_joined_and_what_is_null_left_out() -> None:

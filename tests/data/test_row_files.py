@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,9 @@ def test_a_line_that_cannot_be_read_is_a_bad_row_and_those_behind_it_are_read(tm
     assert [number for number, row in rows if row == GOOD] == [1, 6]
     assert said(rows) == {
         2: "is not JSON (Expecting value, character 13)",
-        3: "holds a number of more digits than can be read",
+        3: "holds a number of more digits than can be read: write it as text, or remove it",
         4: "is not UTF-8 (byte 7), but likely Windows-1252 or Latin-1: save the file as UTF-8",
-        5: "is nested too deeply",
+        5: "is nested too deeply (100 levels at most): flatten or remove it",
     }
 
 
@@ -148,6 +150,58 @@ def test_a_parquet_file_that_promises_too_much_is_refused(tmp_path: Path, monkey
     monkeypatch.setattr(row_files, "MOST_ROWS", 49)
     with pytest.raises(DataError, match=r"has 50 rows, more than 49: give a part of it"):
         list(read_parquet(path))
+
+
+# How much memory that takes
+
+READ_ALL = """
+import sys
+from rlpost.data import row_store
+from rlpost.data.datasets import located_rows
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+
+row_store.IN_MEMORY_BYTES = 4 << 20
+next(iter(located_rows(sys.argv[2], "train", held_out=0.0)))  # what reading imports is there
+before = peak()
+rows = located_rows(sys.argv[1], "train", held_out=0.0)
+print(len(rows), rows.where(len(rows) - 1), peak() - before, sep="\\n")
+"""
+
+
+def long_rows(path: Path, count: int) -> Path:
+    """A file of rows of 10 KB, each another, as its suffix says."""
+    answers = (f"{number}".ljust(10_000, "x") for number in range(count))
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"question": [str(number) for number in range(count)], "answer": list(answers)})
+        pyarrow.parquet.write_table(table, path, row_group_size=500, compression="NONE")
+        return path
+    before, row, between, behind = {
+        ".jsonl": ("", '{{"question": "{0}", "answer": "{1}"}}', "\n", ""),
+        ".json": ("[", '{{"question": "{0}", "answer": "{1}"}}', ", ", "]"),
+        ".csv": ("question,answer\n", "{0},{1}", "\n", ""),
+    }[path.suffix]
+    rows = between.join(row.format(number, answer) for number, answer in enumerate(answers))
+    return written(path.parent, path.name, f"{before}{rows}{behind}")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "last", "share"),  # of Parquet a row group is held, several times over
+    [(".jsonl", 10_000, 0.2), (".json", 10_000, 0.2), (".csv", 10_001, 0.2), (".parquet", 10_000, 0.8)],
+)
+def test_reading_a_large_file_takes_the_memory_of_a_part_of_it(
+    suffix: str, last: int, share: float, tmp_path: Path
+) -> None:
+    small, large = long_rows(tmp_path / f"small{suffix}", 10), long_rows(tmp_path / f"large{suffix}", 10_000)
+    size = large.stat().st_size
+    assert size > 100_000_000
+    command = [sys.executable, "-c", READ_ALL, str(large), str(small)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, where, grown = done.stdout.splitlines()
+    assert (int(count), where) == (10_000, f"{large}, row {last}")
+    assert int(grown) < share * size
 
 
 # What is kept

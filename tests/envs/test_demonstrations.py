@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from rlpost.data import row_store
 from rlpost.data.demonstrations import Demonstration
+from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.envs import ArithmeticEnv, ChatEnv, GSM8KEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT
@@ -80,6 +83,33 @@ def test_prompt_and_completion_become_one_turn(tmp_path: Path) -> None:
     assert messages(tmp_path, {"question": "Hi", "answer": "Ho"}, completion_column="answer") == CHAT
     alpaca = {"instruction": "H", "input": "i", "output": "Ho"}
     assert messages(tmp_path, alpaca, prompt_template="{instruction}{input}", completion_column="output") == CHAT
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"), [({"input": "i"}, "H\n\ni"), ({"input": ""}, "H"), ({"input": None}, "H"), ({}, "H")]
+)
+def test_an_alpaca_row_needs_no_setting(tmp_path: Path, given: dict[str, Any], asked: str) -> None:
+    row = {"instruction": "H", **given, "output": "Ho"}
+    assert messages(tmp_path, row) == [{"role": "user", "content": asked}, {"role": "assistant", "content": "Ho"}]
+
+
+def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_among_many(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.csv"
+    good = json.dumps(CHAT)
+    with file.open("w", newline="") as stream:
+        csv.writer(stream).writerows([["messages"], [good], [good.replace("Ho", "\\ud800")], [good]])
+    shown = DatasetEnv(DatasetSettings(path=str(file), reward=[], held_out=0.0)).demonstrated()
+    encoder = Encoder(tiny_tokenizer)
+    samples, bad = encode_all(shown.in_turn(), encoder)
+    wrong = f"{good[:40]!r} holds half of a character (a lone surrogate): remove it"
+    line = f"malformed: 1 of 3 rows, such as {file}, row 3: field 'messages': {wrong}"
+    assert bad.lines() == [line]
+    monkeypatch.setattr(row_store, "SAMPLE", 1)
+    lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows
+    assert [*lazy] == samples
+    assert lazy.malformed.lines() == [line]
 
 
 def test_the_system_prompt_comes_first_in_place_of_the_rows_own(tmp_path: Path) -> None:
