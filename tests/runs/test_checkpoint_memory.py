@@ -22,8 +22,9 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1e6
 
-shape = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, tie_word_embeddings=True, **shape))
+shape = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30)
+heads = dict(num_attention_heads=9, num_key_value_heads=3)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, tie_word_embeddings=True, **shape, **heads))
 optimizer = torch.optim.AdamW(model.parameters())
 for parameter in model.parameters():
     parameter.grad = torch.ones_like(parameter)
