@@ -230,7 +230,7 @@ def start_vllm(folder: Path) -> None:
         patch.setattr(vllm_engines, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
         patch.setattr(vllm_arguments, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
-        patch.setattr(vllm.vLLMWrapper, "_checkpoint_names", lambda self: set())
+        patch.setattr(vllm, "checkpoint_names", lambda folder: set())
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
             settings = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", f"policy.engine={engine}"]).settings

@@ -54,7 +54,7 @@ class NotingEngine:
 def wrapper(folder: Path, engine: NotingEngine) -> vLLMWrapper:
     policy = vLLMWrapper(folder, None, settings=VLLMSettings(), sampling=SamplingSettings(), max_model_len=64)
     policy._engine = engine  # type: ignore[assignment]
-    policy._needed = policy._checkpoint_names()
+    policy._needed = checkpoint_names(folder)
     return policy
 
 
