@@ -18,6 +18,7 @@ from rlpost.errors import PolicyError
 from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
+from rlpost.policies.vllm_arguments import checkpoint_names
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
