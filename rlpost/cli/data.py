@@ -86,6 +86,7 @@ def report(
     from rlpost.catalog import TRAIN_SFT
     from rlpost.config.compose import compose
 
+    path = path.removeprefix("env.path=")  # as the other verbs are told
     settings = compose(TRAIN_SFT, ["env=dataset", f"env.path={path}", *(overrides or [])]).settings
     with StatusLine("reading rows and tokenizer"), stdout_on_stderr() if as_json else nullcontext():
         from rlpost.envs.row_report import report_rows

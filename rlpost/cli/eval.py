@@ -136,11 +136,11 @@ def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> P
 
 @contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """The folder is there meanwhile, before anything long is begun; where that fails and it is empty it goes again.
+    """The folder is there meanwhile, before anything long is begun; it goes again where nothing is written into it.
 
     Raises CheckpointError where it cannot be made.
     """
-    is_new = not folder.exists()
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -148,8 +148,9 @@ def reserved(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+        for each in new:
+            if not any(each.iterdir()):
+                each.rmdir()
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         """Loss per trained token of the held-out rows, and where asked for the accuracy of greedy replies."""
         screen, parts = self.screen, self.parts
         if not screen.is_live:
-            screen.line(f"evaluating on {len(parts.held_out)} held-out rows, {when} ...")
+            screen.line(f"evaluating on {counted(len(parts.held_out), 'held-out row')}, {when} ...")
         screen.phase("evaluating", "the loss")
         rows = [row_of(sample) for sample in parts.held_out]
         read = self.ranks.read_log_probs(

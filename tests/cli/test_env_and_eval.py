@@ -157,7 +157,7 @@ def test_an_evaluation_that_fails_leaves_no_folder(
 ) -> None:
     noted.error = RewardError("all 4 rewards of the evaluation failed")
     assert run(["eval", "model=tiny"]) == RewardError.exit_code
-    assert not list(Path("evals").iterdir())
+    assert not Path("evals").exists()
 
 
 def test_compare_prints_a_verdict_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ class Ended:
     """An evaluation that a signal has ended: its exit code, the files it has left, what it said, its children."""
 
     code: int
-    files: list[str]
+    files: list[str]  # and folders
     out: str
     err: str
     children: list[psutil.Process]  # that it had when the signal came
@@ -89,7 +89,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[s
     return {
         name: Ended(
             code,
-            sorted([file.name for file in (folder / name).rglob("*") if file.is_file()] + left),
+            sorted([file.name for file in (folder / name).rglob("*")] + left),
             (folder / f"{name}.out").read_text(),
             (folder / f"{name}.err").read_text(),
             had[name],
