@@ -222,7 +222,7 @@ def test_a_fault_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     case.make(tmp_path)
     code = run(["doctor", case.verb, *case.words])
     said = "".join(capfd.readouterr())
-    told = [line for line in said.splitlines() if line.startswith(("error", "warning"))]
+    told = [line for line in said.splitlines() if line.startswith(("error", "warning", "  "))]
     assert any(case.named in line for line in told), said
     assert code == case.code, said
 
