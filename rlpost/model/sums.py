@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # how names of what a head is tied to end
 AT_ONCE = 1 << 22  # elements that are widened together
 ROUNDED = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}  # of an answer's norm
 OFF = 1e-10  # of a sum: what the order of summing explains, far below any update

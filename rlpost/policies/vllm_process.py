@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 
 from rlpost.errors import PolicyError
 from rlpost.loop_thread import LoopThread
+from rlpost.model.sums import EMBEDDINGS
 
 EXCHANGE = "rlpost-weights-"  # how exchange folders begin
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # how names of what it is tied to end
 
 _setting = threading.RLock()  # held while variables are set: again by the thread that sets several
 

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from rlpost.model.packing import Row
-from rlpost.policies.vllm_process import EMBEDDINGS
+from rlpost.model.sums import EMBEDDINGS
 
 EXPLAINED = 0.3  # of the gap may remain where a fault explains it
 LEAST = 2e-3  # nats a token: below this nothing is wrong
