@@ -149,7 +149,7 @@ def reserved(folder: Path) -> Iterator[None]:
         yield
     finally:
         for each in new:
-            if not any(each.iterdir()):
+            if each.is_dir() and not any(each.iterdir()):  # another evaluation may have removed a parent
                 each.rmdir()
 
 

@@ -22,9 +22,9 @@ PROBE_SECONDS = 10  # longest wait for the hub's first answer
 TEST_NAMES = ("test", "validation", "valid", "val", "dev")  # of the split test, the first that there is
 
 Dataset = str | Sequence[str] | Sequence[Mapping[str, Any]]
+INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-INSTEAD = "give env.path=<folder with train.jsonl and test.jsonl>"
 
 
 @dataclass(frozen=True)

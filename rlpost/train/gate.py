@@ -141,6 +141,8 @@ class Gate:
     def _fault_of_weights(self, names: list[str] | None) -> Disagreement | None:
         """What is wrong with the engines' weights, all or those of `names`; None where nothing is, or none can tell."""
         told = {} if self.policy.shares_weights else self.policy.weight_sums(names)
+        if not told:
+            return None
         weights: Mapping[str, torch.Tensor] = named_weights(self.model)
         faults: list[Disagreement | None] = []
         compared_with: list[tuple[EngineSums, tuple[list[str], int]]] = []  # many engines tell the same

@@ -85,7 +85,7 @@ def checkpoint_writer(
     )
 
 
-def restore_optimizer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
+def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
     """Bring the optimizer and the RNG to where they were at `checkpoint`, whose weights the model holds; its state.
 
     Raises ConfigError for settings that would read the saved data position as another one.

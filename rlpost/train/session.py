@@ -40,7 +40,7 @@ from rlpost.settings import OnAlarm
 from rlpost.settings.run import RunRequest
 from rlpost.train.clock import Clock
 from rlpost.train.diagnosing import symptoms_after
-from rlpost.train.kept import Parts, Settings, checkpoint_writer, restore_optimizer
+from rlpost.train.kept import Parts, Settings, checkpoint_writer, restore_trainer
 from rlpost.train.narration import say_stopped
 from rlpost.train.needs import needs_here
 from rlpost.train.progress import (
@@ -316,8 +316,8 @@ class Session(ABC, Generic[S, P]):
             self.screen.line(evaluation_line(before, "before training"))
 
     def _restore(self, checkpoint: Path) -> None:
-        """The parts, the RNG and the progress as they were at `checkpoint`; raises as `restore_optimizer` does."""
-        state = restore_optimizer(checkpoint, self.settings, self.parts)
+        """The parts, the RNG and the progress as they were at `checkpoint`; raises as `restore_trainer` does."""
+        state = restore_trainer(checkpoint, self.settings, self.parts)
         self.progress = Progress(**state["progress"])
         self.restore(state)
         for row in evaluations_until(checkpoint, self.progress.step):  # it was saved before its own
