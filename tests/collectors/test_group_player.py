@@ -189,17 +189,20 @@ def test_an_error_comes_back_with_its_group_alone(playing: Playing) -> None:
 
 
 def test_a_push_waits_for_the_groups_under_way_or_goes_into_them(playing: Playing, tmp_path: Path) -> None:
-    for wait, versions in ((True, [[0, 0, 0], [0, 0, 0]]), (False, [[0, 1, 1], [0, 1, 1]])):
-        env = Talk([{"question": "q", "turns": 3}], shuffle=False, repeats=2, max_steps=3)
+    for wait, versions in ((True, [0, 0, 0]), (False, [0, 1, 1])):
+        env = Talk([{"question": "q", "turns": 3}], shuffle=False, repeats=1, max_steps=3)
         player = playing(env, Folders(hold := threading.Event()))
         player.play(tickets(env, 1))
-        wait_until(lambda player=player: player.policy.tokens_sampled)
+        wait_until(lambda player=player: player.policy.tokens_sampled)  # the first of three turns
         pushed = player.push(tmp_path, 1, wait=wait)
-        assert not pushed.done()
-        threading.Timer(0.1, hold.set).start()
+        if wait:
+            assert not pushed.done()
+        else:
+            pushed.result(30)  # while the turn is still held
+        hold.set()
         pushed.result(30)
-        [(_, (_, conversations, _))] = told_to(player).wait(1)
-        assert [c.policy_versions for c in conversations] == versions
+        [(_, (_, [conversation], _))] = told_to(player).wait(1)
+        assert conversation.policy_versions == versions
         assert player.policy.version == 1
 
 

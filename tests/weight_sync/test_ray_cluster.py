@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,16 @@ def workers(cluster: Any) -> dict[int, Any]:
     }
 
 
+def end(cluster: Any, actor: Any) -> None:
+    """Kill `actor` and wait until it has ended: `kill` returns before."""
+    cluster.kill(actor)
+    until = time.monotonic() + SECONDS
+    with pytest.raises(cluster.exceptions.RayActorError):
+        while time.monotonic() < until:
+            cluster.get(actor.__ray_ready__.remote(), timeout=SECONDS)
+            time.sleep(0.02)
+
+
 def left_in_memory() -> set[str]:
     return {path.name for path in memory_folder().glob(f"{EXCHANGE}*")}
 
@@ -95,7 +106,7 @@ def test_workers_that_fail_are_named_and_the_others_have_the_weights(cluster: An
     with pytest.raises(WorkersFailed, match=r"2 of 2 workers.*do not fit the policy.*no worker has them"):
         sender.send({"policy": torch.nn.Linear(2, 1)}, workers)
     assert sender.version == 20
-    cluster.kill(workers[1])
+    end(cluster, workers[1])
     with pytest.raises(WorkersFailed) as caught:
         sender.send({"policy": policy}, workers)
     assert list(caught.value.reasons) == [1]
@@ -144,7 +155,7 @@ def test_groups_are_written_and_taken_across_processes(cluster: Any, workers: di
         buffer.take(1, 0)
     with pytest.raises(AttributeError, match="has no source: no collector is asked for more"):
         buffer.source
-    cluster.kill(buffer._actor)
+    end(cluster, buffer._actor)
     with pytest.raises(PolicyError, match=r"the actor of the replay buffer is gone .*build another"):
         len(buffer)
     buffer.close()
