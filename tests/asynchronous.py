@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.child import python_module
 from rlpost.config.compose import compose
 from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo
+from rlpost.train import expert_iteration, grpo, sampled
 from tests.processes import children
 
 REWARD = '''
@@ -89,6 +91,18 @@ def wait_for(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def hold_in_step(step: int, until: threading.Event, patch: pytest.MonkeyPatch) -> None:
+    """Let a training in this process end its step `step`, counted from now on, once `until` is set."""
+    original, seen = sampled.batch_metrics, []
+
+    def held(*args: Any) -> dict[str, float]:
+        seen.append(None)
+        assert len(seen) != step or until.wait(120)
+        return original(*args)
+
+    patch.setattr(sampled, "batch_metrics", held)
 
 
 @contextmanager

@@ -23,13 +23,15 @@ def children(of: int | None = None) -> dict[psutil.Process, str]:
     return found
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process ends within a second; one that nobody waited for counts as ended."""
-    for _ in range(100):
+def is_gone(pid: int, seconds: float = 20.0) -> bool:
+    """Whether a process ends within so many seconds; one that nobody waited for counts as ended."""
+    deadline = time.monotonic() + seconds
+    while True:
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 return True
         except psutil.NoSuchProcess:
             return True
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.01)
-    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ def test_loading_is_said_though_other_output_goes_elsewhere(
 ) -> None:
     said = beats("still loading the model ... ")
     with Screen().waiting("loading the model"), output_into(tmp_path / "log.txt"):
-        assert said.wait(20)
+        assert said.wait(60)
         os.write(1, b"from a library\n")
     out = capfd.readouterr().out
     assert out.startswith("loading the model ...\nstill loading the model ... ")
@@ -114,7 +115,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: thread
         made = original(self, requests, sampling)
         if self.on_ended is not None:
             self.on_ended(1)
-        assert (drawn if sampling.temperature else greedy).wait(20)
+        assert (drawn if sampling.temperature else greedy).wait(60)
         return made
 
     monkeypatch.setattr(ScriptedPolicy, "generate", generate)
@@ -157,14 +158,14 @@ def test_the_model_that_a_conversation_waits_for_is_said_to_be_loading(
     load_model = chat.load_model
 
     def slow(*given: Any) -> Any:
-        assert said.wait(20)
+        assert said.wait(60)
         return load_model(*given)
 
     monkeypatch.setattr(chat, "load_model", slow)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
     assert run(["chat", "tiny", "--max-tokens", "2"]) == 0
     captured = capfd.readouterr()
-    assert "\nloading, 0 s\n" in captured.err
+    assert re.search(r"\nloading, \d+ s\n", captured.err)
     assert "loading" not in captured.out
 
 
@@ -183,9 +184,9 @@ def test_a_step_that_is_written_for_long_is_said_to_be(
     def slow(model: Any, tokenizer: Any, folder: Path) -> None:
         if folder.parent.name.startswith(f".step-{step:06d}."):
             if step == 2:  # the last, which all else waits for in the end
-                assert closed.wait(20)
+                assert closed.wait(60)
                 said.clear()
-            assert said.wait(20)
+            assert said.wait(60)
         save_model(model, tokenizer, folder)
 
     monkeypatch.setattr(kept, "save_model", slow)

@@ -18,7 +18,7 @@ SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate you
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process, which starts sooner
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -76,7 +76,7 @@ def test_a_collector_of_dialog_turns_with_vllm(tiny_folder: Path, monkeypatch: p
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_version_of_the_policy_is_written_in_the_data(tiny_folder: Path) -> None:
     from rlpost.collectors import LLMCollector, vLLMUpdater
     from rlpost.envs import ArithmeticEnv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -199,8 +200,11 @@ def test_a_collector_fills_a_buffer_beside(tiny_tokenizer: Any) -> None:
     collecting.start()
     with collecting.pause():
         pass
-    collecting.async_shutdown(timeout=10)
-    collecting.shutdown(timeout=10)
+    deadline = time.monotonic() + 60
+    while not len(buffer) and time.monotonic() < deadline:  # the first batch may not have begun
+        time.sleep(0.01)
+    collecting.async_shutdown(timeout=60)
+    collecting.shutdown(timeout=60)
     assert len(buffer.take(1, None)) > 0
 
 
@@ -535,7 +539,7 @@ def test_weights_go_over_a_group() -> None:
 
 @uses("vLLMWrapper", "LLMOnDevice", "make_vllm_worker", "vLLMUpdater")
 @pytest.mark.vllm
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_an_engine_is_started_and_taken(tiny_folder: Path, model: Any, tiny_tokenizer: Any) -> None:
     pytest.importorskip("vllm")
     from rlpost.collectors import vLLMUpdater

@@ -53,7 +53,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.ray
 @with_ray
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(280)
 def test_a_cluster_of_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert rlpost(["cluster", "check", "local", "--mb", "1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -65,7 +65,7 @@ def test_a_cluster_of_this_machine_is_fit(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.ray
 @with_ray
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(280)
 def test_a_port_of_something_else_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:  # which takes connections and never says a word
         address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -41,14 +41,14 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
 
     def told() -> str:
         """What the key Ctrl-G wrote, once it has; what bash prints is read meanwhile, lest it waits for a reader."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.02)[0]:
                 os.read(terminal, 65536)
             if line.is_file() and (text := line.read_text()).endswith("\n"):
                 line.unlink()
                 return text.removesuffix("\n")
-        pytest.fail("bash did not answer in 20 s")
+        pytest.fail("bash did not answer in 120 s")
 
     def type_in(text: str) -> str:
         send(f"{text}\x07")

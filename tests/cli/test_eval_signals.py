@@ -80,7 +80,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> dict[s
             wait_for(lambda said=said: said.is_file() and "\nevaluating 0 of 32, " in said.read_text())
             had[name] = [child for child in children() if child.ppid() == pid]
             os.kill(pid, signal.Signals[name])
-        out, _ = running.communicate(timeout=60)
+        out, _ = running.communicate(timeout=120)
     finally:
         for process in [*psutil.Process(running.pid).children(), running] if running.poll() is None else []:
             process.kill()

@@ -36,7 +36,7 @@ ENVIRONMENT = {
 def rlpost(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     """The command in a process of its own, whose environment holds secrets."""
     command = [sys.executable, "-m", "rlpost", *words]
-    return subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, timeout=250)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +95,9 @@ def test_completions_on_a_terminal_cannot_steer_it(trained: tuple[Path, subproce
     reading = threading.Thread(target=read)
     reading.start()
     command = [sys.executable, "-m", "rlpost", "rollouts", "export", "r", "-"]
-    assert subprocess.run(command, cwd=folder, stdout=theirs, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=folder, stdout=theirs, timeout=200).returncode == 0
     os.close(theirs)
-    reading.join(10)
+    reading.join(60)
     os.close(ours)
     lines = shown.decode("ascii").replace("\r\n", "\n")
     assert lines.count("\n") == 32

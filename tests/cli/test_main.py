@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -242,14 +241,15 @@ def test_env_list_names_every_environment(capsys: pytest.CaptureFixture[str]) ->
 
 def test_help_starts_at_once_and_imports_nothing_heavy() -> None:
     program = (
-        "import sys, rlpost.cli.main\n"
+        "import sys, time, rlpost.cli.main\n"
         "heavy = ('torch', 'transformers', 'vllm', 'datasets', 'hydra', 'omegaconf', 'rich')\n"
         "print([m for m in heavy if m in sys.modules])\n"
+        "print(time.process_time())\n"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-    assert time.perf_counter() - started < 3  # 0.1 s on an idle machine; torch alone takes more than this limit
+    heavy, seconds = done.stdout.splitlines()
+    assert heavy == "[]"
+    assert float(seconds) < 3  # of this process alone, whatever else the machine does; 0.1 s where it is fast
 
 
 def test_the_program_exits_with_the_code_and_a_plain_message() -> None:

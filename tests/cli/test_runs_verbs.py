@@ -222,7 +222,7 @@ def test_ctrl_c_leaves_a_followed_run_quietly() -> None:
         assert following.stdout is not None
         following.stdout.readline()  # it has begun
         following.send_signal(signal.SIGINT)
-        _, errors = following.communicate(timeout=20)
+        _, errors = following.communicate(timeout=120)
     assert (following.returncode, errors) == (130, "")
 
 

@@ -377,7 +377,7 @@ def test_the_environment_is_closed_unless_that_is_not_wanted(close_env: bool) ->
     with pytest.raises(RuntimeError, match="shut down: build another"):
         collector.set_seed(1)
     other = talks()
-    other.async_shutdown(timeout=5)
+    other.async_shutdown(timeout=60)
     with pytest.raises(Exception, match="is closed and samples no more"):
         there(other).policy.submit(None)
 

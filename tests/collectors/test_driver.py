@@ -148,7 +148,7 @@ def driven(
     rows = [{"question": f"q{i}"} for i in range(12)]
     env = Numbers(rows, shuffle=False, num_envs=per_step, repeats=2, group_repeats=True)
     buffer = ReplayBuffer(group_size=2, accept=accept, oldest_first=True, draw_limit=10_000)
-    options = {"wait_seconds": 5.0, **options}
+    options = {"wait_seconds": 60.0, **options}
     policy = Remote(players)
     options |= {"prompts_per_step": per_step, "depth": depth, "max_policy_lag": lag}
     driver = GroupDriver(env, policy, buffer, model=MODEL, **options)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counting import Counting
+from here import wait_until
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, interaction_type
 
@@ -345,6 +346,8 @@ def test_what_fails_beside_the_training_is_raised_or_logged(caplog: pytest.LogCa
     for raises in (True, False):
         collector = make(policy=lambda td: None, replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)))
         collector.start()
+        background = collector._background
+        wait_until(lambda of=background: of is not None and not of.is_alive)  # what has not begun raises nothing
         if raises:
             with pytest.raises(TypeError, match="the policy returned NoneType"):
                 collector.shutdown(timeout=10)
@@ -418,12 +421,14 @@ def test_no_environment_of_a_pool_waits_for_another() -> None:
     assert batch["next", "done"].squeeze(-1).tolist() == [False, True] * 3
     held.set()
     following = [collector.rollout() for _ in range(20)]
+    while 0 not in following[-1]["collector", "env_index"]:  # whose thread may be slow to wake
+        following.append(collector.rollout())
     places = torch.cat([b["collector", "env_index"] for b in following])
     assert set(places.tolist()) == {0, 1}
     numbers = torch.cat([b["collector", "traj_ids"] for b in (batch, *following)])
     frames = numbers.bincount().tolist()
-    assert set(frames) <= {1, 2}  # each trajectory that has ended has two
-    assert frames.count(1) <= 2  # one under way in each environment
+    assert max(frames) == 2  # each trajectory that has ended has two
+    assert sum(count < 2 for count in frames) <= 2  # one under way in each environment
     assert collector.set_seed(4, static_seed=True) == 4
     assert {float(o) for o in collector.rollout()["observation"]} == {40.0, 41.0}
     assert collector.set_seed(4) == 5

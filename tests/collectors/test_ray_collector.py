@@ -196,9 +196,9 @@ def test_in_a_pause_nothing_is_collected_and_a_silent_driver_holds_nobody(
         with pytest.raises(RuntimeError, match="inside a block of pause"):
             both.next()
     assert not is_held()
-    monkeypatch.setattr(crew_module, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(crew_module, "LEASE_SECONDS", 3.0)
     with both.pause():
-        time.sleep(1)
+        time.sleep(4)
         assert is_held()  # it is renewed
         monkeypatch.setattr(crew_module.Crew, "_tell_that_it_lives", lambda self: None)
         wait_until(lambda: not is_held())
@@ -233,7 +233,10 @@ def test_what_a_worker_raises_is_raised_here_and_then_it_goes_on(both: RayCollec
 # The first that is ready
 
 
-def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(cluster: Any) -> None:
+def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 60.0)  # in which who is lost is known
     collector, _ = begun(frames_per_batch=8, update_after_each_batch=True)
     model = collector.policy.model  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -256,10 +259,8 @@ def test_who_has_given_a_batch_is_updated_and_more_may_join_and_be_lost(cluster:
         numbers.add(int(batch["collector", "traj_ids"].max()) // 10**12)
     assert numbers == {0, 1}
     os.kill(cluster.get(second.__ray_call__.remote(pid_of), timeout=60), signal.SIGKILL)
-    until = time.monotonic() + 60
     with pytest.raises(PolicyError, match=r"worker 1.*died"):
-        while time.monotonic() < until:
-            collector.next()
+        wait_until(lambda: collector.next() is None)
     with pytest.raises(PolicyError, match="worker 1 of the RayCollector was lost: "):
         collector.next()
     assert not collector.is_initialized()

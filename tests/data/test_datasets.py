@@ -288,7 +288,7 @@ def test_an_unreachable_hub_is_an_error_within_seconds(tmp_path: Path, monkeypat
     started = time.perf_counter()
     with pytest.raises(DataError, match=r"nobody/nothing.*no route to the hub.*give env.path=<folder"):
         load_rows("nobody/nothing", "train")
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 60
 
 
 def test_rows_that_are_given_are_checked_and_serve_either_split() -> None:

@@ -36,7 +36,7 @@ def test_a_template_that_takes_too_much_is_refused(name: str) -> None:
     template, found = MUCH[name]
     began = time.monotonic()
     assert found in (greed_of(template) or "")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("reasoning_gym")
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[ReasoningGymEnv]:
-    env = ReasoningGymEnv("countdown", task_config={"min_numbers": 2, "max_numbers": 3}, limit=20, score_seconds=2.0)
+    env = ReasoningGymEnv("countdown", task_config={"min_numbers": 2, "max_numbers": 3}, limit=20, score_seconds=5.0)
     env.start()
     yield env
     env.close()

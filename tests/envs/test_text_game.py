@@ -59,7 +59,7 @@ def digits(game: Any, text: str) -> str:
 
 
 def guessing(**settings: Any) -> TextGameEnv:
-    return TextGameEnv(Guess, parse=digits, **{"step_seconds": 2.0, **settings})
+    return TextGameEnv(Guess, parse=digits, **{"step_seconds": 30.0, **settings})
 
 
 def say(env: TextGameEnv, conversations: Sequence[Conversation], *replies: str, reason: str = "stop") -> None:
@@ -140,16 +140,16 @@ def test_a_reply_that_was_cut_is_no_move() -> None:
 
 
 def test_a_game_that_raises_or_hangs_is_an_error_of_its_conversation_alone() -> None:
-    env = guessing(num_envs=3, step_seconds=0.3)
+    env = guessing(num_envs=3, step_seconds=1.0)
     crashing, hanging, right = conversations = env.draw()
     began = time.monotonic()
     say(env, conversations, "crash", "sleep", str(number_of(right)))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert (right.valid, right.reward) == (True, 1.0)
     assert (crashing.valid, crashing.reward, crashing.done) == (False, None, True)
     assert crashing.error == "Guess: step failed: RuntimeError: the board fell over"
     assert (hanging.valid, hanging.reward, hanging.done) == (False, None, True)
-    assert hanging.error == "Guess: step did not return within 0.3 s"
+    assert hanging.error == "Guess: step did not return within 1 s"
 
 
 def test_games_are_closed_with_their_conversations() -> None:
@@ -157,7 +157,7 @@ def test_games_are_closed_with_their_conversations() -> None:
     conversations = env.draw()
     say(env, conversations, str(number_of(conversations[0])), wrong_for(conversations[1]))
     env.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not all(game.closed for game in Guess.made) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(Guess.made) == 5  # one to see that it begins, one for each first observation, and one each to play

@@ -175,6 +175,11 @@ def test_respond_ends_conversations_and_conclude_scores_them() -> None:
     assert (for_all.reward, echo.ended) == (3.0, [(0, 0), (1, 0)])
 
 
+def begun_since(before: set[threading.Thread]) -> int:
+    """Threads that were not there before; one that another test has left may end meanwhile."""
+    return len(set(threading.enumerate()) - before)
+
+
 def played(env: ChatEnv, text: str, *, together: bool) -> list[Conversation]:
     """64 conversations, opened and answered by a thread each, or one after the other."""
     tickets = env.tickets(THREADS)
@@ -211,12 +216,12 @@ CALL = '<tool_call>{{"name": "echo", "arguments": {{"text": "{} {}"}}}}</tool_ca
     ],
 )
 def test_64_threads_get_the_answers_that_one_gets(make: Callable[[], ChatEnv], text: str) -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     together = played(make(), text, together=True)
     assert together == played(make(), text, together=False)
     assert len(together) == THREADS
     assert all(c.valid and c.turns > 1 and c.reward is not None for c in together)
-    assert threading.active_count() == threads  # no game is left
+    assert begun_since(threads) == 0  # no game is left
 
 
 def test_a_conversation_waits_for_no_tool_of_another() -> None:
@@ -233,12 +238,14 @@ def test_a_conversation_waits_for_no_tool_of_another() -> None:
 
 def test_a_tool_runs_no_more_calls_at_once_than_it_says() -> None:
     counting, inside, most = threading.Lock(), 0, 0
+    meeting = threading.Barrier(3, timeout=30)
 
     def count() -> None:
         nonlocal inside, most
         with counting:
             inside += 1
             most = max(most, inside)
+        meeting.wait()  # until three are inside
         time.sleep(0.005)
         with counting:
             inside -= 1
@@ -280,17 +287,17 @@ def test_transforms_are_not_called_by_two_threads_at_once() -> None:
 
 
 def test_what_is_held_for_conversations_that_are_given_up_is_given_back() -> None:
-    echo, threads = Echo(), threading.active_count()
+    echo, threads = Echo(), set(threading.enumerate())
     env = TextGameEnv(Up, num_envs=2)
     env.transforms.append(echo)
     gone, stays = conversations = env.draw()
     reply(conversations, "<action>up</action>")
     env.respond(conversations)
-    assert threading.active_count() == threads + 2
+    assert begun_since(threads) == 2
     env.abandon([gone])
-    assert (threading.active_count(), echo.ended) == (threads + 1, [gone.key])
+    assert (begun_since(threads), echo.ended) == (1, [gone.key])
     env.abandon([stays])
-    assert threading.active_count() == threads
+    assert begun_since(threads) == 0
 
 
 def test_an_environment_of_which_a_half_would_be_passed_over_is_refused() -> None:

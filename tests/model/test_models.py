@@ -73,7 +73,7 @@ def test_an_unreachable_hub_is_named_within_seconds(monkeypatch: pytest.MonkeyPa
     started = time.monotonic()
     with pytest.raises(DataError, match=r"model\.path=nobody/nothing is neither a local folder nor to be had"):
         locate_model("nobody/nothing")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_an_unknown_device_is_refused() -> None:

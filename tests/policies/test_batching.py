@@ -18,6 +18,7 @@ from rlpost.errors import PolicyError
 from rlpost.model.load import load_model
 from rlpost.policies import Request, ScriptedPolicy, TransformersWrapper
 from rlpost.settings import ModelSettings, SamplingSettings
+from tests.collectors.here import wait_until
 
 LIMIT = 20.0
 
@@ -87,9 +88,11 @@ def test_a_closed_policy_ends_what_waits_and_takes_no_more(tiny_tokenizer: Any) 
     under_way = policy.submit(request(1))
     assert policy.begun.wait(LIMIT)
     waiting = policy.submit(request(2))
-    letting = threading.Timer(0.05, policy.gate.set)
-    letting.start()
-    policy.close()
+    with ThreadPoolExecutor(1) as thread:
+        closing = thread.submit(policy.close)
+        wait_until(waiting.running)  # it is to be ended, and is in no batch
+        policy.gate.set()
+        closing.result(LIMIT)
     assert under_way.result(LIMIT).text == "ab"
     with pytest.raises(PolicyError, match="closed before this completion was sampled"):
         waiting.result(LIMIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -11,6 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -396,7 +398,8 @@ def kill_engines_since(before: Container[Any]) -> None:
     engines = [child for child, command in children().items() if child not in before and "_tracker" not in command]
     assert engines
     for engine in engines:
-        engine.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
+            engine.kill()
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["before its first request", "after one"])

@@ -73,7 +73,7 @@ def test_a_weight_that_does_not_come_is_given_up_at_the_deadline() -> None:
     port = free_port(HOST)
     with ThreadPoolExecutor() as pool:
         ranks: list[Any] = list(
-            pool.map(lambda r: stateless_init_process_group(HOST, port, r, 2, "cpu", timeout_seconds=2), range(2))
+            pool.map(lambda r: stateless_init_process_group(HOST, port, r, 2, "cpu", timeout_seconds=5), range(2))
         )
     assert [group.rank for group in ranks] == [0, 1]
     with pytest.raises(PolicyError, match="rank 1 of 2 lost the weights that rank 0 was to send"):

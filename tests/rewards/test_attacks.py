@@ -69,7 +69,7 @@ inside = threading.Lock()
 def alone(completions, answer):
     if not inside.acquire(blocking=False):
         raise RuntimeError("called twice at once")
-    time.sleep(0.05)
+    time.sleep(0.3)
     inside.release()
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer)]
 
@@ -90,7 +90,7 @@ def first(completions, answer):
     return [float(completions[0].strip() == answer[0])]
 
 def slow(completions, answer):
-    time.sleep(0.15)
+    time.sleep(1.1)
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer)]
 
 def fails(completions, answer):
@@ -142,13 +142,13 @@ def test_sums_are_given_in_the_form_that_is_wanted(tmp_path: Path, function: str
         ("at_home", attacks.fork, Verdict.weak, "in a fork of a process that has called it, it gives other values"),
         ("greedy", attacks.inputs, Verdict.weak, "it changes what it is given: answer (copies, in rlpost)"),
         ("single", attacks.returns, Verdict.fault, "returned None: it must return a list of 6 numbers"),
-        ("slow", attacks.latency, Verdict.weak, "p50 1"),
+        ("slow", attacks.latency, Verdict.weak, "p50 1."),
     ],
 )
 def test_a_weakness_is_found(
     tmp_path: Path, function: str, attacked: Callable[[Attack], Check], verdict: Verdict, reason: str
 ) -> None:
-    attack = attack_on(tmp_path, function, 2.0)
+    attack = attack_on(tmp_path, function, 3.0)
     assert attack.score_gold() is None
     check = attacked(attack)
     attack.reward.close()

@@ -74,5 +74,5 @@ def test_hostile_replies_take_linear_time(piece: str) -> None:
     reply = piece * (100_000 // len(piece))
     started = time.process_time()
     score(reply, "1")
-    assert time.process_time() - started < 0.2
+    assert time.process_time() - started < 1  # quadratic time would be minutes
     assert first_block(reply, "nothing") is None

@@ -61,9 +61,9 @@ def test_a_number_too_long_for_int_is_compared_as_text() -> None:
 def test_hostile_replies_take_linear_time(piece: str) -> None:
     def seconds(length: int) -> float:
         text = (piece * length)[:length]
-        started = time.perf_counter()
+        started = time.process_time()
         last_number(text)
         only_number(text)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
-    assert min(seconds(100_000) for _ in range(3)) < 0.1  # quadratic time would be minutes
+    assert min(seconds(100_000) for _ in range(3)) < 1  # quadratic time would be minutes

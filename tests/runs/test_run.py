@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,11 +163,18 @@ def test_a_run_reads_back_as_it_ended(tmp_path: Path) -> None:
 # Who may write
 
 
-def test_somebody_who_looks_whether_the_run_is_running_does_not_keep_it_from_beginning(tmp_path: Path) -> None:
+def test_somebody_who_looks_whether_the_run_is_running_does_not_keep_it_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".lock").touch()
     with (tmp_path / ".lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        threading.Timer(0.03, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+
+        def wait(seconds: float) -> None:  # and meanwhile the look ends
+            assert seconds < 1
+            fcntl.flock(looking, fcntl.LOCK_UN)
+
+        monkeypatch.setattr("rlpost.runs.writer.time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
         with make(tmp_path):
             pass
 
@@ -358,7 +365,7 @@ def test_a_process_that_is_asked_to_stop_finishes_and_says_so_with_its_exit_code
 ) -> None:
     process = start(tmp_path)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert (out, process.returncode) == ("saved\n", code)
 
 
@@ -371,7 +378,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path, first: str, second: str,
     assert process.stdout is not None
     assert process.stdout.readline() == "asked to stop\n"
     process.send_signal(signal.Signals[f"SIG{second}"])
-    out, err = process.communicate(timeout=10)  # the step would have gone on for a minute
+    out, err = process.communicate(timeout=45)  # the step would have gone on for a minute
     assert (out, process.returncode) == ("", code)
     assert err.endswith("left at once, without saving\n")
 
@@ -447,7 +454,7 @@ def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path: Pat
     running.until_shown("in the step")
     running.hang_up()
     running.process.send_signal(signal.SIGHUP)
-    assert running.process.wait(20) == 129
+    assert running.process.wait(120) == 129
     assert (tmp_path / "saved").is_file()
     assert "the run was stopped" in (tmp_path / "log.txt").read_text()
 

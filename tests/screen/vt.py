@@ -161,7 +161,7 @@ class Session:
         os.close(theirs)
         self._raw = b""
 
-    def until(self, seen: Callable[[Terminal], bool], seconds: float = 20) -> Terminal:
+    def until(self, seen: Callable[[Terminal], bool], seconds: float = 120) -> Terminal:
         """Read until `seen`; fails with what is shown after `seconds`."""
         deadline = time.monotonic() + seconds
         while not seen(self.terminal):
@@ -180,7 +180,7 @@ class Session:
 
     def end(self) -> int:
         """Read to the end; the exit code."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while self._read() or self.process.poll() is None:
             assert time.monotonic() < deadline, "\n".join(self.terminal.shown)
         os.close(self._ours)

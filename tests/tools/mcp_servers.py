@@ -45,10 +45,12 @@ def arithmetic() -> Any:
         return CallToolResult(content=[TextContent(type="text", text="I would rather not")], is_error=True)
 
     @server.tool()
-    async def sleep(seconds: float) -> str:
-        """Wait."""
+    async def sleep(seconds: float, note: str = "") -> str:
+        """Wait; the file `note` says that it has begun."""
         import anyio
 
+        if note:
+            open(note, "w").close()
         await anyio.sleep(seconds)
         return "awake"
 

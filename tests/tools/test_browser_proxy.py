@@ -32,7 +32,7 @@ def told(proxy: FilterProxy, *messages: str) -> str:
     async def talk() -> str:
         await proxy.start()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
                 for message in messages:
                     writer.write(message.encode())
@@ -172,7 +172,7 @@ def test_closing_ends_connections_that_are_open() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         await asyncio.sleep(0.05)
         await proxy.close()
-        left = await asyncio.wait_for(reader.read(), 2)
+        left = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         return left
 

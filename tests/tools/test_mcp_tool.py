@@ -132,25 +132,25 @@ def test_a_failed_call_is_a_failure_that_says_why(
 
 
 def test_an_answer_that_is_late_is_a_failure_and_the_server_goes_on() -> None:
-    with served("arithmetic", timeout=0.4) as tool:
+    with served("arithmetic", timeout=2.0) as tool:
         tool.start()
         begun = time.monotonic()
-        assert ask(tool, "sleep", seconds=30) == ToolResult("no answer within 0.4 s", ok=False)
-        assert time.monotonic() - begun < 2
+        assert ask(tool, "sleep", seconds=30) == ToolResult("no answer within 2 s", ok=False)
+        assert time.monotonic() - begun < 20
         assert ask(tool, "add", a=1, b=1) == ToolResult("2")
         assert tool.restarts == {"arithmetic": 0}
 
 
 def test_calls_of_several_conversations_run_at_once(tools: MCPToolTransform) -> None:
     results: list[ToolResult] = []
-    threads = [threading.Thread(target=lambda: results.append(ask(tools, "sleep", seconds=0.5))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(ask(tools, "sleep", seconds=2.0))) for _ in range(8)]
     begun = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [ToolResult("awake")] * 8
-    assert time.monotonic() - begun < 3, "one after the other they take 4 s"
+    assert time.monotonic() - begun < 15, "one after the other they take 16 s"
 
 
 # In an environment
@@ -195,16 +195,24 @@ def test_calls_may_stand_in_a_form_of_ones_own(settings: dict[str, str]) -> None
 # Servers that die or misbehave
 
 
-def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over() -> None:
-    before = servers()
+def test_a_server_killed_in_mid_call_is_a_failed_call_and_another_takes_over(tmp_path: Path) -> None:
+    before, note = servers(), tmp_path / "begun"
     with served("arithmetic", timeout=30) as tool:
         tool.start()
         first = tool.pids["arithmetic"]
         assert first is not None
-        threading.Timer(0.3, os.kill, (first, signal.SIGKILL)).start()
+
+        def kill() -> None:
+            while not note.exists():
+                time.sleep(0.01)
+            os.kill(first, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
         begun = time.monotonic()
-        assert ask(tool, "sleep", seconds=30) == ToolResult("the server arithmetic stopped in mid-call", ok=False)
-        assert time.monotonic() - begun < 3
+        assert ask(tool, "sleep", seconds=30, note=str(note)) == ToolResult(
+            "the server arithmetic stopped in mid-call", ok=False
+        )
+        assert time.monotonic() - begun < 20
         assert ask(tool, "add", a=1, b=1) == ToolResult("2")
         assert tool.restarts == {"arithmetic": 1}
         assert tool.pids["arithmetic"] not in (None, first)
@@ -218,10 +226,9 @@ def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> 
     with pytest.raises(ToolError, match=r"started again 2 times in vain: the MCP server brittle .*already started"):
         ask(tool, "add", a=1, b=1)
     assert tool.restarts == {"brittle": 2}
-    begun = time.monotonic()
     with pytest.raises(ToolError, match="brittle"):
         ask(tool, "add", a=1, b=1)
-    assert time.monotonic() - begun < 0.1, "it is not tried again"
+    assert tool.restarts == {"brittle": 2}, "it is not tried again"
     tool.close()
 
 
@@ -237,7 +244,7 @@ def test_a_server_that_comes_up_no_more_ends_the_run_by_name(tmp_path: Path) -> 
 def test_a_server_that_does_not_start_is_named_with_its_command_and_its_stderr(
     entry: dict[str, Any], said: str
 ) -> None:
-    tool = MCPToolTransform({"sick": entry}, startup_timeout=0.8)
+    tool = MCPToolTransform({"sick": entry}, startup_timeout=0.8 if "hangs" in entry.get("args", []) else 60.0)
     with pytest.raises(ToolError, match=rf"^the MCP server sick \({entry['command']}.*\) {said}") as raised:
         tool.schemas()
     assert "\n" not in str(raised.value)
@@ -251,10 +258,10 @@ def test_what_a_server_prints_beside_its_messages_is_passed_over(capfd: pytest.C
 
 
 def test_an_answer_that_is_no_json_is_named() -> None:
-    with served("malformed", timeout=0.3) as tool:
+    with served("malformed", timeout=2.0) as tool:
         result = ask(tool, "go")
     assert not result.ok
-    assert result.text.startswith("no answer within 0.3 s: it wrote 1 line besides JSON-RPC on stdout, the last '{")
+    assert result.text.startswith("no answer within 2 s: it wrote 1 line besides JSON-RPC on stdout, the last '{")
 
 
 def test_an_answer_of_another_shape_is_a_failure() -> None:
@@ -269,7 +276,7 @@ def test_an_answer_of_another_shape_is_a_failure() -> None:
     ("kind", "said"), [("flood", "1001 lines besides JSON-RPC"), ("endless", "a line of more than 16 MiB")]
 )
 def test_a_server_that_floods_its_stdout_is_ended(kind: str, said: str) -> None:
-    with served(kind) as tool:
+    with served(kind, timeout=60) as tool:
         result = ask(tool, "go")
     assert not result.ok
     assert result.text.startswith(f"the server {kind} stopped in mid-call: ")
@@ -281,7 +288,7 @@ def test_a_server_that_answers_nothing_any_more_is_replaced() -> None:
         tool.start()
         first = tool.pids["frozen"]
         assert ask(tool, "go").text == "no answer within 0.3 s"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while tool.pids["frozen"] is not None and time.monotonic() < deadline:
             time.sleep(0.05)
         ask(tool, "go")

@@ -195,7 +195,7 @@ def test_a_tool_that_breaks_ends_its_conversation_without_a_reward_and_no_other(
 
 
 def test_conversations_use_their_tools_at_the_same_time() -> None:
-    meeting = threading.Barrier(4, timeout=10)
+    meeting = threading.Barrier(4, timeout=60)
     env = ChatEnv(4, max_steps=2).append_transform(Adder(lambda a, b: meeting.wait() * 0 + a + b))
     conversations = env.begin([{"query": "?"} for _ in range(4)])
     for number, conversation in enumerate(conversations):
@@ -280,4 +280,4 @@ def test_answering_hundreds_of_conversations_costs_little() -> None:
     started = time.perf_counter()
     env.advance(conversations)
     assert all(c.tool_calls == 1 for c in conversations)
-    assert time.perf_counter() - started < 5  # a hang, not a measurement
+    assert time.perf_counter() - started < 30  # a hang, not a measurement

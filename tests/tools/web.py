@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote
 
 @dataclass
 class Site:
-    """Serves `pages` by path, those below `/slow` after a second.
+    """Serves `pages` by path, those below `/slow` after `slow_seconds`.
 
     `/to?URL` redirects, `/file` is a download, and what is posted to `/said` is shown.
     """
@@ -23,6 +23,7 @@ class Site:
     visits: list[str] = field(default_factory=list)
     port: int = 0
     most_at_once: int = 0  # requests below `/slow`
+    slow_seconds: float = 1.0
 
 
 @contextlib.contextmanager
@@ -39,7 +40,9 @@ def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Sit
             if path.startswith("/slow"):
                 waiting.append(1)
                 site.most_at_once = max(site.most_at_once, len(waiting))
-                time.sleep(1)
+                began = time.monotonic()
+                while time.monotonic() - began < site.slow_seconds:
+                    time.sleep(0.01)
                 waiting.pop()
             if path == "/to":
                 self.send_response(302)
@@ -65,8 +68,9 @@ def served(pages: Mapping[str, str], address: str = "127.0.0.1") -> Iterator[Sit
             body = text.encode()
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # who asked may wait no longer
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

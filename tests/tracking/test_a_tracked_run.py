@@ -100,7 +100,7 @@ def test_whatever_becomes_of_the_tracker_the_training_is_the_same(
     use(monkeypatch, "WrongTracker", where=where, what=what)
     began = time.monotonic()
     assert train(folder) == 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60  # for which a tracker hangs
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3]
     assert (folder / "checkpoints" / "step-000003").is_dir()
     reason = {

@@ -17,7 +17,7 @@ from rlpost.collectors.process import WorkerProcess
 from rlpost.collectors.remote_policy import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
-from tests.asynchronous import check_accounts, metrics, players, run, started, wait_for, write_rows
+from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 from tests.processes import is_gone
 
 
@@ -47,14 +47,18 @@ def test_a_run_learns_beside_sampling_and_goes_on_where_it_was(
     assert [row["policy/version"] for row in metrics(folder)] == [0, 1, 2, 3, 4]
 
 
-def test_a_player_that_is_killed_is_replaced_and_nothing_is_lost(words: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "r"
+def test_a_player_that_is_killed_is_replaced_and_nothing_is_lost(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "r", threading.Event()
 
     def kill() -> None:
         wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
         for pid in players():
             os.kill(pid, signal.SIGKILL)
+        killed.set()
 
+    hold_in_step(3, killed, monkeypatch)  # `metrics` leaves out the first
     killer = threading.Thread(target=kill)
     killer.start()
     assert run(folder, words, "steps=5", "eval.enabled=false") == 0

@@ -15,7 +15,7 @@ import pytest
 
 from rlpost.extras import is_installed
 from rlpost.policies.vllm_process import EXCHANGE, memory_folder
-from tests.asynchronous import check_accounts, metrics, players, run, started, wait_for, write_rows
+from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 
 pytestmark = [
     pytest.mark.ray,
@@ -49,18 +49,22 @@ def nothing_is_left() -> bool:
     return not players() and not list(memory_folder().glob(f"{EXCHANGE}*"))
 
 
-def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(words: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "r"
+def test_a_worker_that_is_killed_is_replaced_and_nothing_is_lost(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "r", threading.Event()
 
     def kill() -> None:
         wait_for(lambda: (folder / "metrics.jsonl").is_file() and bool(metrics(folder)))
         os.kill(players()[0], signal.SIGKILL)
+        killed.set()
 
+    hold_in_step(10, killed, monkeypatch)
     killer = threading.Thread(target=kill)
     killer.start()
-    assert run(folder, words, "steps=30", "eval.limit=2") == 0
+    assert run(folder, words, "steps=15", "eval.limit=2") == 0
     killer.join()
-    check_accounts(folder, 30)
+    check_accounts(folder, 15)
     rows = metrics(folder)
     assert rows[-1]["collector/restarts"] == 1
     assert {row["policy/lag_max"] for row in rows} == {0}

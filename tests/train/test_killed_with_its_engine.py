@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,9 +14,10 @@ import pytest
 from rlpost.extras import is_installed
 from tests.processes import children, is_gone
 
-REWARD = """
+SLEEP = ["sleep", f"600.{os.getpid()}"]  # and no other test's
+REWARD = f"""
 import subprocess
-subprocess.Popen(["sleep", "600"], start_new_session=True)
+subprocess.Popen({SLEEP}, start_new_session=True)
 
 def score(completions, **kept):
     return [len(text) % 7 / 7 for text in completions]
@@ -41,12 +43,9 @@ def test_nothing_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
             time.sleep(0.1)
         started = children(run.pid)
         engines = [command for command in started.values() if "EngineCore" in command]
-        asleep = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+        asleep = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == SLEEP]
         run.kill()
     assert engines
     assert asleep
-    deadline = time.monotonic() + 10
-    left = {each.pid for each in (*started, *asleep)}
-    while left and time.monotonic() < deadline:
-        left = {pid for pid in left if not is_gone(pid)}
+    left = {each.pid for each in (*started, *asleep) if not is_gone(each.pid, 60.0)}
     assert not left, [psutil.Process(pid).cmdline() for pid in left]

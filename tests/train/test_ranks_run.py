@@ -87,7 +87,7 @@ def test_torchrun_starts_one_run(words: list[str], tmp_path: Path) -> None:
     three = [*words, "steps=3", "loss.kl_coef=0.1", "passes=2", "minibatch_size=4"]
     started = launched(2, tmp_path / "two", three)
     assert run(tmp_path / "one", three) == 0
-    said, complaints = started.communicate(timeout=120)
+    said, complaints = started.communicate(timeout=240)
     assert started.returncode == 0, complaints
     assert "ranks   2 train together, each holds the whole model" in said
     assert said.count("step 3/3") == 1
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_ends_the_run_by_name(words: list[str], tmp_path: 
         wait_for(lambda: (folder / "checkpoints" / "latest").exists())
         [other] = players()
         os.kill(other, signal.SIGKILL)
-        assert process.wait(30) == 5
+        assert process.wait(55) == 5  # and not after the 60 s of `words`
     assert "rank 1 of 2 was ended by SIGKILL" in (folder / "log.txt").read_text()
     done = metrics(folder)[-1]["step"]
     assert run(folder, [*words, f"steps={done + 1}"], resume="latest") == 0

@@ -38,19 +38,23 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
     asked = words(tmp_path)
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
-    sampled = threading.Event()
+    sampled, begun = threading.Event(), threading.Event()
     save, generate, update = kept.save_checkpoint, TransformersWrapper.generate, rank.update
 
     def slow(*given: Any, **how: Any) -> Path:
         sampled.clear()
         done.append("begin")
-        if len(done) < 10:  # the last one has no step behind it
-            sampled.wait(20)
+        begun.set()
+        if done.count("begin") < 3:  # the last one has no step behind it
+            assert sampled.wait(60)
         path = save(*given, **how)
         done.append("end")
         return path
 
     def noting(self: Any, *given: Any) -> Any:
+        if done:  # the thread that writes the last step may be slow to begin
+            assert begun.wait(60)
+            begun.clear()
         done.append("sample")
         made = generate(self, *given)
         sampled.set()
@@ -103,7 +107,7 @@ def test_one_save_waits_for_the_one_before() -> None:
     saving, order, held = Saving(), [], threading.Event()
 
     def first() -> None:
-        held.wait(10)
+        assert held.wait(60)
         order.append("first")
 
     saving.begin(first)

@@ -263,6 +263,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
 def test_a_checkpoint_that_is_being_written_is_whole_before_a_signal_ends_the_run(
     loop: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     while_writing: Callable[[int, Callable[[], None]], None],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -270,12 +271,19 @@ def test_a_checkpoint_that_is_being_written_is_whole_before_a_signal_ends_the_ru
     words = ["steps=4", "checkpoint.every=1", "checkpoint.keep_last=9", "eval.enabled=false"]
     assert run(whole, *words, loop=loop) == 0
     newest: list[Path | None] = []
+    begun, begin_step = threading.Semaphore(0), Screen.begin_step
+
+    def noted(self: Screen) -> None:
+        begin_step(self)
+        begun.release()
 
     def send() -> None:
         newest.extend([newest_checkpoint(broken), (broken / "checkpoints" / LATEST).resolve()])
         shutil.copytree(broken, killed, symlinks=True)  # what is there where the process is killed now
+        assert all(begun.acquire(timeout=30) for _ in range(3))  # the third is under way
         os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setattr(Screen, "begin_step", noted)
     while_writing(2, send)
     assert run(broken, *words, loop=loop) == 143
     assert newest == [broken / "checkpoints" / "step-000001"] * 2

@@ -91,7 +91,7 @@ class Attacked:
         self.sandbox.prove()
         started = time.monotonic()
         execution = self.sandbox.run(PRELUDE + code, timeout_seconds=seconds)
-        assert time.monotonic() - started < seconds + 10.0
+        assert time.monotonic() - started < seconds + 60.0
         survivors = self.survivors()
         assert survivors == [], survivors
         return execution

