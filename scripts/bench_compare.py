@@ -207,7 +207,8 @@ def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
         "clip_low": loss.clip_low,
         "clip_high": loss.clip_high,
         "kl_coef": loss.kl_coef,
-        "optim": {name: v for name, v in asdict(settings.optim).items() if isinstance(v, (int, float))},
+        "optim": {name: v for name, v in asdict(settings.optim).items() if isinstance(v, (int, float))}
+        | {"schedule": settings.optim.schedule.value},
     }
 
 

@@ -75,7 +75,7 @@ def configuration(request: dict[str, Any]) -> GRPOConfig:
         epsilon_high=request["clip_high"],
         beta=request["kl_coef"],
         learning_rate=optim["lr"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type=optim["schedule"],
         warmup_steps=optim["warmup_steps"],
         weight_decay=optim["weight_decay"],
         adam_beta1=optim["beta1"],

@@ -89,6 +89,6 @@ def test_trl_is_asked_for_the_default_grpo_work(bench: ModuleType, tmp_path: Pat
     a, b = request["rows"][0]["prompt"][-1]["content"].removeprefix("What is ").partition("?")[0].split(" + ")
     assert request["rows"][0]["answer"] == str(int(a) + int(b))
     sizes = ("steps", "group_size", "completions_per_step", "max_completion_tokens", "temperature", "kl_coef")
-    assert [request[name] for name in sizes] == [2, 8, 64, 20, 1.2, 0.0]
-    assert request["optim"]["lr"] == 1.5e-5
+    assert [request[name] for name in sizes] == [2, 8, 64, 20, 1.0, 0.0]
+    assert (request["optim"]["lr"], request["optim"]["schedule"]) == (2e-5, "linear")
     assert (Path(request["model"]) / "config.json").is_file()

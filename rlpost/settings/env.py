@@ -99,9 +99,6 @@ class MadeSettings(EnvSettings):
 class ArithmeticSettings(MadeSettings):
     """Sums made on the spot; train and test share no pair of operands unless `held_out` is 0."""
 
-    # at 1 the completions of a prompt are soon all alike, and a group that is all right or all wrong teaches nothing
-    train_temperature: ClassVar[float] = 1.2
-
     operations: list[Operation] = field(default_factory=lambda: [Operation.add])  # drawn from at random
     digits: int = limited(2, 1, 9)  # of each operand
 

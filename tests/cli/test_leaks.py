@@ -113,4 +113,4 @@ def test_a_resumed_run_shows_what_differs(trained: tuple[Path, subprocess.Comple
     again = ["train", "grpo", "--out", "again", "--resume", "auto", "env.reward=mine.py:score"]
     ended = rlpost(folder, *again, "steps=3", "optim.lr=1e-4")
     assert ended.returncode == 0
-    assert b"going on with other settings: steps: 2 -> 3; optim.lr: 1.5e-05 -> 0.0001\n" in ended.stderr
+    assert b"going on with other settings: steps: 2 -> 3; optim.lr: 2e-05 -> 0.0001\n" in ended.stderr

@@ -21,7 +21,7 @@ def planned(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 def test_a_plan_of_grpo_says_loss_estimator_rate_evaluation_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned("grpo", capsys)
     assert plan["loss"] == "grpo, advantage.estimator=grpo"
-    assert plan["lr"] == "1.5e-05, constant"
+    assert plan["lr"] == "2e-05, linear"
     assert plan["eval"] == "up to 500 held-out prompts, greedy; before and after training"
     assert plan["memory"].startswith("about ")
     assert "note" not in plan
@@ -44,10 +44,10 @@ def test_a_plan_says_what_was_changed_of_loss_rate_adapter_and_evaluation(capsys
 
 def test_a_plan_of_the_other_loops_says_loss_rate_and_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned("sft eval.accuracy=true loss.kl_coef=0.1", capsys)
-    assert (plan["loss"], plan["lr"]) == ("sft, KL penalty 0.1", "1.5e-05, constant")
+    assert (plan["loss"], plan["lr"]) == ("sft, KL penalty 0.1", "2e-05, linear")
     assert plan["eval"].startswith("loss on up to 500 held-out rows and accuracy of greedy replies; before and after")
     plan = planned("expert-iteration eval.enabled=false", capsys)
-    assert (plan["loss"], plan["lr"], plan["eval"]) == ("sft", "1.5e-05, constant", "none, by eval.enabled=false")
+    assert (plan["loss"], plan["lr"], plan["eval"]) == ("sft", "2e-05, linear", "none, by eval.enabled=false")
 
 
 def test_a_plan_of_a_mix_has_a_line_a_source_with_its_share_of_the_prompts(
@@ -88,7 +88,7 @@ def test_a_rate_that_nobody_uses_is_questioned_in_one_line(
 
 
 def test_published_rates_are_not_questioned() -> None:
-    for lr in (3e-7, 1e-6, 1.5e-5, 1.7e-5):  # INTELLECT-2, TRL and verl, rlpost, AReaL
+    for lr in (3e-7, 1e-6, 2e-5, 1.7e-5):  # INTELLECT-2, TRL and verl, rlpost, AReaL
         assert GRPO_RATES.question(lr, adapter=False) is None
     for lr in (3e-6, 1e-5, 8e-5, 2e-4, 5e-4):  # verl, TRL, tinker, rlpost's recipe, tinker for small models
         assert GRPO_RATES.question(lr, adapter=True) is None

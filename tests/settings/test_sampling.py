@@ -9,7 +9,7 @@ from rlpost.cli.plan import sampling_lines
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
 from rlpost.policies.sampling import evaluation_sampling, training_sampling
-from rlpost.settings import SamplingSettings
+from rlpost.settings import ArithmeticSettings, SamplingSettings
 
 FILTERS = ["sampling.top_p=0.9", "sampling.top_k=20", "sampling.min_p=0.05"]
 STOP = 'sampling.stop=["</answer>","\\n\\n"]'
@@ -46,11 +46,18 @@ def test_grpo_refuses_to_draw_from_a_part_of_the_distribution_that_it_trains(wor
     )
 
 
+def test_an_environment_may_be_trained_at_a_temperature_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArithmeticSettings, "train_temperature", 1.2, raising=False)
+    asked = [["model=tiny"], ["model=tiny", "sampling.temperature=0.7"], ["model=tiny", "env=gsm8k"]]
+    drawn = [training_sampling(compose(TRAIN_GRPO, words).settings).temperature for words in asked]
+    assert drawn == [1.2, 0.7, 1.0]
+
+
 def test_what_is_drawn_is_chosen_by_all_filters_where_log_probs_are_not_trained_on() -> None:
     expected = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "stop": ["</answer>", "\n\n"]}
     words = ["model=tiny", "env=arithmetic", *FILTERS, STOP]
     iterated = compose(TRAIN_EXPERT_ITERATION, words).settings
-    assert training_sampling(iterated) == SamplingSettings(1.2, **expected)
+    assert training_sampling(iterated) == SamplingSettings(1.0, **expected)
     assert evaluation_sampling(compose(EVAL, words).settings.sampling, 8) == SamplingSettings(1.0, **expected)
 
 
