@@ -252,9 +252,12 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
         verb = command.verb if (command := command_of(folder)) else "train grpo"
-        again = f"rlpost {verb} --resume" if _checkpoints(folder) else "the same command with --resume auto --out"
-        code = code_words(record.overrides) if _checkpoints(folder) else []
-        troubles.append(("go on", f"{again} {shlex.join([str(folder), *code])}"))
+        if _checkpoints(folder):
+            words = shlex.join([str(folder), *code_words(record.overrides)])
+            troubles.append(("go on", f"rlpost {verb} --resume {words}"))
+        else:
+            where = "" if record.says_where else f" --out {shlex.quote(str(folder))}"
+            troubles.append(("go on", f"the same command with --resume auto{where}"))
     return troubles
 
 
@@ -299,8 +302,9 @@ def symptoms(run: Path) -> tuple[list[Symptom], int]:
     return list(found.values()), len(rows)
 
 
-def diagnosis_lines(found: Sequence[Symptom], steps: int) -> list[str]:
-    """The symptoms for a person."""
+def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:
+    """How the run ended, unless well, and the symptoms, for a person."""
+    ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
     if not found:
-        return [f"nothing stands out in {counted(steps, 'step')}"]
-    return [printable(symptom.line()) for symptom in found]
+        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}"]
+    return ended + [printable(symptom.line()) for symptom in found]

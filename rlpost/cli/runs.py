@@ -101,15 +101,17 @@ def diagnose(
     A training says the same when it first shows; diagnosis.on_alarm=checkpoint|stop makes it do something.
     """
     from rlpost.cli.run_report import diagnosis_lines, symptoms
-    from rlpost.runs.reader import find_run
+    from rlpost.runs.reader import find_run, read_run
 
     folder = find_run(run)
+    record = read_run(folder)
     found, steps = symptoms(folder)
     if as_json:
         told = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
-        print(json.dumps({"run": str(folder), "steps": steps, "symptoms": told}, indent=2))
+        ended = {"state": record.state.value, "error": record.error or None}
+        print(json.dumps({"run": str(folder), **ended, "steps": steps, "symptoms": told}, indent=2))
     else:
-        print("\n".join(diagnosis_lines(found, steps)))
+        print("\n".join(diagnosis_lines(record, found, steps)))
 
 
 @app.command("gc", epilog=GC_EXAMPLES, short_help="Remove what runs no longer need; says first what that is.")

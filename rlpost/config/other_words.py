@@ -72,14 +72,15 @@ _KEYS = {
     "tracking": "report_to logger log_with metric_logger",
     "tracking=wandb": "wandb use_wandb wandb_project",
     "tracking=tensorboard": "tensorboard use_tensorboard",
+    "cluster.trainer_ranks": "n_gpus_per_node num_gpus nproc_per_node num_processes",
+    "cluster.sharding": "deepspeed fsdp",
     "--out": "output output_dir save_dir save_path default_local_dir ckpt_path",
     "--name": "run_name experiment_name",
     "--resume": "resume resume_from resume_from_checkpoint load_checkpoint resume_mode",
 }
-_ONE_DEVICE = "a training runs on one device, model.device"
 _NOT_HERE = {
     "every step is recorded, in metrics.jsonl": "logging_steps log_interval log_every log_freq",
-    _ONE_DEVICE: "n_gpus_per_node num_gpus nproc_per_node nnodes deepspeed fsdp",
+    "several machines train by torchrun, or sample by cluster=ray: see docs/scale.md": "nnodes num_nodes num_machines",
     "weights are trained whole or as an adapter (lora.enabled=true), never quantized": "load_in_4bit load_in_8bit "
     "qlora",
     "there is no critic: completions are compared within their group": "critic vf_coef gamma gae_lambda "

@@ -286,7 +286,9 @@ def _meant_by(file: Path) -> str:
 
 
 def _nearby(missing: Path) -> str:
-    """A hint at what lies beside the missing path under a similar name."""
+    """A hint at what lies beside the missing path under a similar name, or at where it leads if it is a link."""
+    if missing.is_symlink():
+        return f"; it is a link to {os.readlink(missing)}, which does not exist"
     try:
         names = sorted(p.name for p in missing.parent.iterdir())
     except OSError:  # the folder above is missing or closed, so there is nothing to suggest

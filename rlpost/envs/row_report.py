@@ -133,7 +133,7 @@ def _split_report(
     faults = BadRows()
     for sample in samples if isinstance(shown, DemonstrationRows) else ():
         faults.add(sample)
-    shares = {"median": 0.5, "95% up to": 0.95, "longest": 1.0}
+    shares = {"median": 0.5, "95% up to": 0.95, "longest": 1.0} if lengths else {}  # every row may be bad
     return SplitReport(
         rows=len(rows),
         repeated=len(repeated),

@@ -219,6 +219,10 @@ def find(reference: str, path: str, name: str, *, registered: bool) -> RewardFun
         return RewardFunction(name, reference, BUILT_IN[name].function)
     module = import_file(path, path if registered else reference.rpartition(":")[0])
     function = REWARDS.get(name) if registered else getattr(module, name, None)
+    if isinstance(function, type):
+        raise ConfigError(
+            f"{reference} is a class: give a function, or an object of it that the file makes (scorer = {name}())"
+        )
     if not callable(function):
         raise ConfigError(f"{reference} is no function but {type(function).__name__}: give the name of a function")
     return RewardFunction(name, reference, function, str(path))
@@ -284,7 +288,8 @@ def _values(result: Any, count: int, reference: str) -> list[float | Exception |
     """`result` as floats, exceptions and Nones. Raises TypeError, naming the function, for anything else."""
     if hasattr(result, "tolist"):  # a NumPy array or a tensor
         result = result.tolist()
-    wanted = f"a list of {count} numbers, one a completion"
+    # one row alone may be that of a larger call, tried again
+    wanted = "a list with one number a completion" if count == 1 else f"a list of {count} numbers, one a completion"
     if not isinstance(result, list | tuple):
         raise TypeError(f"{reference} returned {_kind(result)}: it must return {wanted}")
     if len(result) != count:

@@ -23,6 +23,7 @@ from rlpost.files import locked
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
+from rlpost.settings.run import says_where
 
 LOG_END = 65536  # bytes of log.txt that are searched for its last word
 
@@ -63,6 +64,11 @@ class RunRecord:
     def total_steps(self) -> int | None:
         """Steps that the run has when it is done; None where that is not known yet."""
         return _total_steps(self.config, self.environment)
+
+    @property
+    def says_where(self) -> bool:
+        """Whether the words of the last attempt say where the run is, so that they can be typed again."""
+        return bool(self.commands) and says_where(_words(self.commands[-1]))
 
     @property
     def steps_done(self) -> int:

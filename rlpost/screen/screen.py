@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from rlpost.folding import one_line
 from rlpost.heartbeat import Heartbeat, WaitingLine
-from rlpost.output import leave_dead_terminals, size_of, where_it_leads
+from rlpost.output import lead_nowhere, leave_dead_terminals, size_of, where_it_leads
 from rlpost.screen.lines import STOPPING, WIDTH, clock, evaluation_line, sample_lines, step_line
 from rlpost.screen.shown import Shown
 from rlpost.screen.state import Figures, State
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
 SAMPLE_EVERY = 10  # steps
 
 
+class _Output(Console):
+    """Stdout, whose reader may leave, as in `| head`: for a run that catches signals its terminal is closed then."""
+
+    def on_broken_pipe(self) -> None:
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            raise  # the BrokenPipeError, which the program answers
+        lead_nowhere(1)
+        signal.raise_signal(signal.SIGHUP)
+
+
 class Screen:
     """A live picture of the training where somebody is looking, plain lines elsewhere.
 
@@ -44,7 +55,7 @@ class Screen:
     """
 
     def __init__(self, console: Console | None = None, *, plain: bool = False) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _Output(highlight=False, soft_wrap=True)
         self.state = State()
         self._descriptor = None if plain else _descriptor_for_pictures(self.console)
         self._picture: Picture | None = None

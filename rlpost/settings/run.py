@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,3 +24,8 @@ class RunRequest:
     command: list[str]
     config_yaml: str
     plain: bool = False
+
+
+def says_where(command: Sequence[str]) -> bool:
+    """Whether the words of a command say where its run is: `--name` or `--out`."""
+    return any(word.partition("=")[0] in ("--out", "--name") for word in command)

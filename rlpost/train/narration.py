@@ -23,6 +23,7 @@ from rlpost.record import LOSS, interval, main_figure, read_metrics
 from rlpost.runs.writer import Run
 from rlpost.settings import EnvSettings, MixSettings, ModelSettings
 from rlpost.settings.evaluation import HeldOutSettings
+from rlpost.settings.run import says_where
 from rlpost.text import counted
 from rlpost.train.progress import Progress, decisive
 
@@ -76,8 +77,7 @@ def _short(count: int) -> str:
 
 def say_stopped(run: Run, step: int) -> None:
     """How a run goes on that a signal has ended after `step`."""
-    named = any(word.partition("=")[0] in ("--out", "--name") for word in run.request.command)
-    where = "" if named else f" --out {run.folder}"
+    where = "" if says_where(run.request.command) else f" --out {run.folder}"
     again = f"the same command with --resume auto{where}"
     if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
         code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]

@@ -194,7 +194,7 @@ class SamplingSession(Session[S, P]):
     def why_nothing(self) -> str:
         """See `Session.why_nothing`: of a step's completions."""
         settings, metrics, reward = self.settings, self.metrics, self.progress.same_reward
-        look = f"read some with rlpost rollouts show {self.run.folder}"
+        look = f"read some with rlpost rollouts show {shlex.quote(str(self.run.folder))}"
         if metrics["completion/truncated"] == 1:
             limit = settings.env.max_completion_tokens
             return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
@@ -225,7 +225,7 @@ class SamplingSession(Session[S, P]):
         say_before_and_after(run, progress, accuracies if has_accuracy else {"reward": REWARD})
         say_best(run, progress)
         chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
-        screen.line("look closer:  " + " ".join(["rlpost eval", f"model={run.folder}/", *chosen]))
+        screen.line("look closer:  " + " ".join(["rlpost eval", shlex.quote(f"model={run.folder}/"), *chosen]))
 
     def _prompts(self) -> str:
         held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""

@@ -65,6 +65,25 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
     env.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]', "the row is no object of named fields but a list"),
+        ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]', "is not JSON"),
+    ],
+)
+def test_a_file_without_a_good_row_is_reported_too(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, reason: str
+) -> None:
+    Path(name).write_text(text)
+    found = reported(capsys, name)
+    assert found["bad"]["bad"] == found["bad"]["rows"] > 0
+    assert reason in found["bad"]["first"][0]["reason"]
+    assert all(split["lengths"] == {} for split in found["splits"].values())
+    assert run(["data", "report", name, "model=tiny"]) == 0
+    assert "tokens:" not in capsys.readouterr().out
+
+
 def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def chat(prompt: str, *answer: str) -> str:
         said = [{"role": "assistant", "content": text} for text in answer]

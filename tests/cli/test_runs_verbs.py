@@ -125,6 +125,13 @@ def test_show_says_what_is_missing_and_hides_nothing_of_a_failure(capsys: pytest
     assert "\x1b" not in out
 
 
+def test_show_says_once_where_a_run_without_a_checkpoint_is(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(Path("runs/a"), log=verdict(f"{FAILED} DataError: row 3"))
+    (run / "command.txt").write_text("rlpost train grpo model=tiny --name a\n")
+    assert rlpost(["runs", "show", "a"]) == 0
+    assert "go on       the same command with --resume auto\n" in capsys.readouterr().out
+
+
 def test_show_gives_the_command_that_goes_on_from_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(Path("a b"), log=verdict(STOPPED))
     model = run / "checkpoints" / "step-000002" / "model"

@@ -122,6 +122,12 @@ def make_adapter(folder: Path, base: str | None) -> Path:
     return folder
 
 
+def test_a_link_that_leads_nowhere_is_told_with_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"link does not exist; it is a link to gone, which does not exist$"):
+        resolve_model_path(str(tmp_path / "link"))
+
+
 def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     for name in (str(base), "builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"):

@@ -142,6 +142,8 @@ OTHER_WORDS = {
         "minibatch_size (samples an optimizer step) or tokens_per_microbatch (of one forward and backward)"
     ),
     "grpo num_train_epochs=3": "steps",
+    "grpo trainer.n_gpus_per_node=8": "cluster.trainer_ranks",
+    "sft fsdp=true": "cluster.sharding",
     "sft num_train_epochs=3": "epochs",
     "grpo epochs=3": "steps",
     "grpo max_tokens=99": "env.max_completion_tokens",
@@ -201,7 +203,7 @@ def test_words_of_other_tools_lead_to_the_word_here() -> None:
 
 def test_what_there_is_nothing_for_is_told_why() -> None:
     assert answer("grpo logging_steps=1").endswith(": every step is recorded, in metrics.jsonl")
-    assert answer("grpo trainer.n_gpus_per_node=8").endswith(": a training runs on one device, model.device")
+    assert answer("grpo trainer.nnodes=2").endswith(" or sample by cluster=ray: see docs/scale.md")
     assert "lora.enabled=true" in answer("sft load_in_4bit=true")
 
 

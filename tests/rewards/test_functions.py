@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlpost.errors import ConfigError, DataError, RewardError
-from rlpost.rewards.calls import RewardFunction
+from rlpost.rewards.calls import RewardFunction, find
 from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
 from rlpost.rewards.score import Score
 from rlpost.settings import ArithmeticSettings, DatasetSettings
@@ -172,8 +172,8 @@ def test_bools_and_scalars_of_numpy_and_torch_are_numbers(returned: Any) -> None
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (None, "score returned None: it must return a list of 1 numbers"),
-        (1.0, "score returned float 1.0: it must return a list of 1 numbers"),
+        (None, "score returned None: it must return a list with one number a completion"),
+        (1.0, "score returned float 1.0: it must return a list with one number a completion"),
         (["0"], "score returned str '0' at place 0 of its list: each value must be a number or None"),
         ([[1.0]], "score returned list [1.0] at place 0"),
         ([torch.tensor([1, 2])], "at place 0"),
@@ -191,6 +191,12 @@ def test_what_is_no_list_of_numbers_is_an_error_of_its_row(returned: Any, said: 
     assert said in (bad.error or "")
     with pytest.raises(RewardError, match="no reward for any of 2 completions; the first: score returned"):
         rewards(score).score(finished("bad", "bad"))
+
+
+def test_a_class_is_no_reward_function(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Scorer:\n    def __call__(self, completions):\n        return [1.0]\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:Scorer is a class: give .* makes \(scorer = Scorer\(\)\)"):
+        find(f"{tmp_path}/mine.py:Scorer", f"{tmp_path}/mine.py", "Scorer", registered=False)
 
 
 @pytest.mark.parametrize("returned", [[], [1.0], [1.0, 2.0, 3.0]], ids=len)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlpost.cli.main import run
+from rlpost.record import FAILED, FINISHED
 from rlpost.runs.diagnosis import Diagnosis, repeated_text
 
 # The figures of runs that learned: sums by a small model in several ways of sampling, and letters by the tiny one
@@ -148,7 +149,16 @@ def test_the_verb_names_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixt
         text = "".join(json.dumps(row) + "\n" for row in rows_of(columns))
         (tmp_path / folder / "metrics.jsonl").write_text(text)
     assert run(["runs", "diagnose", str(tmp_path / "well")]) == 0
+    assert capsys.readouterr().out == (
+        "error: how it ended is unknown: log.txt does not say\nnothing else stands out in 60 steps\n"
+    )
+    (tmp_path / "well" / "log.txt").write_text(f"2026-01-01 00:00:00,000 INFO {FINISHED}\n")
+    assert run(["runs", "diagnose", str(tmp_path / "well")]) == 0
     assert capsys.readouterr().out == "nothing stands out in 60 steps\n"
+    (tmp_path / "well" / "log.txt").write_text(f"2026-01-01 00:00:00,000 ERROR {FAILED} RewardError: no reward\n")
+    assert run(["runs", "diagnose", str(tmp_path / "well"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["error"], told["symptoms"]) == ("failed", "RewardError: no reward", [])
     assert run(["runs", "diagnose", str(tmp_path / "sick"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert expected in [symptom["name"] for symptom in told["symptoms"]]

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from rlpost.data.conversation import Completion
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
+from rlpost.record import STOPPED
 from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
@@ -305,6 +308,20 @@ def test_a_checkpoint_that_is_being_written_is_whole_before_a_signal_ends_the_ru
     said = capfd.readouterr().out
     assert f"{left} is not whole" in said
     assert f"resuming after step 1 from {killed}/checkpoints/step-000001" in said
+
+
+def test_a_reader_of_the_output_that_leaves_ends_the_run_as_a_closed_terminal_does(tmp_path: Path) -> None:
+    words = [*SAMPLED, "steps=100000", "eval.enabled=false", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "rlpost", "train", "grpo", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        assert any(line.split()[:1] == ["step"] and "reward" in line for line in training.stdout)
+        training.stdout.close()
+        errors = training.stderr.read()
+        assert (training.wait(120), "Traceback" in errors) == (129, False)
+    assert newest_checkpoint(tmp_path) is not None
+    assert STOPPED in (tmp_path / "log.txt").read_text()
 
 
 def test_an_evaluation_is_abandoned_while_its_step_is_being_written_which_ends_first(
