@@ -173,7 +173,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
 
 # these need the environment, the tokenizer or the disk
 FOUND_LATER: dict[str, tuple[str, int, str]] = {
-    "prompt longer than asked": (f"{QUICK} env.max_prompt_tokens=4", 3, "59 tokens, more than env.max_prompt_tokens=4"),
+    "prompt longer than asked": (f"{QUICK} env.max_prompt_tokens=4", 3, "45 tokens, more than env.max_prompt_tokens=4"),
     "prompt longer than the context": (
         f"{QUICK} policy=transformers env.max_completion_tokens=100000",
         3,

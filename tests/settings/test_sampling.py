@@ -19,7 +19,7 @@ STOP = 'sampling.stop=["</answer>","\\n\\n"]'
 @pytest.mark.parametrize(
     ("words", "temperature"),
     [
-        (["env=arithmetic"], 1.2),
+        (["env=arithmetic"], 1.0),
         (["env=countdown"], 1.0),
         (["env=arithmetic", "sampling.temperature=0.7"], 0.7),
     ],
@@ -78,9 +78,9 @@ def test_what_cannot_be_drawn_is_refused(word: str, said: str) -> None:
 def test_a_plan_says_all_that_is_not_the_usual() -> None:
     drawn = SamplingSettings(0.7, top_p=0.9, top_k=20, min_p=0.05, stop="END")  # type: ignore[arg-type]
     assert str(drawn) == "temperature 0.7, top_p 0.9, top_k 20, min_p 0.05, stops at 'END'"
-    assert "policy  auto, temperature 1.2" in sampling_lines(compose(TRAIN_GRPO, []))
+    assert "policy  auto, temperature 1" in sampling_lines(compose(TRAIN_GRPO, []))
     told = sampling_lines(compose(TRAIN_GRPO, [STOP]))
-    assert "policy  auto, temperature 1.2, stops at '</answer>' or '\\n\\n'" in told
+    assert "policy  auto, temperature 1, stops at '</answer>' or '\\n\\n'" in told
 
 
 def test_a_plan_says_what_is_done_about_stale_completions() -> None:

@@ -70,7 +70,15 @@ def starting_weights() -> torch.Tensor:
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
-    words = ["steps=15", "prompts_per_step=4", "group_size=8", "topk_size=4", NO_EVAL, "optim.lr=3e-3"]
+    words = [
+        "steps=15",
+        "prompts_per_step=4",
+        "group_size=8",
+        "topk_size=4",
+        NO_EVAL,
+        "optim.lr=3e-3",
+        "optim.schedule=constant",
+    ]
     assert run(tmp_path, *words) == 0
     reward = [line["reward/mean"] for line in metrics(tmp_path)]
     assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.2

@@ -17,7 +17,8 @@ from tests.trainings import metrics, train_in, untimed
 
 WORDS = [
     *["model=tiny", "policy=transformers", "deterministic=true", "env.digits=1", "env.max_completion_tokens=8"],
-    *["prompts_per_step=2", "group_size=4", "optim.lr=1e-3", "steps=12", "checkpoint.every=2", "eval.limit=4"],
+    *["prompts_per_step=2", "group_size=4", "optim.lr=1e-3", "optim.schedule=constant", "steps=12"],
+    *["checkpoint.every=2", "eval.limit=4"],
 ]
 
 

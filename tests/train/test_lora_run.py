@@ -65,6 +65,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path, words: list[s
         if word in PACKAGES and not is_installed(PACKAGES[word]):
             pytest.skip(f"{PACKAGES[word]} is not installed")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = [*words, "optim.schedule=constant"]
     run(whole, *words, "steps=4")
     run(broken, *words, "steps=2")
     run(broken, *words, "steps=4", resume="latest")

@@ -22,6 +22,7 @@ WORDS = [
     "prompts_per_step=3",
     "group_size=4",
     "optim.lr=1e-3",
+    "optim.schedule=constant",
     "eval.limit=6",
     "steps=4",
 ]

@@ -38,7 +38,13 @@ NOT_COMPARED = ("time/", "memory/", "collector/", "groups/issued", "groups/waiti
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    return [*write_rows(tmp_path), "prompts_per_step=3", "eval.enabled=false", "cluster.rank_seconds=60"]
+    return [
+        *write_rows(tmp_path),
+        "prompts_per_step=3",
+        "eval.enabled=false",
+        "cluster.rank_seconds=60",
+        "optim.schedule=constant",
+    ]
 
 
 def run(folder: Path, words: Sequence[str], resume: str | None = None, command: Any = TRAIN_GRPO) -> int:

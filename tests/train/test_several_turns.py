@@ -132,7 +132,7 @@ def test_what_tools_hold_is_given_back(trained: Path) -> None:
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
-    words = ["deterministic=true", "optim.lr=1e-3", "passes=2"]
+    words = ["deterministic=true", "optim.lr=1e-3", "optim.schedule=constant", "passes=2"]
     assert run(tmp_path / "unbroken", *words, "steps=3") == 0
     assert run(tmp_path / "resumed", *words, "steps=1") == 0
     assert run(tmp_path / "resumed", *words, "steps=3", resume="auto") == 0

@@ -59,7 +59,8 @@ def test_the_held_out_loss_falls_and_every_number_is_recorded(
     assert start["eval/loss"] == pytest.approx(math.log(259), abs=0.1)
     assert steps[-1]["eval/loss"] < start["eval/loss"] - 0.5
     assert steps[0]["loss/sft"] == pytest.approx(math.log(259), abs=0.1)
-    assert all(line["lr"] == 3e-3 and line["grad_norm"] > 0 for line in steps)
+    assert [line["lr"] for line in steps] == pytest.approx([3e-3 * (1 - n / 8) for n in range(8)])
+    assert all(line["grad_norm"] > 0 for line in steps)
     parts = assemble_sft(compose(TRAIN_SFT, TINY).settings)
     assert start["eval/tokens"] == sum(sum(s.mask) for s in parts.held_out)
     assert sum(line["tokens/trained"] for line in steps) == 3 * sum(sum(s.mask) for s in parts.samples.rows)
