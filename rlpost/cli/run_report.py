@@ -251,8 +251,8 @@ def _troubles(record: RunRecord) -> list[tuple[str, str]]:
     if record.state is RunState.unknown:
         troubles.append(("error", "how it ended is unknown: log.txt does not say"))
     if record.state not in (RunState.finished, RunState.running):
-        verb = command.verb if (command := command_of(folder)) else "train grpo"
         if _checkpoints(folder):
+            verb = command.verb if (command := command_of(folder)) else "train grpo"
             words = shlex.join([str(folder), *code_words(record.overrides)])
             troubles.append(("go on", f"rlpost {verb} --resume {words}"))
         else:

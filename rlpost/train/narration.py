@@ -77,7 +77,7 @@ def _short(count: int) -> str:
 
 def say_stopped(run: Run, step: int) -> None:
     """How a run goes on that a signal has ended after `step`."""
-    where = "" if says_where(run.request.command) else f" --out {run.folder}"
+    where = "" if says_where(run.request.command) else f" --out {shlex.quote(str(run.folder))}"
     again = f"the same command with --resume auto{where}"
     if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
         code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
