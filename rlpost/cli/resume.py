@@ -97,6 +97,7 @@ def check_kept(composed: Composed[Any], run: Path | None, kept: list[Override] |
 
     before, now = merge_all(composed.command, [], kept), composed.settings
     changed = {key: (before.config[key], getattr(now, key)) for key in now.must_stay}
+    changed["env"] = (before.choices["env"], composed.choices["env"])  # the position in its rows is one of that
     if _is_there(before.config.model.path):
         changed["model.path"] = (before.config.model.path, now.model.path)
     for name in ("chat_template", "chat_template_kwargs"):  # its checkpoints hold them

@@ -34,6 +34,7 @@ TOO_DEEP = f"is nested too deeply ({MOST_LEVELS} levels at most): flatten or rem
 TOO_MANY_DIGITS = "holds a number of more digits than can be read: write it as text, or remove it"
 
 _BLANK = re.compile(r"[ \t\r\n]*")
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*(\{|$)")
 _HOLDING = (dict, list, tuple)
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
 
@@ -48,11 +49,15 @@ class Unreadable:
 
 
 def read_jsonl(path: Path) -> Numbered:
-    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8."""
+    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8, or is a list."""
+    begun = False
     for number, text in _lines(path):
         if isinstance(text, Unreadable):
             yield number, text
         elif text.strip():
+            if not begun and _LIST_OF_OBJECTS.match(text):
+                raise DataError(f"{path} is one list of JSON, not an object a line: name it {path.stem}.json")
+            begun = True
             yield number, parsed(text.rstrip())
 
 
@@ -216,6 +221,8 @@ def _decoded(path: Path, number: int, line: bytes) -> str | Unreadable:
 
 
 def _no_utf8(content: bytes, at: int) -> str:
+    if content.count(0) * 4 < len(content) and content[at] == 0:  # of UTF-16 every second byte is 0
+        return f"holds a byte 0 (byte {at}), which no text has: is the file whole? Write it again"
     likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
     return f"is not UTF-8 (byte {at}), but likely {likely}: save the file as UTF-8"
 

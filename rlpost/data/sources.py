@@ -83,10 +83,13 @@ def local_sources(path: str, split: str, key: str, most_bytes: int | None = None
         return [_read(file, shared, most_bytes) for file in files]
     if local.is_file():
         if local.suffix not in READERS:
-            raise DataError(f"{key}={local} is no {', '.join(READERS)} file: convert it, or {INSTEAD}")
+            what = "unpack it with gunzip" if local.suffix == ".gz" else "convert it"
+            raise DataError(f"{key}={local} is no {', '.join(READERS)} file: {what}, or {INSTEAD}")
         if split not in ("train", "test"):
             raise DataError(f"{key}={local} is one file, which has train and test: env.split={split} needs a folder")
         return [_read(local, True, most_bytes, is_file=True)]
+    if local.exists():
+        raise DataError(f"{key}={local} is neither a file nor a folder: write its rows to a file, or {INSTEAD}")
     if not _HUB_ID.fullmatch(path) or local.suffix in READERS or path.startswith("."):
         raise DataError(f"{key}={path} does not exist: {INSTEAD}")
     return []

@@ -178,7 +178,9 @@ class PromptRows:
             return None
         answer = as_answer(row[column])
         if answer is None:
-            return column, f"must be text or a number, and is {kind_of(row[column])}"
+            value = row[column]
+            what = f"the number {value}" if isinstance(value, float) else kind_of(value)  # NaN, or infinite
+            return column, f"must be text or a finite number, and is {what}"
         if not answer.strip():
             return column, "is empty"
         return next(((column, wrong) for name in self.built_in if (wrong := BUILT_IN[name].complaint(answer))), None)

@@ -163,6 +163,13 @@ def test_what_must_stay_is_asked_before_anything_is_loaded(
     assert message in refused(capsys, "--name", "sums", "--resume", "auto", word)
 
 
+def test_another_environment_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(Path("runs/sums"), steps=30)
+    Path("runs/sums/overrides.txt").write_text("model=tiny\n")
+    for resume in (["--name", "sums", "--resume", "auto"], ["--resume", "runs/sums"]):
+        assert "the run began with env=arithmetic, not gsm8k; keep it" in refused(capsys, *resume, "env=gsm8k")
+
+
 def test_a_setting_that_is_no_longer_one_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/sums"), steps=30)
     with Path("runs/sums/overrides.txt").open("a") as file:

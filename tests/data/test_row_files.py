@@ -81,6 +81,18 @@ def test_a_list_that_is_no_utf8_says_so(tmp_path: Path) -> None:
             list(read_json(path))
 
 
+@pytest.mark.parametrize("text", ['[\n{"a": 1},\n{"a": 2}\n]', '\n [{"a": 1}]'])
+def test_a_list_under_the_name_of_lines_says_so(text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl is one list of JSON, not an object a line: name it a\.json$"):
+        list(read_jsonl(written(tmp_path, "a.jsonl", text)))
+
+
+@pytest.mark.parametrize("read", [read_jsonl, read_json])
+def test_a_byte_0_in_the_midst_of_text_is_no_utf16(read: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds a byte 0"):
+        list(read(written(tmp_path, "a", b'[{"prompt": "so far and no\0 further"}]'[read is read_jsonl :])))
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
