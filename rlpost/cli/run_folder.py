@@ -85,7 +85,7 @@ def asked_folder(out: Path | None, name: str | None, *, root: Path = RUNS, kind:
 
 def _is_name(name: str) -> bool:
     """Whether a folder of this name can stand in runs/ and in one line of text."""
-    beyond = name != name.strip() or not name.isprintable() or set(name) & {"/", "\\"} or name.startswith(".")
+    beyond = name != name.strip() or not name.isprintable() or set(name) & {"/", "\\"} or name[:1] in (".", "-")
     return bool(name) and not beyond and len(os.fsencode(name)) <= LONGEST_NAME
 
 

@@ -329,7 +329,7 @@ def _set(
     if key is None:
         from rlpost.config.unknown import unknown_key
 
-        raise _at(override, unknown_key(override, command, list(keys), choices))
+        raise _at(override, unknown_key(override, command, keys, choices))
     try:
         value = parse_value(key, override.text)
         if reason := refers(override, value):

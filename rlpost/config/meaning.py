@@ -76,7 +76,7 @@ def explain(name: str, command: Command[Any] | None, words: Sequence[str]) -> Ke
         return _key_meaning(by_name[name], told, typed)
     if any(key.startswith(f"{name}.") for key in by_name):
         return _group_meaning(name, told, typed)
-    raise ConfigError(unknown_key(Override(name, ""), command, list(by_name), told.merged.choices))
+    raise ConfigError(unknown_key(Override(name, ""), command, by_name, told.merged.choices))
 
 
 def every_key(command: Command[Any], words: Sequence[str]) -> list[KeyLine]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import docs_of, groups_of
+from rlpost.config.keys import Key, docs_of, groups_of
 from rlpost.config.other_words import KEYS, NO_PREFERENCES, OPTIONS, PREFERENCES, ends_of, meant_by, not_here
 from rlpost.config.overrides import Override, shown
 from rlpost.config.paths import DATA_FILES
@@ -17,14 +17,18 @@ from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 QUALIFIED = 2  # options that have a key are named with it, unless they are more
 
 
-def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], choices: Mapping[str, str]) -> str:
+def unknown_key(
+    override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]
+) -> str:
     """The message for a key that is none of `keys` under the present choices."""
     name = shown(override.key)
     verb = f"rlpost {command.verb}"
     inside = [key for key in keys if key.startswith(f"{override.key}.")]
     if inside:
         switch = f"{override.key}.enabled"
-        meant = f"{switch}={override.text}" if switch in inside and override.text in ("true", "false") else None
+        values = {switch: ["true", "false"]} | {key: keys[key].choices for key in inside if keys[key].choices}
+        takes = [key for key in inside if override.text in values.get(key, [])]
+        meant = f"{takes[0]}={override.text}" if len(takes) == 1 else None
         return f"{name} is a group of settings: set {', '.join(inside)}{did_you_mean(meant)}"
     if override.key == "recipe":
         return "recipe is no setting but a file of them: rlpost config list prints those there are"
@@ -32,7 +36,7 @@ def unknown_key(override: Override, command: Command[Any], keys: Sequence[str], 
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
         return f"{name} is no setting of {group}={choices[group]}: it belongs to {' and '.join(owners)}"
-    said_here = said_as(override, command, keys)
+    said_here = said_as(override, command, list(keys))
     for other in COMMANDS:
         if override.key in all_keys(other) or override.key in groups_of(other.settings):
             return f"{name} is no setting of {verb}: it belongs to rlpost {other.verb}{did_you_mean(said_here)}"

@@ -45,6 +45,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "a pickle for weights": ("train grpo model.path=./pickled", 2, "weights as a pickle (pytorch_model.bin)"),
     "run name taken": ("train grpo --name taken", 2, "runs/taken already holds a run: add --resume auto"),
     "run name with a path": ("train grpo --name ../x", 2, "--name '../x' is no name of a run"),
+    "a run name like an option": ("train grpo --name -x", 2, "--name '-x' is no name of a run"),
     "missing reward file": (f"{OWN} env.path=rows.jsonl env.reward=./nope.py:score", 2, "nope.py"),
     "reward file that is no Python": (
         f"{OWN} env.path=rows.jsonl env.reward=./broken.py:score",

@@ -178,6 +178,7 @@ def test_a_run_folder_can_be_the_model(tmp_path: Path, monkeypatch: pytest.Monke
         ("modle=qwen", "modle is no setting of rlpost train grpo; did you mean model?"),
         ("env.path=x", "env.path is no setting of env=arithmetic: it belongs to env=dataset and env=gsm8k"),
         ("sampling=1", "sampling is a group of settings: set sampling.temperature, sampling.top_p"),
+        ("advantage=rloo", "advantage.shuffle_rewards; did you mean advantage.estimator=rloo?"),
         ("bananas=1", "bananas is no setting of rlpost train grpo; see rlpost config show train grpo"),
         ("hydra.run.dir=x", "hydra.run.dir is no setting of rlpost train grpo; see rlpost config show train grpo"),
         ("model=qwne", "model=qwne is unknown; did you mean qwen?"),

@@ -12,7 +12,7 @@ import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
-from rlpost.config.keys import groups_of, keys_of
+from rlpost.config.keys import Key, groups_of, keys_of
 from rlpost.config.other_words import KEYS
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
@@ -55,10 +55,10 @@ def test_typos_are_one_edit_of_each_kind() -> None:
     assert "group-size" in typos("group_size", random.Random(0))
 
 
-def keys_under(command: Command[Any], choices: Mapping[str, str]) -> list[str]:
+def keys_under(command: Command[Any], choices: Mapping[str, str]) -> dict[str, Key]:
     """The keys of a command under some choices, without the 100 ms that Hydra takes."""
     chosen = {part: class_of(part, name) or classes_of(command, part)[name] for part, name in choices.items()}
-    return [key.name for key in keys_of(command.settings, chosen=chosen) if key.name not in command.without]
+    return {key.name: key for key in keys_of(command.settings, chosen=chosen) if key.name not in command.without}
 
 
 def key_typos(command: Command[Any], sampled: random.Random) -> Iterator[tuple[str, str, str]]:
