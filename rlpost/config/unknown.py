@@ -17,9 +17,7 @@ from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 QUALIFIED = 2  # options that have a key are named with it, unless they are more
 
 
-def unknown_key(
-    override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]
-) -> str:
+def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
     """The message for a key that is none of `keys` under the present choices."""
     name = shown(override.key)
     verb = f"rlpost {command.verb}"
