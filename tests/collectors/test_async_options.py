@@ -296,7 +296,8 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     for _ in range(20):
         wait_until(lambda: collector.is_ahead)
         time.sleep(0.002)
-        assert buffer.num_rows <= 1 + 2 * 4  # beside a row two batches of two, or with three turns at the end of four
+        # beside a row two batches of at most three; before, two that were asked for and two ahead of them, 11 together
+        assert buffer.num_rows <= max(1 + 2 * 3, 11 - len(taken))
         taken += buffer.take(2)["group_id"].tolist()
     assert sorted(set(taken)) == list(range(41))  # each group once
     with collector.pause():  # one moment
