@@ -54,7 +54,8 @@ _KEYS = {
     "env.max_completion_tokens": "max_tokens max_new_tokens max_completion_length max_response_length generate_max_len",
     "model.path": "model.name model_name model_name_or_path base_model pretrain checkpoint_dir",
     "model.dtype": "torch_dtype precision",
-    "model.autocast": "bf16 fp16 mixed_precision",
+    "model.autocast": "fp16 mixed_precision",
+    "model.autocast=bfloat16": "bf16",
     "model.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing "
     "enable_activation_checkpointing",
     "model.chat_template": "chat_template_path",
