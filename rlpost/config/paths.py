@@ -186,9 +186,10 @@ def check_data_path(path: str, key: str = "env.path") -> None:
         file = expanded(each)
         if "://" in each:
             raise DataError(f"{key}={each} is an address: download it, and give the file")
-        if not file.exists() and (looks_local(each) or file.suffix in (*DATA_FILES, *OTHER_FILES)):
-            raise DataError(f"{key}={each} does not exist{_nearby(file)}")
-        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be waited for
+        if not file.exists():
+            if looks_local(each) or file.suffix in (*DATA_FILES, *OTHER_FILES):
+                raise DataError(f"{key}={each} does not exist{_nearby(file)}")
+        elif not (file.is_file() or file.is_dir()):  # a pipe would be waited for
             raise DataError(f"{key}={each} is neither a file nor a folder: write its rows to a file")
 
 

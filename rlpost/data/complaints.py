@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlpost.data.row_files import ONE_LIST
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
 
@@ -92,7 +93,8 @@ def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:
 
 def no_object(row: Any, field: str) -> Complaint:
     """The complaint about what has no fields at all."""
-    return field, f"the row is no object of named fields but {kind_of(row)}"
+    advice = ONE_LIST if isinstance(row, list) and row and isinstance(row[0], Mapping) else ""
+    return field, f"the row is no object of named fields but {kind_of(row)}{advice}"
 
 
 def missing(field: str, row: Mapping[str, Any]) -> str:

@@ -30,11 +30,11 @@ BATCH_ROWS = 4096  # of Parquet, at a time
 BATCH_BYTES = 64 << 20  # of rows of Parquet, and of a column of repeated text in full, at a time
 _CHUNK = 1 << 20
 
+ONE_LIST = "; if the file is one list, name it .json"
 TOO_DEEP = f"is nested too deeply ({MOST_LEVELS} levels at most): flatten or remove it"
 TOO_MANY_DIGITS = "holds a number of more digits than can be read: write it as text, or remove it"
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*(\{|$)")
 _HOLDING = (dict, list, tuple)
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n)(?!$)")
 
@@ -49,15 +49,11 @@ class Unreadable:
 
 
 def read_jsonl(path: Path) -> Numbered:
-    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8, or is a list."""
-    begun = False
+    """One JSON value a line; a row's number is its line. Raises DataError for a file that is no UTF-8."""
     for number, text in _lines(path):
         if isinstance(text, Unreadable):
             yield number, text
         elif text.strip():
-            if not begun and _LIST_OF_OBJECTS.match(text):
-                raise DataError(f"{path} is one list of JSON, not an object a line: name it {path.stem}.json")
-            begun = True
             yield number, parsed(text.rstrip())
 
 
@@ -68,7 +64,8 @@ def parsed(text: str) -> Any:
     except RecursionError:
         return Unreadable(TOO_DEEP)
     except json.JSONDecodeError as error:
-        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1})")
+        begun = ONE_LIST if text.strip() == "[" else ""
+        return Unreadable(f"is not JSON ({error.msg}, character {error.pos + 1}){begun}")
     except ValueError:  # Python reads no integer of more than 4,300 digits
         return Unreadable(TOO_MANY_DIGITS)
 

@@ -65,23 +65,23 @@ def test_sharegpt_and_its_speakers_under_role_are_read_alike(here: Path, capsys:
     env.close()
 
 
-def test_a_file_without_a_good_row_is_reported_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("lists.jsonl").write_text('["1 + 1?", "2"]\n["1 + 2?", "3"]')
-    found = reported(capsys, "lists.jsonl")
-    assert found["bad"]["bad"] == found["bad"]["rows"] == 2
-    assert "the row is no object of named fields but a list" in found["bad"]["first"][0]["reason"]
-    assert all(split["lengths"] == {} for split in found["splits"].values())
-    assert run(["data", "report", "lists.jsonl", "model=tiny"]) == 0
-    assert "tokens:" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", ['[{"question": "1 + 1?", "answer": "2"}]', '[\n {\n  "question": "1 + 1?"\n }\n]'])
-def test_a_list_under_the_name_of_lines_gets_its_own_name(
-    here: Path, capsys: pytest.CaptureFixture[str], text: str
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("list.jsonl", '[{"question": "1 + 1?", "answer": "2"}]', "the row is no object of named fields but a list"),
+        ("pretty.jsonl", '[\n {\n  "question": "1 + 1?"\n }\n]', "is not JSON"),
+    ],
+)
+def test_a_file_without_a_good_row_is_reported_too(
+    here: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, reason: str
 ) -> None:
-    Path("rows.jsonl").write_text(text)
-    assert run(["data", "report", "rows.jsonl", "model=tiny"]) == 3
-    assert "rows.jsonl is one list of JSON, not an object a line: name it rows.json\n" in capsys.readouterr().err
+    Path(name).write_text(text)
+    found = reported(capsys, name)
+    assert found["bad"]["bad"] == found["bad"]["rows"] > 0
+    assert reason in found["bad"]["first"][0]["reason"]
+    assert all(split["lengths"] == {} for split in found["splits"].values())
+    assert run(["data", "report", name, "model=tiny"]) == 0
+    assert "tokens:" not in capsys.readouterr().out
 
 
 def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,15 +291,14 @@ def test_a_buffer_of_groups_is_filled_as_far_as_it_is_used() -> None:
     )
     assert there(collector).postproc is not None  # there, where a buffer is written
     assert [collector.next(), next(iter(collector))] == [None, None]
-    taken = buffer.take(1)["group_id"].tolist()
+    taken = buffer.take(3)["group_id"].tolist()  # what is ahead of the two that were asked for may have come too
     collector.start()
     for _ in range(20):
         wait_until(lambda: collector.is_ahead)
         time.sleep(0.002)
-        # beside a row two batches of at most three; before, two that were asked for and two ahead of them, 11 together
-        assert buffer.num_rows <= max(1 + 2 * 3, 11 - len(taken))
+        assert buffer.num_rows <= 1 + 2 * 4  # beside a row two batches of two, or with three turns at the end of four
         taken += buffer.take(2)["group_id"].tolist()
-    assert sorted(set(taken)) == list(range(41))  # each group once
+    assert sorted(set(taken)) == list(range(43))  # each group once
     with collector.pause():  # one moment
         state = {"collector": collector.state_dict(), "buffer": buffer.state_dict()}
     following = [buffer.take(2)["group_id"].unique().tolist() for _ in range(5)]

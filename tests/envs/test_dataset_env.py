@@ -106,6 +106,7 @@ def test_drawing_messages_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
         ({"prompt": "a", "answer": float("nan")}, "must be text or a finite number, and is the number nan"),
         ({"prompt": "a", "answer": " "}, "field 'answer': is empty"),
         (["a"], "the row is no object of named fields but a list"),
+        ([ROWS[0]], "named fields but a list; if the file is one list, name it .json"),
     ],
 )
 def test_a_bad_row_is_named_by_file_row_and_field(row: Any, said: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
 from rlpost.tools.sandbox.interpreter import Interpreter
 from rlpost.tools.sandbox.launcher import temporary_folder
+from rlpost.tools.sandbox.process import Process
 from tests.bubblewrap import needs_bubblewrap, sandbox
 from tests.tools.sandbox.attacks import Attacked, attacked
 
@@ -438,11 +439,7 @@ def test_without_bubblewrap_nothing_is_run_and_both_ways_on_are_named(
     [
         ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
         ("exit 1", "exit code 1"),
-        # a /tmp full of files is noticed before what is outside it
-        (
-            'while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?',
-            "programs can see /|more files than it is allowed",
-        ),
+        ('while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?', "programs can see /"),
     ],
     ids=["forbidden", "broken", "no walls"],
 )
@@ -459,6 +456,7 @@ def test_a_bubblewrap_that_does_not_wrap_is_noticed(
         if folder.is_relative_to("/tmp/") and folder != Path("/tmp"):
             folder.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(Process, "overuse", lambda self: None)  # without walls it counts the machine's own files
     sandbox = Sandbox(python="/usr/bin/python3")
     with pytest.raises(SandboxError, match=said) as refused:
         sandbox.run("print(1)", timeout_seconds=SECONDS)
