@@ -28,10 +28,9 @@ from rlpost.config.paths import (
     resolve_adapter_path,
     resolve_model_path,
 )
-from rlpost.config.plain_yaml import check_plain
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import read_recipe
-from rlpost.config.registry import classes_of, conf_file, options, schema_name, search_folders
+from rlpost.config.registry import check_conf, classes_of, conf_file, options, schema_name, search_folders
 from rlpost.config.sources import Source, check_environment, named_apart, widened
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, MixSettings
@@ -239,9 +238,7 @@ def _compose_files(
     command: Command[Any], groups: Sequence[str], chosen: Mapping[str, str]
 ) -> tuple[DictConfig, dict[str, str]]:
     """The files of conf/ under the chosen options, typed by their schemas, and every group's option."""
-    for name in [command.name, *(f"{group}/{option}" for group, option in chosen.items())]:
-        if (file := conf_file(name)) is not None:
-            check_plain(file)
+    check_conf([command.name, *(f"{group}/{option}" for group, option in chosen.items())])
     try:
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)

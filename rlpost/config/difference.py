@@ -115,8 +115,8 @@ def _composed(name: str, command: Command[Any], words: list[str]) -> Side:
 
 def _run(folder: Path) -> Side:
     """A run as it was resolved when it began, which another version of rlpost might resolve otherwise."""
-    check_plain(folder / "config.yaml")
     try:
+        check_plain(folder / "config.yaml")
         resolved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         environment = json_in(folder / "environment.json")
         overrides = (folder / "overrides.txt").read_text(encoding="utf-8").splitlines()

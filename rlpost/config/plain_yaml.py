@@ -15,13 +15,13 @@ DEEPEST = 20  # lists and mappings in each other
 def check_plain(file: Path) -> None:
     """Raise ConfigError for a file whose aliases or depth could fill the memory or never end when it is read.
 
-    A file that cannot be read or is no YAML is left to what reads it.
+    What is no YAML is left to what reads it. Raises OSError and UnicodeDecodeError for a file that cannot be read.
     """
+    text = file.read_text(encoding="utf-8")
+    if len(text) > LARGEST:
+        raise ConfigError(f"{file} has {len(text):,} characters, more than settings take ({LARGEST:,}): shorten it")
+    depth = 0
     try:
-        text = file.read_text(encoding="utf-8")
-        if len(text) > LARGEST:
-            raise ConfigError(f"{file} has {len(text):,} characters, more than settings take ({LARGEST:,}): shorten it")
-        depth = 0
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             line = event.start_mark.line + 1
             if isinstance(event, yaml.AliasEvent):
@@ -30,5 +30,5 @@ def check_plain(file: Path) -> None:
             depth += opens - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise ConfigError(f"{file}, line {line}: nested deeper than {DEEPEST}: settings are flat")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except yaml.YAMLError:
         return

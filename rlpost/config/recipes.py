@@ -69,8 +69,8 @@ def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Com
 
 
 def _load(file: Path) -> dict[str, Any]:
-    check_plain(file)
     try:
+        check_plain(file)
         # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except yaml.MarkedYAMLError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +36,7 @@ def conf_file(name: str) -> Path | None:
 def default_choices(command: Command[Any]) -> dict[str, str]:
     """Group -> its option where none is chosen, as conf/COMMAND.yaml says it, or else the command's row."""
     file = conf_file(command.name)
-    entries = [command.choices] if file is None else read_yaml(file).get("defaults") or []
+    entries = [command.choices] if file is None else _defaults(file)
     return {str(g): str(o) for entry in entries if isinstance(entry, Mapping) for g, o in entry.items()}
 
 
@@ -70,7 +70,7 @@ def class_of(group: str, option: str) -> type | None:
     file = conf_file(f"{group}/{option}")
     if file is None:
         return rows[option].cls if option in rows else None
-    for entry in map(str, read_yaml(file).get("defaults") or []):
+    for entry in map(str, _defaults(file)):
         if entry == schema_name(name := entry.removesuffix("_schema")) and name in rows:
             return rows[name].cls
         if entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:
@@ -89,11 +89,53 @@ def read_yaml(file: Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
+    from rlpost.config.plain_yaml import check_plain
+
     try:
+        check_plain(file)
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # a ConfigError among them
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _defaults(file: Path) -> list[Any]:
+    """The entries of a file's `defaults:` list; none where it is no list, which `check_conf` will say."""
+    entries = read_yaml(file).get("defaults")
+    return entries if isinstance(entries, list) else []
+
+
+def check_conf(names: Iterable[str]) -> None:
+    """Raise ConfigError for a file of conf/ that cannot be read, could fill the memory, or names no list of defaults.
+
+    Looked at are the files of `names` and those that their `defaults:` lists lead on to.
+    """
+    from rlpost.config.plain_yaml import check_plain
+
+    waiting, seen = list(names), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or (file := conf_file(name)) is None:
+            continue
+        seen.add(name)
+        try:
+            check_plain(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        if not isinstance(read_yaml(file).get("defaults", []), list):
+            raise ConfigError(f"{file}: defaults: is a list; write defaults: [NAME_schema, _self_]")
+        for entry in _defaults(file):
+            waiting += _led_on_to(entry, name.rpartition("/")[0])
+
+
+def _led_on_to(entry: object, group: str) -> list[str]:
+    """The files of conf/ that an entry of a `defaults:` list in a file of this group names."""
+    names = []
+    for pair in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+        last_words = [text.split()[-1] for text in map(str, pair) if text.strip()]  # after `optional` and `override`
+        path = "/".join(word.partition("@")[0] for word in last_words)
+        names.append(path[1:] if path.startswith("/") else f"{group}/{path}")
+    return names
 
 
 def recipes() -> dict[str, Path]:

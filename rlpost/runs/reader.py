@@ -260,7 +260,7 @@ def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     try:
         check_plain(file)
         content = yaml.safe_load(_text(file))
-    except (yaml.YAMLError, ConfigError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -42,6 +42,37 @@ def test_a_file_of_conf_that_grows_when_it_is_read_is_refused(tmp_path: Path, mo
         compose(TRAIN_GRPO, ["env=mine"])
 
 
+@pytest.mark.parametrize("way", ["depth", "aliases of aliases"])
+@pytest.mark.parametrize("place", ["[deep, _self_]", "[/env/deep, _self_]", "[{/env@_here_: deep}, _self_]"])
+def test_a_file_that_a_file_of_conf_leads_on_to_is_refused_too(
+    place: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/mine.yaml").write_text(f"defaults: {place}\n")
+    Path("conf/env/deep.yaml").write_text("defaults: [arithmetic_schema, _self_]\n\n" + BAD[way][0])
+    with pytest.raises(ConfigError, match=r"deep\.yaml, " + BAD[way][1]):
+        compose(TRAIN_GRPO, ["env=mine"])
+
+
+def test_a_file_of_conf_beside_the_chosen_one_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/deep.yaml").write_text("defaults: " + "[" * 100_000 + "]" * 100_000)
+    Path("conf/env/bomb.yaml").write_text(BOMB.replace("env.operations", "defaults"))
+    assert compose(TRAIN_GRPO, ["env=arithmetic"]).choices["env"] == "arithmetic"
+    with pytest.raises(ConfigError, match=r"deep\.yaml, line 1: nested deeper than 20"):
+        compose(TRAIN_GRPO, ["env=deep"])
+
+
+def test_a_file_of_conf_that_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/mine.yaml").write_bytes("# Größe\ndefaults: [arithmetic_schema, _self_]\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"mine\.yaml cannot be read: .*utf-8"):
+        compose(TRAIN_GRPO, ["env=mine"])
+
+
 def test_a_file_of_conf_copies_nothing_out_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conf/env").mkdir(parents=True)
@@ -55,4 +86,14 @@ def test_a_file_of_conf_copies_nothing_out_of_the_environment(tmp_path: Path, mo
 def test_what_is_no_yaml_is_left_to_what_reads_it(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: [")
     check_plain(tmp_path / "a.yaml")
-    check_plain(tmp_path / "missing.yaml")
+    with pytest.raises(FileNotFoundError):
+        check_plain(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize("defaults", ["3", "arithmetic_schema", "[[a, b], null, {null: null}]", "[{c: [d, e]}]"])
+def test_defaults_that_lead_nowhere_are_named(defaults: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/mine.yaml").write_text(f"defaults: {defaults}\n")
+    with pytest.raises(ConfigError, match=r"conf/ does not compose|names no schema|defaults: is a list"):
+        compose(TRAIN_GRPO, ["env=mine"])
