@@ -375,14 +375,20 @@ def tokens_under_way(engine: Any) -> int:
 
 
 def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
-    """Start vLLM as `settings.engine` says."""
-    set_environment(in_process=settings.engine is Engine.in_process)
-    guard()
-    if settings.engine is Engine.own_process:
-        return OwnProcessEngine(arguments, settings.timeout_seconds)
-    from vllm import LLM
+    """Start vLLM as `settings.engine` says, but in a process of its own where it runs transformers' own classes.
 
-    return InProcessEngine(LLM(**arguments))
+    It rewrites such a class for torch.compile, and models of that class that are in this process, the trained one
+    first, can then not be called any more.
+    """
+    guard()
+    if settings.engine is Engine.in_process:
+        set_environment(in_process=True)
+        from vllm import LLM, EngineArgs
+
+        if not EngineArgs(**arguments).create_model_config().using_transformers_backend():
+            return InProcessEngine(LLM(**arguments))
+    set_environment(in_process=False)
+    return OwnProcessEngine(arguments, settings.timeout_seconds)
 
 
 def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:

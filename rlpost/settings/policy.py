@@ -44,7 +44,7 @@ class VLLMSettings(ModelPolicySettings):
 
     needs_vllm: ClassVar[bool] = True
 
-    engine: Engine = Engine.in_process  # where vLLM runs
+    engine: Engine = Engine.in_process  # where vLLM runs; models of transformers' own classes: own_process always
     dtype: DType = DType.auto  # the sampler's weights; auto: the format of the trainer's products
     gpu_memory_utilization: float = limited(0.4, 0.01, 1.0)  # share of the GPU; the trainer needs the rest
     kv_cache_gb: float | None = limited(None, above=0)  # on a CPU; None: room for max_num_seqs conversations, at most 1

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.collectors import LLMCollector
 from rlpost.data import ReplayBuffer
@@ -400,6 +400,29 @@ def kill_engines_since(before: Container[Any]) -> None:
     for engine in engines:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with another
             engine.kill()
+
+
+def test_a_model_that_vllm_runs_with_transformers_classes_leaves_them_as_they_are(tmp_path: Path) -> None:
+    """In this process vLLM would rewrite Olmo2Model, and the trained model could not be called any more."""
+    tokenizer = tiny_tokenizer()
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    ends = {"pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    Olmo2ForCausalLM(Olmo2Config(vocab_size=len(tokenizer), **sizes, **heads, **ends)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    before = load_model(tmp_path, ModelSettings(path=str(tmp_path)))
+    policy = started(tmp_path, Engine.in_process)
+    try:
+        for model in (before, load_model(tmp_path, ModelSettings(path=str(tmp_path)))):
+            assert gap(policy, model, 1.0) < 1e-3
+        with torch.no_grad():
+            for parameter in before.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        vLLMUpdater(policy).push(before)
+        assert gap(policy, before, 1.0) < 1e-3
+    finally:
+        policy.close()
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["before its first request", "after one"])
