@@ -162,8 +162,9 @@ def test_a_stop_text_ends_a_completion_with_the_id_that_completes_it(model: PreT
     lengths = [ends(tokenizer, c.token_ids, stop) for c in whole]
     assert sum(n < len(c.token_ids) for c, n in zip(whole, lengths, strict=True)) > 1
     assert [c.token_ids for c in stopped] == [c.token_ids[:n] for c, n in zip(whole, lengths, strict=True)]
-    assert [c.log_probs for c in stopped] == [c.log_probs[:n] for c, n in zip(whole, lengths, strict=True)]
     for before, now in zip(whole, stopped, strict=True):
+        # of fewer rows than before, which another kernel may multiply
+        assert now.log_probs == pytest.approx(before.log_probs[: len(now.log_probs)], abs=1e-5)
         assert now.finish_reason == ("stop" if len(now.token_ids) < len(before.token_ids) else before.finish_reason)
         assert now.text == tokenizer.decode(now.token_ids, skip_special_tokens=True)  # the stop text is in it
 
