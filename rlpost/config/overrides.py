@@ -93,9 +93,10 @@ def parse_value(key: Key, text: str) -> Any:
         return None
     if key.annotation is str:
         return _unquoted(text)
-    if key.is_list:
-        return _list_of(key, text)
-    return _checked(key, _parse_with_hydra(key, text), text)
+    try:
+        return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
+    except RecursionError:  # brackets in brackets
+        raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
 
 
 def shown(text: str, longest: int = 60) -> str:

@@ -117,6 +117,6 @@ def named_values(key: str, words: list[str]) -> dict[str, Any]:
             raise ConfigError(f"{key}={word!r} names no setting: write {key}=[name:value,other:value]")
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = text.strip()
     return values
