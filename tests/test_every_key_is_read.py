@@ -224,8 +224,13 @@ def start_vllm(folder: Path) -> None:
         def rest(self, *, sleeps: bool) -> None:
             """Nothing is held."""
 
+    own_class = SimpleNamespace(using_transformers_backend=lambda: False)
+
+    def arguments_of(**words: Any) -> SimpleNamespace:
+        return SimpleNamespace(create_model_config=lambda: own_class)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine))
+        patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, EngineArgs=arguments_of))
         patch.setattr(vllm_engines, "InProcessEngine", Engine)
         patch.setattr(vllm_engines, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
