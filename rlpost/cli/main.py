@@ -109,9 +109,12 @@ def run(arguments: Sequence[str]) -> int:
         lead_nowhere(1)  # what is still buffered, so that the interpreter does not complain when it ends
         return OUTPUT_CLOSED
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno == errno.ENAMETOOLONG:
+            print_error(explain_long_path(error, arguments))
+        elif isinstance(error, PermissionError) and error.filename:
+            print_error(f"{error.filename}: permission denied; give a path that you may use, or change its permissions")
+        else:
             raise
-        print_error(explain_long_path(error, arguments))
         return ConfigError.exit_code
     return 0
 

@@ -29,7 +29,7 @@ from rlpost.config.paths import (
     resolve_model_path,
 )
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
-from rlpost.config.recipes import read_recipe
+from rlpost.config.recipes import YAML_ERRORS, read_recipe
 from rlpost.config.registry import check_conf, classes_of, conf_file, options, schema_name, search_folders
 from rlpost.config.sources import Source, check_environment, named_apart, widened
 from rlpost.errors import ConfigError, DataError
@@ -243,7 +243,7 @@ def _compose_files(
         with files_of_conf(command, chosen) as (root, words):
             config = hydra_compose(root, words, return_hydra_config=True)
         choices = {group: str(config.hydra.runtime.choices[group]) for group in groups}
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, *YAML_ERRORS, RecursionError) as error:  # the last: a file that leads on to itself
         raise ConfigError(f"conf/ does not compose: {_first_cause(error)}") from error
     if config.hydra.callbacks:
         raise ConfigError("hydra.callbacks stands in conf/, and a file cannot name code to run: remove it")

@@ -92,7 +92,7 @@ def parse_value(key: Key, text: str) -> Any:
             raise ConfigError(f"{key.name}=null is refused: it takes {_wanted(key)}")
         return None
     if key.annotation is str:
-        return _unquoted(text)
+        return _whole(key, _unquoted(text))
     try:
         return _list_of(key, text) if key.is_list else _checked(key, _parse_with_hydra(key, text), text)
     except RecursionError:  # brackets in brackets
@@ -181,10 +181,17 @@ def _unquoted(text: str) -> str:
     return text
 
 
+def _whole(key: Key, text: str) -> str:
+    """`text`. Raises ConfigError where it holds half a character or a byte 0, which no tokenizer or path takes."""
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{key.name}={shown(text)} holds half of a character or a byte 0: it is no text in UTF-8")
+    return text
+
+
 def _parse_with_hydra(key: Key, text: str) -> Any:
     try:
         parsed = OverridesParser.create().parse_override(f"{key.name}={text}")
-    except HydraException:
+    except (HydraException, ValueError):  # Python's own limit of digits among them
         raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
     if parsed.is_sweep_override():
         one_list = key.is_list and not text.lstrip().startswith("[")
@@ -221,12 +228,20 @@ def _checked(key: Key, value: Any, text: str) -> Any:
     if isinstance(value, (list, dict)):
         raise ConfigError(f"{key.name}={shown(text)}: it takes one value, {_wanted(key)}")
     if wanted is str:
-        return str(value)
+        return _whole(key, str(value))
     if not _fits(value, wanted):
         raise ConfigError(f"{key.name}={shown(text)} is of the wrong type: it takes {_wanted(key)}")
-    if wanted is float and not math.isfinite(value):
+    if wanted is float and not _finite(value):
         raise ConfigError(f"{key.name}={shown(text)} is out of range: it must be a finite number")
     return wanted(value)
+
+
+def _finite(value: float) -> bool:
+    """Whether this is a number that a float can be."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _fits(value: Any, wanted: type) -> bool:

@@ -35,10 +35,13 @@ def cache_folder() -> Path:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has written here."""
-    return (folder / "checkpoints").is_dir() or any(
-        (folder / name).is_file() for name in ("command.txt", "overrides.txt", "metrics.jsonl")
-    )
+    """Whether a run has written here, as far as one may look."""
+    try:
+        return (folder / "checkpoints").is_dir() or any(
+            (folder / name).is_file() for name in ("command.txt", "overrides.txt", "metrics.jsonl")
+        )
+    except PermissionError:  # another user's, which must not hide the runs beside it
+        return False
 
 
 def is_evaluation_folder(folder: Path) -> bool:

@@ -18,6 +18,8 @@ from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
 
+# what the readers of YAML raise: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
+YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
 MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
 
 
@@ -76,10 +78,15 @@ def _load(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{file}, line {line}: this is no YAML: {error.problem}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+    except ConfigError:
+        raise
+    except YAML_ERRORS as error:
+        raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(f"{file}: {shown(str(key))} is no key: a recipe is lines such as optim.lr: 1e-6")
     return {str(key): value for key, value in content.items()}
 
 
@@ -92,7 +99,10 @@ def _line_numbers(file: Path) -> dict[str, int]:
 
 def _override(key: str, value: Any, where: str) -> Override:
     if isinstance(value, dict) and key in MAPPINGS:
-        value = json.dumps(value)
+        try:
+            value = json.dumps(value)
+        except TypeError as error:  # YAML has dates and bytes, which JSON has not
+            raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
     if isinstance(value, dict):
         inner = next(iter(value), "...")
         raise ConfigError(f"{where}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ def built_in_folder(name: str) -> Path:
 
 def search_folders(name: str) -> list[Path]:
     """The folders in which `conf` or `recipes` are looked for: the user's first."""
-    users, own = Path(name).resolve(), built_in_folder(name).resolve()
+    users, own = Path(os.path.realpath(name)), built_in_folder(name).resolve()  # a link to itself is no folder
     return [users, own] if users.is_dir() and users != own else [own]
 
 
@@ -64,8 +65,11 @@ def commands_of(group: str, option: str) -> list[Command[Any]]:
     return [c for c in having if cls is None or issubclass(cls, types_of(c.settings)[group])]
 
 
-def class_of(group: str, option: str) -> type | None:
-    """The settings class of an option, as its file or else its row names it; None where neither does."""
+def class_of(group: str, option: str, seen: frozenset[str] = frozenset()) -> type | None:
+    """The settings class of an option, as its file or else its row names it; None where neither does.
+
+    `seen` are the options whose files led here.
+    """
     rows = CHOICES[group]
     file = conf_file(f"{group}/{option}")
     if file is None:
@@ -73,7 +77,7 @@ def class_of(group: str, option: str) -> type | None:
     for entry in map(str, _defaults(file)):
         if entry == schema_name(name := entry.removesuffix("_schema")) and name in rows:
             return rows[name].cls
-        if entry not in ("_self_", option) and (cls := class_of(group, entry)) is not None:
+        if entry not in ("_self_", option, *seen) and (cls := class_of(group, entry, seen | {option})) is not None:
             return cls
     return None
 
@@ -151,7 +155,7 @@ def describe(group: str, option: str) -> str:
 
 def description(file: Path) -> str:
     """The comment on the first line of an option's or recipe's file; empty if it has none."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
 
 
@@ -179,6 +183,7 @@ def _in_group(key: Key) -> bool:
 
 
 def _yaml_files(folders: list[Path]) -> dict[str, Path]:
-    """Name -> file; a name in an earlier folder hides the same name in a later one."""
-    found = {file.stem: file for folder in reversed(folders) for file in folder.glob("*.yaml")}
+    """Name -> file; a name in an earlier folder hides the same name in a later one, an editor's hidden file is none."""
+    files = [file for folder in reversed(folders) for file in folder.glob("*.yaml")]
+    found = {file.stem: file for file in files if file.is_file() and not file.name.startswith(".")}
     return dict(sorted(found.items()))

@@ -130,12 +130,16 @@ def _range(arguments: str, override: Override) -> list[str]:
     if not finite or len(numbers) not in (1, 2, 3) or (len(numbers) == 3 and numbers[2] == 0):
         raise ConfigError(f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)")
     start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
-    count = max(0, math.ceil((stop - start) / step))
-    if count == 0:
+    try:
+        steps = (stop - start) / step
+    except ArithmeticError:  # more than a Decimal can be
+        steps = Decimal("Infinity")
+    if steps > MOST_JOBS:
+        count = f"{math.ceil(steps):,}" if steps < 10**15 else "countless"
+        raise ConfigError(f"{override} has {count} values: {MOST_JOBS:,} jobs are the most at once")
+    if steps <= 0:
         raise ConfigError(f"{override} is empty: from {start} there is no step of {step} towards {stop}")
-    if count > MOST_JOBS:
-        raise ConfigError(f"{override} has {count:,} values: {MOST_JOBS:,} jobs are the most at once")
-    return [_number(start + i * step) for i in range(count)]
+    return [_number(start + i * step) for i in range(math.ceil(steps))]
 
 
 def _number(value: Decimal) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -44,6 +45,20 @@ def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNam
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"rlpost {__version__}\n"
+
+
+def test_a_path_that_one_may_not_use_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, *arguments: Any, **more: Any) -> bool:  # as Python 3.11 does, for whoever is not root
+        if "secret" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return False
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert run(["eval", "compare", "secret/a", "secret/b"]) == 2
+    assert "secret/a: permission denied; give a path" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.config.plain_yaml import check_plain
+from rlpost.config.registry import describe, options, recipes
 from rlpost.errors import ConfigError
 
 BOMB = "\n".join(
@@ -97,3 +98,68 @@ def test_defaults_that_lead_nowhere_are_named(defaults: str, tmp_path: Path, mon
     Path("conf/env/mine.yaml").write_text(f"defaults: {defaults}\n")
     with pytest.raises(ConfigError, match=r"conf/ does not compose|names no schema|defaults: is a list"):
         compose(TRAIN_GRPO, ["env=mine"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults: [{a: {b: c}}]",
+        "defaults: [{a: b, c: d}]",
+        "5",
+        "defaults: [mine]",
+        "defaults: [other, _self_]",
+        f"defaults: [arithmetic_schema, _self_]\nlimit: {'9' * 5000}",
+        "defaults: [arithmetic_schema, _self_]\nlimit: !!timestamp 2024-99-99",
+    ],
+)
+def test_a_file_of_conf_that_hydra_cannot_take_is_told_in_one_line(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf/env").mkdir(parents=True)
+    Path("conf/env/mine.yaml").write_text(text + "\n")
+    Path("conf/env/other.yaml").write_text("defaults: [mine, _self_]\n")  # and back again
+    with pytest.raises(ConfigError, match=r"conf/ does not compose|names no schema"):
+        compose(TRAIN_GRPO, ["env=mine"])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("yes: 1", "True is no key"),
+        ("0: 5", "0 is no key"),
+        (f"seed: {'9' * 5000}", "cannot be read"),
+        ("seed: !!int abc", "cannot be read"),
+        ("seed: !!bool abc", "cannot be read"),
+        ("seed: !!timestamp abc", "cannot be read"),
+        ("model.chat_template_kwargs: {a: !!binary YQ==}", "cannot be read"),
+    ],
+)
+def test_a_line_that_yaml_cannot_make_a_value_of_is_told(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(HEAD + line + "\n")
+    with pytest.raises(ConfigError, match=rf"r\.yaml.*{said}"):
+        compose(TRAIN_GRPO, ["recipe=./r.yaml"])
+
+
+def test_what_editors_leave_in_conf_and_recipes_is_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("conf/env"), Path("recipes")):
+        folder.mkdir(parents=True)
+        (folder / ".#mine.yaml").symlink_to("user@host.1")
+        (folder / ".old.yaml").write_text("defaults: [arithmetic_schema, _self_]\n")
+        (folder / "folder.yaml").mkdir()
+        (folder / "latin.yaml").write_bytes(b"# \xe9\ndefaults: [arithmetic_schema, _self_]\n")
+    odd = {"folder", ".old", ".#mine"}
+    assert not odd & ({*options("env")} | {*recipes()})
+    assert "\ufffd" in describe("env", "latin")
+
+
+def test_a_conf_that_links_to_itself_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("conf").symlink_to("conf")
+    Path("recipes").symlink_to("recipes")
+    assert recipes()
+    assert compose(TRAIN_GRPO).choices["env"] in options("env")

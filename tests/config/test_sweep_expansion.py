@@ -76,6 +76,8 @@ def test_the_last_word_of_a_key_counts() -> None:
         (["seed=range(0,1,0)"], "write range(start,stop)"),
         (["seed=range(0,nan)"], "write range(start,stop)"),
         (["seed=range(0,1,1e-9)"], "1,000,000,000 values"),
+        (["seed=range(0,1e5000,1)"], "countless values"),
+        (["seed=range(0,1e9999999999,1)"], "countless values"),
         (["seed=range(20)", "steps=range(1,12)"], "a sweep of 220 jobs: 200 are the most"),
         (["model=glob(*)"], "no glob"),
         (["optim.lr=interval(0,1)"], "no interval"),
