@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +59,8 @@ class Interval(NamedTuple):
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of metrics.jsonl that are whole, and how many lines are not."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        # a pipe of this name would be waited for
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     except OSError:
         return [], 0
     lines = [line for line in text.splitlines() if line.strip()]
@@ -67,12 +69,24 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def metrics_row(line: str) -> dict[str, Any] | None:
-    """One line of metrics.jsonl; None for one that is not whole."""
+    """One line of metrics.jsonl, with None for what is no finite number; None for one that is not whole."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=_nothing)
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if len(text) <= 18 else None
+
+
+def _nothing(text: str) -> None:
+    """NaN and Infinity, which only a file that another program wrote can hold."""
 
 
 class MetricsFile:

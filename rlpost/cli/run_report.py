@@ -108,7 +108,7 @@ def show_lines(record: RunRecord) -> list[str]:
 def model_name(record: RunRecord) -> str | None:
     """The option that was chosen, or the end of a path that replaced it."""
     if any(word.startswith("model.path=") for word in record.overrides):
-        path = record.config.get("model", {}).get("path")
+        path = record.part("model").get("path")
         return slug(path) if isinstance(path, str) else None
     return record.choice("model")
 
@@ -161,7 +161,7 @@ def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
 
 
 def _asked(record: RunRecord) -> list[tuple[str, str]]:
-    model = record.config.get("model") or {}
+    model = record.part("model")
     command = record.commands[-1] if record.commands else "command.txt is missing"
     asked = [("command", command)]
     if len(record.commands) > 1:
@@ -181,7 +181,8 @@ def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
     if not environment:
         return [("versions", "environment.json is missing or cannot be read")]
     packages = {"rlpost": environment.get("rlpost"), "python": environment.get("python")}
-    packages |= environment.get("packages") or {}
+    others = environment.get("packages")
+    packages |= others if isinstance(others, dict) else {}
     versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
     device = environment.get("cuda") or "no GPU"
     return [("versions", versions), ("machine", f"{environment.get('cpu_count', '?')} cores, {device}")]
@@ -221,8 +222,9 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
 
 def _drawn(record: RunRecord) -> str:
     """How an evaluation answers each prompt: greedily, or several times."""
-    asked = record.config.get("eval") or {}
-    samples = asked.get("samples") or max(asked.get("k") or [1])
+    asked = record.part("eval")
+    k = asked.get("k")
+    samples = asked.get("samples") or (max(k) if isinstance(k, list) and k else 1)
     return "greedy" if samples == 1 else f"{samples} completions each"
 
 

@@ -75,7 +75,7 @@ def show(
     from rlpost.runs.reader import find_run, read_run
 
     record = read_run(find_run(run))
-    print(json.dumps(details(record), indent=2) if as_json else "\n".join(show_lines(record)))
+    print(json.dumps(details(record), indent=2, default=str) if as_json else "\n".join(show_lines(record)))
 
 
 @app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")

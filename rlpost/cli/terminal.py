@@ -88,5 +88,8 @@ def stdout_on_stderr() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """A result for a program to read. All but ASCII is escaped, so no text can reach the terminal as more."""
-    print(json.dumps(value, indent=2))
+    """A result for a program to read. All but ASCII is escaped, so no text can reach the terminal as more.
+
+    A date that somebody wrote into a config.yaml becomes text.
+    """
+    print(json.dumps(value, indent=2, default=str))

@@ -15,6 +15,8 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from rlpost.record import number
+
 FIRST, LAST = 3, 5  # steps that are compared
 AT_LEAST = 8  # steps before anything is said
 Row = Mapping[str, Any]  # of metrics.jsonl
@@ -282,7 +284,8 @@ def _varied(trace: Trace) -> bool:
 
 def _known(rows: Iterable[Row], name: str) -> list[float]:
     """The figures of the rows that have one: a training has NaN where metrics.jsonl has null."""
-    return [float(row[name]) for row in rows if row.get(name) is not None and isfinite(row[name])]
+    figures = [number(row, name) for row in rows]
+    return [figure for figure in figures if figure is not None and isfinite(figure)]
 
 
 def _change(pair: tuple[float, float] | None) -> str:

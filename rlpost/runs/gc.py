@@ -100,7 +100,7 @@ def _locked(run: Path) -> Iterator[bool]:
     """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
     try:
         lock = (run / ".lock").open("a")
-    except FileNotFoundError:
+    except OSError:  # gone, or no file
         yield False
         return
     with lock:

@@ -60,6 +60,11 @@ class RunRecord:
     environment: dict[str, Any]
     updated: float  # seconds since the epoch: when it last wrote anything
 
+    def part(self, name: str) -> dict[str, Any]:
+        """The settings of a group in config.yaml, `model` for one; none where it holds something else."""
+        part = self.config.get(name)
+        return part if isinstance(part, dict) else {}
+
     @property
     def total_steps(self) -> int | None:
         """Steps that the run has when it is done; None where that is not known yet."""
@@ -141,6 +146,8 @@ def _command(attempts: Sequence[str]) -> Command[Any] | None:
 def is_running(folder: Path) -> bool:
     """Whether a process holds the lock of this run."""
     try:
+        if not (folder / ".lock").is_file():  # a pipe would be waited for
+            return False
         with (folder / ".lock").open() as lock:
             return not locked(lock, shared=True)
     except OSError:  # no lock file, or not ours to read: nobody can be seen to hold it
@@ -239,7 +246,7 @@ def _end_of(file: Path) -> str:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     except OSError:
         return ""
 
@@ -258,9 +265,12 @@ def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     from rlpost.config.plain_yaml import check_plain
 
     try:
+        if not file.is_file():
+            return {}
         check_plain(file)
         content = yaml.safe_load(_text(file))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
+    # what YAML's constructors raise: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 
