@@ -232,8 +232,15 @@ def looks_local(path: str) -> bool:
 def _check_base(adapter: Path, path: str, adapters: frozenset[Path]) -> None:
     base = adapter_base(adapter)
     seen = adapters | {adapter.resolve()}
-    if expanded(base).resolve() in seen:
-        itself = "itself" if expanded(base).resolve() == adapter.resolve() else f"{base}, an adapter for this one,"
+    try:
+        resolved = expanded(base).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a byte 0, half a character
+        raise ConfigError(
+            f"the adapter {adapter} names a model that is no path ({error}): correct base_model_name_or_path in its "
+            f"{ADAPTER_CONFIG}"
+        ) from None
+    if resolved in seen:
+        itself = "itself" if resolved == adapter.resolve() else f"{base}, an adapter for this one,"
         raise ConfigError(
             f"the adapter {adapter} names {itself} as its model: write the model it is for as base_model_name_or_path "
             f"into its {ADAPTER_CONFIG}"

@@ -14,7 +14,7 @@ from rlpost.errors import DataError
 
 _PROBE = "probe"
 # what templates raise over messages that are not as they expect, besides their own complaints
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def is_processor(tokenizer: Any) -> bool:

@@ -165,6 +165,9 @@ def read_csv(path: Path) -> Numbered:
         records = _records(path)
         header = next(records, "")
         reader = csv.DictReader(chain([header], records), strict=True, delimiter=_delimiter(header))
+        for name in (names := list(reader.fieldnames or [])):
+            if name and names.count(name) > 1:
+                raise DataError(f"{path} has two columns called {name!r}: give one of them another name")
         for row in reader:
             more = None in row
             yield reader.line_num, Unreadable("has more cells than the header has names") if more else row

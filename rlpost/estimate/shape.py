@@ -14,6 +14,7 @@ from rlpost.files import json_in
 
 HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
 LARGEST_HEADER = 100_000_000  # as the format has it
+LARGEST = 2**40  # of a size; a larger one is no size of a model, and no float either
 NAMES = {  # of one and the same size in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -96,7 +97,10 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in the safetensors files of a folder, from their headers."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= {name: tuple(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"}
+        for name, entry in _header(file).items():
+            shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
+            if isinstance(shape, list) and all(isinstance(size, int) and 0 <= size < LARGEST for size in shape):
+                found[name] = tuple(shape)  # of what has none, loading says so
     return found
 
 
@@ -106,7 +110,7 @@ def _header(file: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
             header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
 
@@ -122,5 +126,6 @@ def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
-    """The first of these keys that holds a number."""
-    return next((value for name in names if isinstance(value := config.get(name), int) and value), None)
+    """The first of these keys that holds a size."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and 0 < value < LARGEST), None)

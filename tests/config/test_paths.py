@@ -157,6 +157,14 @@ def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path
         resolve_model_path(str(make_adapter(tmp_path / "silent", None)))
 
 
+@pytest.mark.parametrize("base", ["./a\0b/c", "./\ud800/m", "loop"])
+def test_an_adapter_whose_model_is_no_path_is_told(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"is no path .*: correct base_model_name_or_path|not to be had here"):
+        resolve_model_path(str(make_adapter(tmp_path / "adapter", base)))
+
+
 def test_the_adapter_of_a_run_is_that_of_its_latest_checkpoint(tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     adapter = make_adapter(checkpoints / "step-000060" / "adapter", "builtin:tiny")

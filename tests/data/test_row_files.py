@@ -130,6 +130,13 @@ def test_a_spreadsheet_s_separator_is_told_from_the_header(sign: str, tmp_path: 
     ]
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.csv has two columns called 'answer'"):
+        list(read_csv(written(tmp_path, "a.csv", "question,answer,answer\n1 + 1,2,3\n")))
+    unnamed = written(tmp_path, "b.csv", "question,answer,,\n1 + 1,2,,\n")  # as a spreadsheet leaves them
+    assert [row["answer"] for _, row in read_csv(unnamed) if isinstance(row, dict)] == ["2"]
+
+
 def test_a_cell_longer_than_python_s_own_limit_is_read(tmp_path: Path) -> None:
     [(_, row)] = read_csv(written(tmp_path, "a.csv", "question,answer\n" + "x" * 200_000 + ",2\n"))
     assert len(row["question"]) == 200_000

@@ -84,6 +84,23 @@ def test_a_configuration_that_says_no_size_gives_none(tmp_path: Path, content: s
     assert shape_of_folder(tmp_path / "nowhere") is None
 
 
+def written_header(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode()
+
+
+@pytest.mark.parametrize("shape_said", ["5", '["x"]', "[NaN]", "[-1]", f"[{10**400}]", "null"])
+def test_an_entry_whose_shape_is_none_leaves_it_to_the_configuration(tmp_path: Path, shape_said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "model.safetensors").write_bytes(written_header(f'{{"a.weight": {{"shape": {shape_said}}}, "b": 3}}'))
+    (tmp_path / "deep.safetensors").write_bytes(written_header("[" * 200_000))
+    assert shape_of_folder(tmp_path) == shape(TINY)
+
+
+def test_a_size_that_no_model_has_is_no_size() -> None:
+    assert shape_of_config({**TINY, "hidden_size": 10**400}) is None
+    assert shape_of_config({**TINY, "num_hidden_layers": 10**400}) is None
+
+
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])
 def test_weights_without_a_header_leave_it_to_the_configuration(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
