@@ -101,6 +101,8 @@ class MetricsFile:
     def new_rows(self) -> list[dict[str, Any]]:
         """The rows that became whole since the last call."""
         try:
+            if not self.file.is_file():  # a pipe would be waited for
+                return []
             with self.file.open("rb") as stream:
                 status = os.fstat(stream.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:

@@ -13,6 +13,7 @@ from rlpost.cli.completion import complete_run
 from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import App, AsJson
 from rlpost.errors import ConfigError
+from rlpost.folding import shortened
 from rlpost.home import expanded
 from rlpost.text import counted, printable
 
@@ -29,6 +30,7 @@ Examples:
   rlpost rollouts export my-run - | jq .completion
 """
 STDOUT = "-"
+MOST_DIGITS = 18  # of a step: Python makes no number of thousands of them
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 
 
@@ -146,8 +148,8 @@ def _range(text: str, steps: list[int]) -> list[int]:
     """The steps that `A:B`, `A:`, `:B`, `A` or nothing mean. Raises ConfigError where there are none."""
     first, colon, last = text.partition(":")
     bounds = [first, last if colon else first]
-    if any(bound and not bound.isdecimal() for bound in bounds):
-        raise ConfigError(f"--step {text}: give one step or A:B, as in 50:60")
+    if any(bound and (not bound.isdecimal() or len(bound) > MOST_DIGITS) for bound in bounds):
+        raise ConfigError(f"--step {shortened(text, 40)}: give one step or A:B, as in 50:60")
     low, high = (int(bound) if bound else edge for bound, edge in zip(bounds, (steps[0], steps[-1]), strict=True))
     chosen = [step for step in steps if low <= step <= high]
     if not chosen:

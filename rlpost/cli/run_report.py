@@ -149,8 +149,9 @@ def _main_held_out(record: RunRecord) -> str:
         return "-"
     scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
     course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
-    widths = [scale * half for figure in known if (half := figure.half_width) is not None]
-    spread = f" ±{math.ceil(max(widths) * 10**digits) / 10**digits:.{digits}f}" if widths else ""
+    widths = [scale * half * 10**digits for figure in known if (half := figure.half_width) is not None]
+    told = widths and math.isfinite(max(widths))  # no whole number is made of an infinite one
+    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if told else ""
     prompts = known[-1].prompts
     return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
 
@@ -224,7 +225,8 @@ def _drawn(record: RunRecord) -> str:
     """How an evaluation answers each prompt: greedily, or several times."""
     asked = record.part("eval")
     k = asked.get("k")
-    samples = asked.get("samples") or (max(k) if isinstance(k, list) and k else 1)
+    counts = [count for count in k if isinstance(count, int)] if isinstance(k, list) else []
+    samples = asked.get("samples") or max(counts, default=1)
     return "greedy" if samples == 1 else f"{samples} completions each"
 
 

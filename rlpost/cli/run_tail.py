@@ -58,7 +58,7 @@ class StepText:
             return ""
         self._recent.append(seconds)
         total = self.total_steps or step
-        figures = {key: math.nan if value is None else value for key, value in row.items()}
+        figures = {key: math.nan if (value := number(row, key)) is None else value for key in row}
         left = clock(fmean(self._recent) * (total - step))
         return step_line(step, total, figures, left, width=output_width(0) or None)
 
@@ -67,7 +67,8 @@ class StepText:
 
         if not has_evaluation(row):
             return ""
-        return evaluation_line(row, "before training" if row["step"] == 0 else f"after step {row['step']}")
+        figures = {key: number(row, key) for key in row}
+        return evaluation_line(figures, "before training" if row["step"] == 0 else f"after step {row['step']}")
 
 
 def ending(record: RunRecord, *, follow: bool) -> str:

@@ -306,7 +306,7 @@ def _nearby(missing: Path) -> str:
         return f"; it is a link to {os.readlink(missing)}, which does not exist"
     try:
         names = sorted(p.name for p in missing.parent.iterdir())
-    except OSError:  # the folder above is missing or closed, so there is nothing to suggest
+    except (OSError, ValueError):  # the folder above is missing, closed or no path, so there is nothing to suggest
         return f"; there is no folder {missing.parent} either" if not missing.parent.exists() else ""
     # an ending that both have does not make two names alike
     ending = missing.suffix

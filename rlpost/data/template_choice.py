@@ -47,7 +47,7 @@ def named_template(name: str) -> str:
             ) from None
     try:
         text = expanded(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, or no path
         raise ConfigError(f"{TEMPLATE_KEY}={name} cannot be read: {error}") from error
     check_takes_little(text, f"{TEMPLATE_KEY}={name}")
     try:
@@ -57,10 +57,12 @@ def named_template(name: str) -> str:
     return text
 
 
-def check_takes_little(template: str, name: str) -> None:
-    """Raise ConfigError for a template that takes too much time, memory or text; rlpost's own are not tried."""
+def check_takes_little(template: object, name: str) -> None:
+    """Raise ConfigError for a template that takes too much time, memory or text, or is none; rlpost's are not tried."""
     from rlpost.data.templates import own_templates
 
+    if not isinstance(template, str):
+        raise ConfigError(f"{name} is no text: correct chat_template in its tokenizer_config.json")
     if template not in own_templates() and (greed := greed_of(template)) is not None:
         raise ConfigError(f"{name} {greed}, so it is not used: take {TEMPLATE_KEY}={PLAIN} or another")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from rlpost.config.hub_sizes import HUB_MODELS
-from rlpost.errors import ResourceError
+from rlpost.errors import ConfigError, ResourceError
 from rlpost.estimate.machine import Room, disk, host_memory
 from rlpost.estimate.needs import (
     MARGIN,
@@ -26,6 +27,8 @@ from rlpost.estimate.needs import (
 )
 from rlpost.estimate.shape import Shape, shape_of_config
 from rlpost.text import readable
+
+COUNTED = 1e200  # bytes; sums of more come near the end of what a float holds
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,30 @@ class Needs:
 
 
 def needs_of(settings: TrainingSettings, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
-    """The needs of `settings` on this machine with its GPU; None where the model's size is not known."""
-    return None if shape is None else Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
+    """The needs of `settings` on this machine with its GPU; None where the model's size is not known.
+
+    Raises ConfigError for a setting so large that they cannot be counted.
+    """
+    if shape is None:
+        return None
+    try:
+        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
+        most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
+    except ArithmeticError:
+        needs, most = None, inf
+    if most > COUNTED:
+        _, key = max(_numbers(settings))
+        raise ConfigError(f"{key} is too large: what the training takes cannot be counted with it; lower it")
+    return needs
+
+
+def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
+    """The numbers in settings, each with its key."""
+    for name, value in vars(settings).items():
+        if is_dataclass(value):
+            yield from _numbers(value, f"{group}{name}.")
+        elif isinstance(value, int | float):
+            yield value, f"{group}{name}"
 
 
 def _figure(size: float) -> str:

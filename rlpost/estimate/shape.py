@@ -15,6 +15,7 @@ from rlpost.files import json_in
 HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
 LARGEST_HEADER = 100_000_000  # as the format has it
 LARGEST = 2**40  # of a size; a larger one is no size of a model, and no float either
+MOST_DIMENSIONS = 8  # of a tensor; a product of very many sizes takes long to count
 NAMES = {  # of one and the same size in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -99,7 +100,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     for file in sorted(folder.glob("*.safetensors")):
         for name, entry in _header(file).items():
             shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
-            if isinstance(shape, list) and all(isinstance(size, int) and 0 <= size < LARGEST for size in shape):
+            if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(map(_is_size, shape)):
                 found[name] = tuple(shape)  # of what has none, loading says so
     return found
 
@@ -128,4 +129,9 @@ def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
     """The first of these keys that holds a size."""
     values = (config.get(name) for name in names)
-    return next((value for value in values if isinstance(value, int) and 0 < value < LARGEST), None)
+    return next((value for value in values if value and _is_size(value)), None)
+
+
+def _is_size(value: object) -> bool:
+    """Whether a value of JSON is a number that a size can be."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST

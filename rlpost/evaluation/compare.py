@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,7 @@ class Comparison:
 
 
 def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
-    """B against A, prompt by prompt. Raises DataError for other environments, and where no prompt is in both."""
+    """B against A, prompt by prompt. Raises DataError for other environments, and with no prompt or figure in both."""
     environments = [evaluation.record.get("choices", {}).get("env") for evaluation in (a, b)]
     if None not in environments and environments[0] != environments[1]:
         raise DataError(
@@ -100,6 +101,8 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
         if known:
             found = difference([y - x for x, y in known])
             measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, verdict(found))
+    if not measures:
+        raise DataError(f"{a.name} and {b.name} have no figure in common: evaluate both with the same reward")
     return Comparison(
         a.name,
         b.name,
@@ -139,7 +142,7 @@ def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[s
 
 
 def _mean(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [sample[name] for sample in samples if sample[name] is not None]
+    values = [sample[name] for sample in samples if sample[name] is not None and math.isfinite(sample[name])]
     return fmean(values) if values else None
 
 

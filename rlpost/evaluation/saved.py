@@ -162,6 +162,16 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
         rows = [] if missing else pq.read_table(samples, columns=list(COMPARED)).to_pylist()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{samples} cannot be read ({first_line(error)}): evaluate again") from error
+    _check_shape(result, record)
     if missing:
         raise DataError(f"{samples} has no column {', '.join(missing)}: it is no table that rlpost eval wrote")
     return SavedEvaluation(samples.parent.name if its_own else str(samples), record, rows)
+
+
+def _check_shape(file: Path, record: Any) -> None:
+    """Raise DataError unless the record, and those of its parts that a comparison looks into, are mappings."""
+    if not isinstance(record, dict):
+        raise DataError(f"{file} holds no mapping: evaluate again")
+    for name in ("choices", "settings", "result"):
+        if not isinstance(record.get(name, {}), dict):
+            raise DataError(f"{file} has a {name} that is no mapping: evaluate again")

@@ -237,6 +237,8 @@ def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
 
 def _end_of(file: Path) -> str:
     try:
+        if not file.is_file():  # a pipe would be waited for
+            return ""
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - LOG_END))
             return stream.read().decode(errors="replace")
@@ -272,7 +274,14 @@ def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     # what YAML's constructors raise: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
     except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return _with_text_keys(content) if isinstance(content, dict) else {}
+
+
+def _with_text_keys(content: Any) -> Any:
+    """What YAML holds, with keys that JSON takes: a date is one in YAML."""
+    if isinstance(content, dict):
+        return {str(key): _with_text_keys(value) for key, value in content.items()}
+    return [_with_text_keys(value) for value in content] if isinstance(content, list) else content
 
 
 def _modified(file: Path) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,9 @@ def _values(column: Any) -> list[Any]:
     return column.tolist() if hasattr(column, "tolist") else list(column)
 
 
+NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # of a completion that is shown
 TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
+FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
 FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
 ROWS_AT_ONCE = 256  # of an export held in memory
 
@@ -123,9 +126,23 @@ def rollout_steps(run: Path) -> list[int]:
 def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """The completions of one step, under the names of `SCHEMA`; `reward_parts` as a dict.
 
-    Raises DataError for a file that is damaged or not rlpost's.
+    Raises DataError for a file that is damaged or not rlpost's, that is empty, or that lacks what a row is shown by.
     """
-    return list(_rows(run, [step], SCHEMA.names))
+    rows = list(_rows(run, [step], SCHEMA.names))
+    file = _file(run, step)
+    if not rows:
+        raise DataError(f"{file} holds no completion; leave the step out with --step")
+    for number, row in enumerate(rows, start=1):
+        if (name := _lacking(row)) is not None:
+            raise DataError(f"{file}, row {number}: {name} is null; leave the step out with --step")
+    return rows
+
+
+def _lacking(row: Mapping[str, Any]) -> str | None:
+    """The first column that is null, or has a null in it, and without which a completion cannot be shown."""
+    null = (name for name in NEEDED if row[name] is None or (name == "mask" and None in row[name]))
+    turns = row["turns"] or []
+    return next(null, "turns" if any(turn is None or None in turn.values() for turn in turns) else None)
 
 
 def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
@@ -204,18 +221,32 @@ def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[d
     for batch in _batches(run, steps, columns):
         for row in batch.to_pylist():
             if "reward_parts" in row:
-                row["reward_parts"] = dict(row["reward_parts"] or [])
+                parts = row["reward_parts"] or []
+                row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
+            for name in FIGURES & row.keys():
+                row[name] = _finite(row[name])
             yield row
+
+
+def _finite(value: float | None) -> float | None:
+    """A figure; None for one that is no finite number, which nothing can be computed or shown with."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _file(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step-{step:06d}.parquet"
 
 
 def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     for step in steps:
-        file = run / "rollouts" / f"step-{step:06d}.parquet"
+        file = _file(run, step)
         try:
             with pq.ParquetFile(file) as parquet:
                 for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
-                    yield batch.select(list(columns)).cast(schema)
+                    piece = batch.select(list(columns)).cast(schema)
+                    piece.validate(full=True)  # text that is not UTF-8 is found here, where the file is known
+                    yield piece
         except (OSError, pa.ArrowException, KeyError) as error:
             raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from rlpost.errors import ConfigError
+from rlpost.folding import shortened
 
 # what a template is always told, what rendering itself takes, and what jinja calls something else
 TAKEN = frozenset(
@@ -16,6 +17,8 @@ TAKEN = frozenset(
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "bos_token", "eos_token"}
     | {"true", "false", "none", "null", "True", "False", "None", "not", "and", "or", "in", "is", "if", "else", "loop"}
 )
+_MOST_SHOWN = 60  # columns of what somebody wrote
+_MOST_LEVELS = 100  # of lists and mappings within each other: what reads and writes them calls itself for each
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _QUOTED_OR_WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|(?<![\w.])[A-Za-z_][\w.-]*""")  # not the e of 1e3
 _JSON_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
@@ -33,13 +36,31 @@ def template_variables(key: str, text: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
-        raise ConfigError(f"{key}={text} is no mapping: write names and values, as in {key}={{enable_thinking: false}}")
+        raise ConfigError(
+            f"{key}={shortened(text, _MOST_SHOWN)} is no mapping: write names and values, as in "
+            f"{key}={{enable_thinking: false}}"
+        )
     for name, value in read.items():
         if not _NAME.fullmatch(name) or name in TAKEN:
-            raise ConfigError(f"{key}: {name!r} cannot be told to a chat template: leave it out")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}: {name} is {value}: it must be finite")
+            shown = shortened(repr(name), _MOST_SHOWN)
+            raise ConfigError(f"{key}: {shown} cannot be told to a chat template: leave it out")
+        if (wrong := _wrong_with(value)) is not None:
+            raise ConfigError(f"{key}: {shortened(name, _MOST_SHOWN)} {wrong}")
     return read
+
+
+def _wrong_with(value: Any) -> str | None:
+    """Why a template cannot be told a value, at any depth of it; None where it can."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        for each in level:
+            if isinstance(each, float) and not math.isfinite(each):
+                return f"holds {each}: every number in it must be finite"
+        holding = [each for each in level if isinstance(each, list | dict)]
+        if not holding:
+            return None
+        level = [inner for each in holding for inner in (each.values() if isinstance(each, dict) else each)]
+    return f"is nested too deep ({_MOST_LEVELS} levels at most): flatten it"
 
 
 def _as_json(found: re.Match[str]) -> str:

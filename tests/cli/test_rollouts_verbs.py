@@ -136,6 +136,7 @@ def test_lines_that_all_prompts_share_are_left_out_of_the_table() -> None:
         ("export a taken.csv", "taken.csv exists already"),
         ("export a no/x.csv", "there is no folder no: make it first"),
         ("export a x.csv --step 1-2", "--step 1-2: give one step or A:B"),
+        (f"export a - --step {'9' * 5000}", "give one step or A:B"),
         ("export a x.csv --step 7:9", "--step 7:9: there are no such steps; it has 1 to 2"),
         ("export empty x.csv", "runs/empty holds no completions yet"),
     ],

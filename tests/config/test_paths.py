@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,13 @@ def test_a_missing_data_path_is_found_early_and_a_hub_id_passes(tmp_path: Path) 
         check_data_path("./no-data")
     with pytest.raises(DataError, match=r"env\.path=nope\.jsonl does not exist"):
         check_data_path("nope.jsonl")
+
+
+@pytest.mark.parametrize("path", ["./a\0b/c.jsonl", "./a\ud800b/c.jsonl"])
+@pytest.mark.parametrize("find", [resolve_model_path, resolve_adapter_path, check_data_path])
+def test_what_no_file_can_be_called_is_missing(find: Callable[[str], object], path: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=r"path=\./a.b/c\.jsonl (does not exist|is no folder)"):
+        find(path)
 
 
 def test_the_cache_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,9 @@ def test_the_check_names_the_template_and_what_it_refuses() -> None:
     Continuation(tokenizer).check("user")
     with pytest.raises(DataError, match=r"the chat template of gemma refuses this conversation: .*must alternate"):
         Continuation(tokenizer).check("tool")
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(DataError, match="the chat template of gemma refuses this conversation: division by zero"):
+        Continuation(tokenizer).check("user")
     silent = copy(bytes_tokenizer(FAMILIES["chatml"]))
     silent.chat_template = silent.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
     with pytest.raises(DataError, match="leaves out messages of the role tool: choose another tool_role"):

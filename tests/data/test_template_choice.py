@@ -103,11 +103,17 @@ def test_a_mapping_is_written_with_or_without_quotes(text: str | None, value: di
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "[1]", "{messages: 1}", "{a: 1e999}", "{a b: 1}", "{'a-b': 1}", "{__class__: 1}"]
+    "text",
+    [
+        *("x", "[1]", "{messages: 1}", "{a: 1e999}", "{a b: 1}", "{'a-b': 1}", "{__class__: 1}"),
+        *("{a: [1e999]}", "{a: {b: [-1e999]}}", "x" * 9000, "{" + "a" * 9000 + "-b: 1}"),
+        *("{a: " + "[" * depth + "]" * depth + "}" for depth in (900, 100_000)),
+    ],
 )
 def test_what_is_no_mapping_of_names_to_values_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs"):
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs") as told:
         ModelSettings(chat_template_kwargs=text)
+    assert len(str(told.value)) < 250
 
 
 def test_a_base_model_is_given_a_template_that_is_saved_with_it(tmp_path: Path) -> None:
@@ -142,6 +148,8 @@ def test_a_template_that_is_none_is_refused_by_name_or_line(tmp_path: Path) -> N
     for name, message in {
         "chatlm": r"model\.chat_template=chatlm is unknown: it is one of plain, chatml.*did you mean chatml\?",
         f"{tmp_path}/no.jinja": r"no\.jinja cannot be read",
+        "a\0b/c.jinja": r"model\.chat_template=a.b/c\.jinja cannot be read",
+        "a\ud800b/c.jinja": r"model\.chat_template=a.b/c\.jinja cannot be read",
         f"{tmp_path}/bad.jinja": r"bad\.jinja, line 2: ",
     }.items():
         with pytest.raises(ConfigError, match=message):

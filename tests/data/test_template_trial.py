@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_template_that_takes_too_much_is_refused(name: str) -> None:
 )
 def test_one_that_takes_little_or_only_fails_is_left_to_what_renders_with_it(template: str) -> None:
     assert greed_of(template) is None
+
+
+@pytest.mark.parametrize("said", [5, [{"name": "default", "template": 5}], {"default": None}])
+def test_a_model_whose_template_is_no_text_is_refused_by_name(said: object, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": said}))
+    with pytest.raises(ConfigError, match=r"the chat template of model is no text.*tokenizer_config\.json"):
+        load_tokenizer(folder)
 
 
 def test_no_template_of_our_own_takes_too_much() -> None:

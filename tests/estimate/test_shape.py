@@ -88,7 +88,9 @@ def written_header(header: str) -> bytes:
     return len(header).to_bytes(8, "little") + header.encode()
 
 
-@pytest.mark.parametrize("shape_said", ["5", '["x"]', "[NaN]", "[-1]", f"[{10**400}]", "null"])
+@pytest.mark.parametrize(
+    "shape_said", ["5", '["x"]', "[NaN]", "[-1]", "[true]", f"[{10**400}]", f"{[9] * 400}", "null"]
+)
 def test_an_entry_whose_shape_is_none_leaves_it_to_the_configuration(tmp_path: Path, shape_said: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "model.safetensors").write_bytes(written_header(f'{{"a.weight": {{"shape": {shape_said}}}, "b": 3}}'))
@@ -99,6 +101,7 @@ def test_an_entry_whose_shape_is_none_leaves_it_to_the_configuration(tmp_path: P
 def test_a_size_that_no_model_has_is_no_size() -> None:
     assert shape_of_config({**TINY, "hidden_size": 10**400}) is None
     assert shape_of_config({**TINY, "num_hidden_layers": 10**400}) is None
+    assert shape_of_config({**TINY, "num_hidden_layers": True}) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlpost.errors import DataError
 from rlpost.evaluation.compare import Comparison, compare
-from rlpost.evaluation.saved import read_evaluation
+from rlpost.evaluation.saved import SavedEvaluation, read_evaluation
 from tests.evaluation_folders import answered, write
 
 
@@ -110,6 +111,24 @@ def test_other_environments_are_refused(tmp_path: Path) -> None:
 def test_prompts_of_which_none_is_the_same_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a and b have no prompt in common \(2 and 1 scored\)"):
         compared(tmp_path, ["r", "r"], ["r"], first=7)
+
+
+def with_values(folder: Path, values: dict[str, float | None]) -> SavedEvaluation:
+    """An evaluation of twelve right answers, with other values in the columns named."""
+    made = read_evaluation(write(folder, ["r"] * 12) / "samples.parquet")
+    return replace(made, samples=[{**sample, **values} for sample in made.samples])
+
+
+def test_evaluations_without_a_figure_in_common_are_refused(tmp_path: Path) -> None:
+    nothing: dict[str, float | None] = {"accuracy_lenient": None, "accuracy_strict": None, "reward": None}
+    with pytest.raises(DataError, match="a and b have no figure in common: evaluate both with the same reward"):
+        compare(with_values(tmp_path / "a", nothing), with_values(tmp_path / "b", {}))
+
+
+@pytest.mark.parametrize("reward", [float("inf"), float("-inf"), float("nan")])
+def test_a_reward_that_is_no_finite_number_is_left_out(tmp_path: Path, reward: float) -> None:
+    found = compare(with_values(tmp_path / "a", {}), with_values(tmp_path / "b", {"reward": reward}))
+    assert list(found.measures) == ["accuracy_lenient", "accuracy_strict"]
 
 
 def test_settings_that_may_explain_a_difference_are_named_and_a_model_is_not_one(tmp_path: Path) -> None:

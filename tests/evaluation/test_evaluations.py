@@ -116,6 +116,23 @@ def test_what_is_none_says_what_was_meant(make: Callable[[], None], name: str, s
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ([], "holds no mapping"),
+        (5, "holds no mapping"),
+        ({"choices": 5}, "has a choices that is no mapping"),
+        ({"settings": None}, "has a settings that is no mapping"),
+        ({"result": 5}, "has a result that is no mapping"),
+    ],
+)
+def test_a_record_of_another_shape_is_refused_by_name(record: object, said: str) -> None:
+    made = write(Path("evals/a"), ["r"])
+    (made / "result.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=rf"evals/a/result\.json {said}: evaluate again"):
+        read_evaluation(made / "samples.parquet")
+
+
 def test_a_damaged_table_and_one_of_other_columns_are_refused_by_name() -> None:
     made = write(Path("evals/a"), ["r"])
     table = pq.read_table(made / "samples.parquet").drop_columns(["prompt_id"])

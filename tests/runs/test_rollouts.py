@@ -164,6 +164,53 @@ def test_a_parquet_file_of_something_else_is_named(run: Path) -> None:
         read_rollouts(run, 2)
 
 
+NOT_UTF8 = pa.array([b"\xff", b"b"]).cast(pa.string(), safe=False)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("group", [3, None], "row 2: group is null"),
+        ("prompt", [None, "b"], "row 1: prompt is null"),
+        ("mask", [[True], None], "row 2: mask is null"),
+        ("mask", [[True], [None]], "row 2: mask is null"),
+        ("turns", [None, [{"role": "user", "content": None}]], "row 2: turns is null"),
+        ("completion", NOT_UTF8, "cannot be read: "),
+    ],
+)
+def test_rows_that_cannot_be_shown_are_named(run: Path, column: str, values: object, message: str) -> None:
+    file = run / "rollouts" / "step-000002.parquet"
+    changed(file, column, values)
+    with pytest.raises(DataError, match=rf"step-000002\.parquet.*{message}"):
+        read_rollouts(run, 2)
+
+
+def test_a_file_without_a_row_is_named(run: Path) -> None:
+    pq.write_table(SCHEMA.empty_table(), run / "rollouts" / "step-000002.parquet")
+    with pytest.raises(DataError, match=r"step-000002\.parquet holds no completion"):
+        read_rollouts(run, 2)
+    assert list(json_lines(run, [2])) == []
+
+
+def test_a_figure_that_is_no_finite_number_is_none(run: Path) -> None:
+    file = run / "rollouts" / "step-000002.parquet"
+    for column in ("reward", "advantage", "accuracy_strict"):
+        changed(file, column, [float("nan"), float("-inf")])
+    changed(file, "reward_parts", [[("a", float("inf")), ("b", None), ("c", 0.5)], []])
+    for row in read_rollouts(run, 2):
+        assert (row["reward"], row["advantage"], row["accuracy_strict"]) == (None, None, None)
+    assert read_rollouts(run, 2)[0]["reward_parts"] == {"c": 0.5}
+    assert "NaN" not in "".join(json_lines(run, [2]))
+
+
+def changed(file: Path, column: str, values: object) -> None:
+    """The file of a step with other values in a column."""
+    table = pq.read_table(file)
+    field = SCHEMA.field(column)
+    cells = values if isinstance(values, pa.Array) else pa.array(values, field.type)
+    pq.write_table(table.set_column(table.schema.get_field_index(column), field, cells), file)
+
+
 def test_json_lines_keep_types_and_every_character(run: Path, tmp_path: Path) -> None:
     assert export_rollouts(run, [1, 4], tmp_path / "all.jsonl", tokens=True) == 4
     text = (tmp_path / "all.jsonl").read_text(encoding="utf-8")
