@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rlpost.cli.completion import complete_run
+from rlpost.cli.terminal import print_json
 from rlpost.cli.usage import App
 from rlpost.config.paths import RUNS
 
@@ -59,7 +59,7 @@ def list_runs(
     found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
     records = [read_run(run) for run in found]
     if as_json:
-        print(json.dumps([summary(record) for record in records], indent=2))
+        print_json([summary(record) for record in records])
     elif records:
         print("\n".join(list_lines(records, folder)))
     else:
@@ -75,7 +75,10 @@ def show(
     from rlpost.runs.reader import find_run, read_run
 
     record = read_run(find_run(run))
-    print(json.dumps(details(record), indent=2, default=str) if as_json else "\n".join(show_lines(record)))
+    if as_json:
+        print_json(details(record))
+    else:
+        print("\n".join(show_lines(record)))
 
 
 @app.command("tail", epilog=TAIL_EXAMPLES, short_help="Print a run's last steps, and follow it.")
@@ -109,7 +112,7 @@ def diagnose(
     if as_json:
         told = [{"name": s.name, "steps": list(s.steps), "evidence": s.evidence, "fix": s.fix} for s in found]
         ended = {"state": record.state.value, "error": record.error or None}
-        print(json.dumps({"run": str(folder), **ended, "steps": steps, "symptoms": told}, indent=2))
+        print_json({"run": str(folder), **ended, "steps": steps, "symptoms": told})
     else:
         print("\n".join(diagnosis_lines(record, found, steps)))
 

@@ -126,9 +126,10 @@ def check_conf(names: Iterable[str]) -> None:
             check_plain(file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from None
-        if not isinstance(read_yaml(file).get("defaults", []), list):
+        entries = read_yaml(file).get("defaults", [])
+        if not isinstance(entries, list):
             raise ConfigError(f"{file}: defaults: is a list; write defaults: [NAME_schema, _self_]")
-        for entry in _defaults(file):
+        for entry in entries:
             waiting += _led_on_to(entry, name.rpartition("/")[0])
 
 
