@@ -24,7 +24,7 @@ class AdvantageSettings:
     """How good a completion is, told from the rewards around it.
 
     `shuffle_rewards` permutes the rewards within each group before the advantage is taken. It is
-    the control experiment: whatever accuracy still rises with it was not learned from the reward.
+    the control experiment: accuracy that still rises, over several seeds, was not learned from the reward.
     """
 
     estimator: Estimator = Estimator.grpo  # what a reward is compared with
