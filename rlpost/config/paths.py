@@ -226,6 +226,7 @@ def looks_local(path: str) -> bool:
         or path.count("/") > 1
         or first == "runs"
         or ("/" in path and Path(first).is_dir())
+        or os.path.islink(path)  # which leads nowhere, or to itself
     )
 
 

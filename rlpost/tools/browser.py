@@ -164,6 +164,7 @@ class BrowserTransform(ToolTransform):
                 earlier = [
                     f"before this, the page was refused another: {refusal}" for refusal in tab.refused_pages[-1:]
                 ]
+                earlier += ["before this, a window that it opened was closed"] if tab.closed_windows else []
                 tab.forget()
                 try:
                     result = await _ACTIONS[arguments["action"]](tab, arguments)

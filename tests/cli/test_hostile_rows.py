@@ -35,7 +35,7 @@ HOSTILE: dict[str, tuple[dict[str, str], str, str, bool]] = {
     "half a character": ({"messages": CHAT.replace("Ho", "\\ud800")}, "messages", HALF, False),
     "400 levels of tools": ({"messages": CHAT, "tools": deep(400)}, "tools", TOO_DEEP, True),
     "900 levels of tools": ({"messages": CHAT, "tools": deep(900)}, "tools", TOO_DEEP, True),
-    "5,000 levels of tools": ({"messages": CHAT, "tools": deep(5000)}, "tools", TOO_DEEP, False),
+    "50,000 levels of tools": ({"messages": CHAT, "tools": deep(50_000)}, "tools", TOO_DEEP, False),
     "600 levels of arguments": ({"messages": calling(f'{{"x": {deep(600)}}}')}, "messages", TOO_DEEP, True),
 }
 

@@ -153,6 +153,14 @@ def test_a_link_that_leads_nowhere_is_told_with_where_it_leads(tmp_path: Path) -
         resolve_model_path(str(tmp_path / "link"))
 
 
+def test_a_link_that_is_called_like_a_hub_id_is_looked_at_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, target in (("gone", "nowhere"), ("loop", "loop")):
+        Path(name).symlink_to(target)
+        with pytest.raises(ConfigError, match=rf"^model\.path={name} does not exist; it is a link to {target}, "):
+            resolve_model_path(name)
+
+
 def test_an_adapter_stands_for_itself_where_the_model_it_names_is_found(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     for name in (str(base), "builtin:tiny", "Qwen/Qwen2.5-0.5B-Instruct"):
