@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,18 +53,23 @@ def tiny_tokenizer() -> Any:
     return tiny_tokenizer()
 
 
-@pytest.fixture
-def nothing_stays_registered() -> Iterator[None]:
-    """What plugins register in a test is forgotten after it."""
+@pytest.fixture(autouse=True)
+def user_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Undo what a test's user files left in this process: modules, folders to import from, registered names."""
     from rlpost.catalog import CHOICES
-    from rlpost.settings.registered import REWARDS, TOOLS
+    from rlpost.settings.registered import REWARD_FILES, REWARDS, TOOLS
 
-    registries: list[dict[str, Any]] = [CHOICES["env"], REWARDS, TOOLS]
-    before = [dict(registry) for registry in registries]
+    registries: list[dict[str, Any]] = [CHOICES["env"], REWARDS, REWARD_FILES, TOOLS]
+    before, modules, folders = [dict(registry) for registry in registries], set(sys.modules), set(sys.path)
     yield
     for registry, content in zip(registries, before, strict=True):
         registry.clear()
         registry.update(content)
+    made_by_tests = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(made_by_tests):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path in folders or not path.startswith(made_by_tests)]
 
 
 @pytest.fixture(scope="session")

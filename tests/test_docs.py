@@ -51,7 +51,6 @@ def follow(page: str) -> None:
                 obey(line)
 
 
-@pytest.mark.usefixtures("nothing_stays_registered")
 def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     follow("own-data.md")
@@ -59,7 +58,6 @@ def test_own_data_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(list(Path("runs").glob("*/checkpoints/latest/model"))) == 4
 
 
-@pytest.mark.usefixtures("nothing_stays_registered")
 def test_own_environment_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,8 +9,6 @@ import pytest
 
 from rlpost.cli.main import run
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
-
 PLUGIN = """
 import rlpost
 from pathlib import Path

@@ -17,7 +17,7 @@ ROWS = "\n".join(json.dumps({"prompt": f"What is {n} + 1?", "answer": n + 1}) fo
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays_registered: None) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

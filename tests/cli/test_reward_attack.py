@@ -27,7 +27,7 @@ def of_trl(completions, trainer_state):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_stays_registered: None) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with rewards and rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)

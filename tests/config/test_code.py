@@ -26,8 +26,6 @@ from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.settings.more_envs import TextGameSettings
 from rlpost.settings.tools import PythonSandbox
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
-
 RUN = "open('ran', 'w')\n"
 GAME = "env: text_game\nenv.max_turns: 3\n"
 TOOL = "env.max_turns: 3\ntools.use: [{}]\n"

@@ -16,8 +16,6 @@ from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
 from rlpost.settings.registered import REWARDS
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
-
 SETTINGS = '''
 from dataclasses import dataclass
 import rlpost

@@ -13,8 +13,6 @@ from rlpost.config.compose import compose, environments_of, sources_of
 from rlpost.errors import ConfigError, DataError, RlpostError
 from rlpost.settings import CountdownSettings, DatasetSettings, MixSettings
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
-
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:

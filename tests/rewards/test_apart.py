@@ -265,7 +265,6 @@ def test_a_file_that_does_not_import_is_a_configuration_error(tmp_path: Path, te
         load_reward(f"{tmp_path}/fails.py:f")
 
 
-@pytest.mark.usefixtures("nothing_stays_registered")
 def test_a_plugins_reward_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     plugin = tmp_path / "plugged.py"
     plugin.write_text(
