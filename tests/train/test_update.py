@@ -1,4 +1,4 @@
-"""One optimizer step that must not be taken."""
+"""One optimizer step: clipped, refused where it is not finite, split until it fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from rlpost.model.packing import Row
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.settings import Autocast, GRPOLossSettings, OptimSettings
+from rlpost.settings import Autocast, GRPOLossSettings, OptimSettings, Schedule
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import minibatch, small_model
 
@@ -30,6 +30,29 @@ def test_one_bad_gradient_changes_no_weight_and_leaves_the_others_to_be_looked_a
     not_finite = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     assert not_finite == [bad]
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_gradient_longer_than_max_grad_norm_is_scaled_down_to_it() -> None:
+    def step(max_grad_norm: float) -> tuple[torch.Tensor, float]:
+        """The change of all weights, and the norm that the step reports."""
+        model = small_model(torch.float32)
+        before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        learner = Learner(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            PolicyObjective(GRPOLossSettings(), temperature=1.0, max_completion_tokens=12),
+            OptimSettings(lr=1.0, schedule=Schedule.constant, max_grad_norm=max_grad_norm),
+            total_updates=1,
+        )
+        done = update(learner, Microbatches(1000, CPU, Autocast.none), minibatch(model), number=0)
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach() - before, done.grad_norm
+
+    torch.manual_seed(0)
+    free, norm = step(1e9)
+    assert free.norm().item() == pytest.approx(norm, rel=1e-3)  # SGD with a rate of 1 steps by the gradient itself
+    clipped, reported = step(norm / 4)
+    assert reported == pytest.approx(norm)  # of the gradient before it is clipped
+    torch.testing.assert_close(clipped, free / 4, rtol=1e-3, atol=1e-6)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
