@@ -40,8 +40,8 @@ class Collector(CollectorBase):
     `step` and `batch_size`; where `policy` or `init_random_frames` ask for them also `action_spec`, `observation_keys`
     and `action_keys` (`rlpost.envs.TensorDictEnv`, `GymEnv`, `ParallelEnv`). `policy` is a TensorDictModule, a
     callable on TensorDicts, or any other callable, which becomes the TensorDictModule from the environment's
-    observations to its action unless `trust_policy`; without one actions are drawn at random. `policy_factory` makes
-    it here instead.
+    observations to its action unless `trust_policy`; without one actions are drawn at random. A TensorDict of its own
+    that it returns is merged into the one it was shown. `policy_factory` makes it here instead.
 
     A batch has the environment's shape and then time, (*batch_size, T), of `frames_per_batch` frames in all, rounded
     up to a multiple of the environment's size. Each frame has what the policy was shown and wrote, `next` with what
@@ -52,13 +52,14 @@ class Collector(CollectorBase):
     `("collector", "env_index")`.
 
     Iteration ends once `total_frames`, a multiple of `frames_per_batch`, are there (-1: never). The first
-    `init_random_frames`, rounded up to whole batches, are played at random. `set_truncated` marks the last frame of
-    each batch as truncated. `split_trajs` delivers one trajectory a row, (N, T), padded behind
-    `("collector", "mask")`; `postproc` sees a batch last. With `track_policy_version` each frame has
-    `policy_version`. `exploration_type` is tensordict's InteractionType while the policy is called. `device` is what
-    `storing_device`, `env_device` and `policy_device` are where they are left out: a policy whose weights lie
-    elsewhere is copied, and `update_policy_weights_` brings that copy up to date. With `replay_buffer`, a
-    `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of its own.
+    `init_random_frames`, rounded up to whole batches, are played at random, with zeros for what else the policy writes;
+    it is called once for that. `set_truncated` marks the last frame of each batch as truncated. `split_trajs` delivers
+    one trajectory a row, (N, T), padded behind `("collector", "mask")`; `postproc` sees a batch last. With
+    `track_policy_version` each frame has `policy_version`. `exploration_type` is tensordict's InteractionType while the
+    policy is called. `device` is what `storing_device`, `env_device` and `policy_device` are where they are left out: a
+    policy whose weights lie elsewhere is copied, and `update_policy_weights_` brings that copy up to date. With
+    `replay_buffer`, a `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of its
+    own.
 
     Raises TypeError or ValueError for arguments that cannot be, or contradict each other.
     """
@@ -113,6 +114,7 @@ class Collector(CollectorBase):
         self.max_frames_per_traj = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         self.init_random_frames = ceil(max(0, init_random_frames or 0) / self.frames_per_batch) * self.frames_per_batch
         self._random = as_policy(None, env) if self.init_random_frames else None
+        self._zeros: TensorDictBase | None = None  # for what the policy writes, in random frames
         self.reset_at_each_iter = reset_at_each_iter
         self.postproc = postproc
         self.split_trajs = bool(split_trajs)
@@ -196,12 +198,15 @@ class Collector(CollectorBase):
 
     def _act(self, current: TensorDictBase) -> TensorDictBase:
         """`current` with the policy's action, where the environment wants it."""
-        policy = self.policy if self._random is None or self._frames >= self.init_random_frames else self._random
-        acted = policy(current if self.policy_device is None else current.to(self.policy_device))
-        if not isinstance(acted, TensorDictBase):
-            raise TypeError(
-                f"the policy returned {type(acted).__name__}: it must return the TensorDict with its action"
-            )
+        shown = current if self.policy_device is None else current.to(self.policy_device)
+        policy = self.policy
+        if self._random is not None and self._frames < self.init_random_frames:
+            policy = self._random
+            if self._zeros is None:
+                written = _written(self.policy, shown.clone()).exclude(*shown.keys(True, True))
+                self._zeros = cast(TensorDictBase, torch.zeros_like(written))
+            shown.update(self._zeros, clone=True)
+        acted = _written(policy, shown)
         if self.policy_version_tracker is not None:
             acted = self.policy_version_tracker(acted)
         return acted if self.env_device is None else acted.to(self.env_device)
@@ -382,3 +387,11 @@ class Collector(CollectorBase):
         tensors = [*policy.parameters(), *policy.buffers()]
         are_there = all(tensor.device == self.policy_device for tensor in tensors)
         return policy if are_there else cast(TDPolicy, deepcopy(policy).to(self.policy_device))
+
+
+def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
+    """`shown` with what `policy` writes, into it or into a TensorDict of its own."""
+    written = policy(shown)
+    if not isinstance(written, TensorDictBase):
+        raise TypeError(f"the policy returned {type(written).__name__}: it must return the TensorDict with its action")
+    return shown.update(written)

@@ -116,7 +116,7 @@ class TensorDictEnv(ABC):
         steps: list[TensorDictBase] = []
         current = self.reset()
         for _ in range(max_steps):
-            stepped, current = self.step_and_maybe_reset(policy(current))
+            stepped, current = self.step_and_maybe_reset(current.update(policy(current)))
             steps.append(stepped)
             if break_when_any_done and stepped["next", "done"].any():
                 break

@@ -129,6 +129,33 @@ def test_the_first_frames_may_be_random_in_whole_batches() -> None:
     assert torch.equal(make(init_random_frames=-1).rollout()["action"][:, 1], torch.full((2, 1), 0.5))
 
 
+def test_random_frames_have_zeros_for_what_the_policy_writes() -> None:
+    calls = []
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        calls.append(1)
+        return half(tensordict).set(("stats", "value"), tensordict["observation"] + 7)
+
+    buffer = FrameBuffer(storage=LazyTensorStorage(16))
+    collector = make(policy=policy, init_random_frames=8, total_frames=16, replay_buffer=buffer)
+    assert list(collector) == [None, None]
+    assert len(calls) == 1 + 4  # one to see what it writes, and a batch of four steps
+    values = buffer.state_dict()["frames"]["stats", "value"].flatten().tolist()
+    assert values == [0] * 8 + [7 + count for row in ([1, 2, 0, 1], [4, 0, 1, 2]) for count in row]
+
+
+def test_what_a_policy_returns_goes_into_what_it_was_shown() -> None:
+    written = TensorDictModule(lambda seen: (seen / 2, seen + 7), ["observation"], ["action", "value"], inplace=False)
+    in_step = Counting().rollout(4, half, break_when_any_done=False)
+    for batch, same in [
+        (make(policy=written).rollout(), make().rollout()),
+        (Counting().rollout(4, written, break_when_any_done=False), in_step),
+    ]:
+        assert torch.equal(batch["value"], batch["observation"] + 7)
+        assert set(batch.keys(True)) == {"value", *same.keys(True)}
+        assert all((batch[key] == value).all() for key, value in same.items(True, True))
+
+
 def test_actions_are_random_without_a_policy() -> None:
     torch.manual_seed(0)
     collector = make(policy=None)
