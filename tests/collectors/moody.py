@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from counting import Counting
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 
 class Scaled(torch.nn.Module):
-    """Acts with a multiple of what it sees, and says with how many threads."""
+    """Acts with a multiple of what it sees, and says with how many threads, in a TensorDict of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,8 +20,11 @@ class Scaled(torch.nn.Module):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         threads = torch.tensor([torch.get_num_threads(), int(os.environ["OMP_NUM_THREADS"])])
-        tensordict.set("threads", threads.expand(*tensordict.batch_size, 2))
-        return tensordict.set("action", tensordict["observation"] * self.scale)
+        written = {
+            "threads": threads.expand(*tensordict.batch_size, 2),
+            "action": tensordict["observation"] * self.scale,
+        }
+        return TensorDict(written, tensordict.batch_size)
 
 
 class Moody(Counting):
