@@ -72,8 +72,6 @@ class ChildUpdater(WeightUpdater):
         """
         assert self.policy is not None
         weights = named_weights(source)
-        if not weights:
-            raise TypeError(f"this {type(source).__name__} has no weights to push")
         version = next_version(self.policy.version) if version is None else version
         with ExitStack() as stack:
             folder = stack.enter_context(exchange_folder())

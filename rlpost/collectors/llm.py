@@ -120,7 +120,7 @@ class LLMCollector(WeightsCollector):
         super().__init__(_language_env(env), replay_buffer, wait_seconds=wait_seconds)
         self.policy = _policy(policy if policy is not None else policy_factory(), self.env)  # type: ignore[misc]
         size = self.env.numel()
-        self.dialog_turns_per_batch = ceil((dialog_turns_per_batch or 1) / size) * size
+        self.dialog_turns_per_batch = ceil(turns_per_batch(dialog_turns_per_batch, 1) / size) * size
         self.total_dialog_turns = total_dialog_turns
         self.yield_completed_trajectories = completed
         self.yield_only_last_steps = last_only
@@ -351,6 +351,13 @@ class LLMCollector(WeightsCollector):
                 self._ready.append(trajectory)
             self._live[i] = [] if conversation.done else trajectory
         return conversations
+
+
+def turns_per_batch(given: int | None, default: int) -> int:
+    """`given`, or `default` for None. Raises ValueError below 1."""
+    if given is not None and given < 1:
+        raise ValueError(f"dialog_turns_per_batch={given} makes no batch: it must be at least 1")
+    return default if given is None else given
 
 
 def _language_env(env: Any) -> EnvBase:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from rlpost.collectors.llm import LLMCollector
+from rlpost.collectors.llm import LLMCollector, turns_per_batch
 from rlpost.collectors.ray_collector import RayCollector
 from rlpost.collectors.ray_plan import given_options, length
 from rlpost.envs.base import EnvBase
@@ -85,7 +85,7 @@ class RayLLMCollector(RayCollector):
             env,
             policy,
             policy_factory=policy_factory,
-            frames_per_batch=dialog_turns_per_batch or (count if sync_iter else 1),
+            frames_per_batch=turns_per_batch(dialog_turns_per_batch, count if sync_iter else 1),
             total_frames=total_dialog_turns,
             reset_at_each_iter=reset_at_each_iter,
             postproc=postproc,

@@ -48,8 +48,9 @@ class WeightUpdater(ABC):
         """
         if self.policy is None:
             raise PolicyError("the weight updater has no policy yet: call init(policy)")
+        weights = named_weights(source)
         if self.model_metadata is not None:
-            check_weights(named_weights(source), self.model_metadata)
+            check_weights(weights, self.model_metadata)
         self.send_weights(self.policy, source)
         self.policy.become(next_version(self.policy.version))
         return self.policy.version
@@ -73,7 +74,7 @@ class SharedWeights(WeightUpdater):
     """
 
     def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        weights = named_weights(source)  # what holds no weights is refused here
+        weights = named_weights(source)
         if not policy.shares_weights:
             raise PolicyError(
                 f"{type(policy).__name__} samples with weights of its own, and SharedWeights sends none: name its "
@@ -123,7 +124,15 @@ def named_weights(source: WeightSource) -> Mapping[str, torch.Tensor]:
 
     An engine may keep the output head apart from the embedding it is tied to (vLLM does on a CPU),
     so the head is always among them. Those of an adapted model are merged, each when it is read.
+    Raises TypeError if `source` holds no weights.
     """
+    weights = _weights_of(source)
+    if not weights:
+        raise TypeError(f"this {type(source).__name__} has no weights to push: pass the trained model")
+    return weights
+
+
+def _weights_of(source: WeightSource) -> Mapping[str, torch.Tensor]:
     if is_sharded(source):
         from rlpost.model.sharding import GatheredWeights
 

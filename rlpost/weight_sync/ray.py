@@ -134,8 +134,8 @@ class WeightSender:
         """
         if strange := sorted(weights.keys() - self.schemes.keys()):
             raise ValueError(f"no weight_sync_scheme sends {strange[0]!r}: there are {', '.join(sorted(self.schemes))}")
-        if empty := sorted(name for name, source in weights.items() if not named_weights(source)):
-            raise TypeError(f"the {type(weights[empty[0]]).__name__} given for {empty[0]!r} has no weights")
+        for source in weights.values():
+            named_weights(source)  # raises for a source without weights
         if not weights or not workers:
             return self._version
         _ray()

@@ -252,6 +252,8 @@ def test_verbose_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         (TypeError, "int is no Transform", {"track_policy_version": 7}),
         (RuntimeError, "not into both", {"replay_buffer": ReplayBuffer(), "queue": queue.Queue()}),
         (RuntimeError, "raise its num_envs", {"async_envs": True}),
+        (ValueError, "dialog_turns_per_batch=0 makes no batch", {"dialog_turns_per_batch": 0}),
+        (ValueError, "dialog_turns_per_batch=-3 makes no batch", {"dialog_turns_per_batch": -3}),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

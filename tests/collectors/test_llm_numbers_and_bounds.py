@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from talk import ROWS, make, next_of, scripted, talk, told
+from tensordict import TensorDict
 from test_llm_background import ONE_TURN, Gate, started, until
 
 from rlpost.collectors import LLMCollector, SharedWeights, WeightUpdaterBase
@@ -193,6 +194,15 @@ def test_weights_that_do_not_reach_the_policy_raise_no_version() -> None:
     with pytest.raises(PolicyError, match="samples with weights of its own, and SharedWeights sends none"):
         collector.update_policy_weights_(torch.nn.Linear(1, 1))
     assert collector.get_policy_version() == 0
+
+
+@pytest.mark.parametrize("empty", [{}, TensorDict(), torch.nn.Identity()], ids=["mapping", "tensordict", "module"])
+@pytest.mark.parametrize("updater", [None, Told], ids=["the policy's own", "the user's"])
+def test_a_source_without_weights_is_refused_and_raises_no_version(empty: Any, updater: Any) -> None:
+    collector = make(talk(), dialog_turns_per_batch=2, weight_updater=updater)
+    with pytest.raises(TypeError, match=f"this {type(empty).__name__} has no weights to push"):
+        collector.update_policy_weights_(empty)
+    assert collector.policy_version == 0
 
 
 # Smaller things

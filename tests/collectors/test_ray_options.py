@@ -88,6 +88,11 @@ def test_what_a_collector_of_conversations_refuses(options: dict[str, Any], mess
         RayLLMCollector(talk, **{"policy": scripted("a"), **options})
 
 
+def test_a_batch_of_no_turns_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="dialog_turns_per_batch=0 makes no batch: it must be at least 1"):
+        RayLLMCollector(talk, policy=scripted("a"), dialog_turns_per_batch=0)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):

@@ -70,7 +70,7 @@ def test_what_cannot_be_sent_is_refused_before_any_worker_is_asked() -> None:
     assert list(sender.schemes) == list(default_schemes()) == ["policy"]
     with pytest.raises(ValueError, match="no weight_sync_scheme sends 'critic': there are policy"):
         sender.send({"critic": line(1.0)}, {0: None})
-    with pytest.raises(TypeError, match="ReLU given for 'policy' has no weights"):
+    with pytest.raises(TypeError, match="this ReLU has no weights to push"):
         sender.send({"policy": torch.nn.ReLU()}, {0: None})
     assert sender.send({"policy": line(1.0)}, {}) == sender.version == 5  # nobody has them
 
