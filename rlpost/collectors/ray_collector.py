@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
+from rlpost.collectors.async_plan import NOT_OF_LANGUAGE, refuse
 from rlpost.collectors.base import postprocessed
 from rlpost.collectors.child_weights import ChildPolicy
 from rlpost.collectors.frame_parts import Device
@@ -156,6 +157,9 @@ class RayCollector(WeightsCollector):
         self._policy = None if policy is None else ray.put(pickled("policy", policy))
         self._delivery = ray.put(pickled("replay_buffer", (replay_buffer, postproc))) if is_written_there else None
         self._crew.add(orders, self._policy, self._delivery)
+        if split_trajs and self.plays_conversations:
+            self._crew.end(END_SECONDS)
+            refuse(NOT_OF_LANGUAGE, {"split_trajs": True}, "a language environment")
         tracked = orders[0].plan.track_policy_version
         self.policy_version_tracker = PolicyVersion() if tracked is True else tracked or None
         if self.policy_version_tracker is not None:

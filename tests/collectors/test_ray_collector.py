@@ -278,6 +278,13 @@ def test_what_finds_no_place_is_named_with_what_there_is(cluster: Any) -> None:
         RayCollector(Moody, frames_per_batch=8, remote_configs={"num_cpus": 7, "memory": 0}, place_seconds=1)
 
 
+def test_conversations_are_not_split_into_padded_trajectories(cluster: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"split_trajs has no effect on a language environment: .* give yield_completed"
+    ):
+        RayCollector(talk, scripted("a"), frames_per_batch=4, split_trajs=True, remote_configs=SMALL)
+
+
 # The documents' examples
 
 
