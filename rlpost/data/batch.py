@@ -36,7 +36,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
-from rlpost.data.ragged import one_each, ragged, ragged_rows, strings, token_fields, versions
+from rlpost.data.ragged import ATTENTION, joined, one_each, ragged, ragged_rows, strings, token_fields, versions
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
@@ -118,36 +118,40 @@ def select_rows(batch: TensorDictBase, indices: Sequence[int]) -> TensorDict:
 def concat_rows(batches: Sequence[TensorDictBase]) -> TensorDict:
     """All rows of `batches`, one after the other; a reward part that a batch lacks is NaN there.
 
-    A ragged entry that a batch lacks is left out.
+    A ragged entry that a batch lacks is left out. Entries of different widths are padded with zeros on the right
+    where an attention mask says that there are pads, and become ragged elsewhere.
     """
+    pads = any(_has_pads(batch) for batch in batches)
     size = sum(b.batch_size[0] for b in batches)
 
     def join(parts: list[Any], sizes: list[int]) -> Any:
         first = next(p for p in parts if p is not None)
         if isinstance(first, torch.Tensor):
-            if first.is_nested:
-                return ragged([row for p in parts for row in ragged_rows(p)])
-            return torch.cat(
-                [
-                    p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
-                    for p, n in zip(parts, sizes, strict=True)
-                ]
-            )
+            there = [
+                p if p is not None else first.new_full((n, *first.shape[1:]), float("nan"))
+                for p, n in zip(parts, sizes, strict=True)
+            ]
+            return joined(there, pads=pads)
         if isinstance(first, History):
             return History.from_chats([chat for p in parts for chat in p.to_chats()])
         if isinstance(first, TensorDictBase) and not isinstance(first, NonTensorStack):
             names = dict.fromkeys(k for p in parts if p is not None for k in p.keys())  # noqa: SIM118
             columns = {k: [None if p is None else p.get(k, None) for p in parts] for k in names}
-            joined = {k: join(column, sizes) for k, column in columns.items() if not _ragged_in_some(column)}
-            return TensorDict(joined, batch_size=[size])
+            fields = {k: join(column, sizes) for k, column in columns.items() if not _ragged_in_some(column)}
+            return TensorDict(fields, batch_size=[size])
         return strings([row_of(p, i) for p, n in zip(parts, sizes, strict=True) for i in range(n)])
 
     return join(list(batches), [b.batch_size[0] for b in batches])
 
 
 def _ragged_in_some(parts: Sequence[Any]) -> bool:
-    ragged_parts = [isinstance(part, torch.Tensor) and part.is_nested for part in parts]
-    return any(ragged_parts) and not all(ragged_parts)
+    """Whether it is ragged in some batch and missing in another."""
+    return any(p is None for p in parts) and any(isinstance(p, torch.Tensor) and p.is_nested for p in parts)
+
+
+def _has_pads(batch: TensorDictBase) -> bool:
+    masks = [batch.get(key, None) for key in (ATTENTION, "attention_mask")]
+    return any(mask is not None and not mask.is_nested and not mask.all() for mask in masks)
 
 
 def rows_in_line(batch: TensorDictBase) -> TensorDictBase:

@@ -8,7 +8,7 @@ from statistics import fmean, median_low
 
 from tensordict import TensorDictBase
 
-from rlpost.data.ragged import Key
+from rlpost.data.ragged import Key, ragged_rows
 from rlpost.data.selection import Selection, places_of_each
 
 TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
@@ -22,8 +22,10 @@ def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> 
 
 
 def worth_of(rows: Selection, rewards_key: Key) -> list[float | None]:
-    """The reward of each row: NaN where it has none (yet), None where it failed."""
-    rewards = rows.column(rewards_key).double().flatten().tolist()
+    """The reward of each row, the mean if it has several: NaN where it has none (yet), None where it failed."""
+    column = rows.column(rewards_key)
+    each = ragged_rows(column) if column.is_nested else column.reshape(len(rows), -1)
+    rewards = [row.double().mean().item() for row in each]
     valid = rows.column("valid").flatten().tolist() if rows.has("valid") else [True] * len(rewards)
     return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
 

@@ -32,6 +32,18 @@ def ragged_rows(values: Any) -> list[torch.Tensor]:
     return list(values.values().split(values.offsets().diff().tolist()))
 
 
+def joined(parts: Sequence[torch.Tensor], *, pads: bool = False) -> torch.Tensor:
+    """The rows of all `parts`, one part after the other.
+
+    Rows of different lengths become ragged, or with `pads`, or more dimensions, padded with zeros on the right.
+    """
+    if not any(part.is_nested for part in parts) and len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    rows = [row for part in parts for row in (ragged_rows(part) if part.is_nested else part.unbind())]
+    flat = [row.squeeze(-1) if row.ndim > 1 else row for row in rows]
+    return padded(rows) if pads or flat[0].ndim > 1 else ragged(flat)
+
+
 def padded(rows: Sequence[torch.Tensor], fill: float = 0, *, left: bool = False) -> torch.Tensor:
     """(B, T) of 1-D `rows`, T the longest, with `fill` behind the shorter ones or, if `left`, before them."""
     side = "left" if left else "right"

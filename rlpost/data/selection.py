@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows, row_of, select_rows
-from rlpost.data.ragged import Key, ragged, ragged_rows
+from rlpost.data.ragged import Key, joined, ragged, ragged_rows
 from rlpost.errors import DataError
 
 log = logging.getLogger("rlpost")
@@ -77,9 +77,14 @@ class Selection:
                 raise KeyError(f"a batch has no entry {key!r}: it has {', '.join(map(str, batch.keys()))}")
             if not isinstance(values, torch.Tensor):
                 raise TypeError(f"the entry {key!r} is no tensor: copy the rows, and read it there")
-        if columns[0][0].is_nested:
-            return ragged([rows[i] for values, places in columns for rows in [ragged_rows(values)] for i in places])
-        return torch.cat([values[list(places)] for values, places in columns])
+        return joined(
+            [
+                ragged([rows[i] for rows in [ragged_rows(values)] for i in places])
+                if values.is_nested
+                else values[list(places)]
+                for values, places in columns
+            ]
+        )
 
     def first(self, key: Key) -> Any:
         """The entry `key` of the first row as a Python value; None where its batch has none."""

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rlpost.data.plain import from_plain, to_plain
-from rlpost.data.ragged import Key, ragged, ragged_rows
+from rlpost.data.ragged import Key, joined
 from rlpost.data.selection import HoldsGroups, Selection, Waiting
 from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
 from rlpost.torchrl.candidates import SELECTORS, Bounds, Selector, select, within
@@ -259,9 +259,8 @@ class MCAdvantage(HoldsGroups):
         rows = Selection.joined([group.steps for group in written]).copied()
         if not self._is_numbered(rows):
             rows[self.group_key] = torch.cat([group.number.expand(len(group.steps)) for group in written])
-        parts = [group.advantage for group in written]
-        jagged = parts[0].is_nested
-        rows[self.advantage_key] = ragged([r for p in parts for r in ragged_rows(p)]) if jagged else torch.cat(parts)
+        pads = not rows[self.rewards_key].is_nested
+        rows[self.advantage_key] = joined([group.advantage for group in written], pads=pads)
         return rows
 
     def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:

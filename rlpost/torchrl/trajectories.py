@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rlpost.data.batch import concat_rows
 from rlpost.data.ragged import Key
@@ -78,7 +78,8 @@ def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDict
     """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
 
     A batch of one dimension holds trajectories one after the other, each up to a step that is done;
-    of several, each line along the last does. Lines of different lengths come stacked lazily.
+    of several, each line along the last does. Lines of different lengths, or with entries of different widths,
+    come stacked lazily.
     Raises RuntimeError where a line does not end with a step that is done.
     """
     lines = _lines(batch)
@@ -100,7 +101,10 @@ def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDict
 def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
     if batch.ndim == 0:
         raise RuntimeError("a single step has no batch dimension: unsqueeze it")
-    return [batch] if batch.ndim == 1 else [line for part in batch.unbind(0) for line in _lines(part)]
+    if batch.ndim > 1:
+        return [line for part in batch.unbind(0) for line in _lines(part)]
+    is_lazy = isinstance(batch, LazyStackedTensorDict)
+    return [concat_rows([step.unsqueeze(0) for step in batch.unbind(0)]) if is_lazy else batch]
 
 
 def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:

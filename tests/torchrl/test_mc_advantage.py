@@ -242,6 +242,55 @@ def test_lines_of_different_lengths_stacked_lazily_come_out_as_a_plain_tensordic
     assert out["advantage"].tolist() == pytest.approx([0.866025, 0.866025, -0.866025, 0.866025, -0.866025])
 
 
+def lazy_line(ids: Sequence[Sequence[int]], rewards: Sequence[float], per_token: bool = False) -> Any:
+    """One trajectory whose steps have ids of different lengths, stacked lazily."""
+    made = steps("a", rewards)
+    for i, row in enumerate(rows := list(made.unbind(0))):
+        row["tokens"] = {"full": torch.tensor(ids[i])}
+        if per_token:
+            row["next", "reward"] = torch.full((len(ids[i]), 1), rewards[i])
+    return LazyStackedTensorDict(*rows)
+
+
+def test_steps_of_different_widths_stacked_lazily_become_ragged() -> None:
+    lines = [lazy_line([[1, 2], [1, 2, 3]], [0.0, 1.0]), lazy_line([[4]], [2.0])]
+    transform = MCAdvantage(2)
+    assert transform(lines[0]) is None
+    for out in (transform(lines[1]), MCAdvantage(2)(LazyStackedTensorDict(*lines))):
+        assert type(out) is TensorDict
+        assert [row.tolist() for row in out["tokens", "full"].unbind()] == [[1, 2], [1, 2, 3], [4]]
+        assert out["advantage"].tolist() == [-1.0, 0.0, 1.0]  # mean 1, std 1
+
+
+def test_rewards_of_tokens_may_be_stacked_lazily() -> None:
+    lines = [lazy_line([[1, 2], [1, 2, 3]], [0.0, 1.0], per_token=True), lazy_line([[4]], [3.0], per_token=True)]
+    out = MCAdvantage(2, estimator="dr_grpo")(LazyStackedTensorDict(*lines))
+    assert out is not None
+    # the mean of 0, 0, 1, 1, 1 and 3 is 1
+    assert [row.tolist() for row in out["advantage"].unbind()] == [[-1.0, -1.0], [0.0, 0.0, 0.0], [2.0]]
+
+
+def padded_row(ids: Sequence[int], width: int, reward: float) -> TensorDict:
+    """One trajectory of one step, padded behind its ids, with a reward for each place of them."""
+    row = steps("a", [0.0])
+    there = torch.arange(width) < len(ids)
+    row["tokens"] = {"full": torch.tensor([[*ids, *[9] * (width - len(ids))]])}
+    row["masks"] = {"all_attention_mask": there.unsqueeze(0)}
+    row["next", "reward"] = (reward * there).reshape(1, width, 1)
+    return row
+
+
+def test_padded_batches_of_different_widths_are_padded_to_the_widest() -> None:
+    transform = MCAdvantage(2, estimator="dr_grpo", trajectory_return="sum")
+    assert transform(padded_row([5], 2, 1.0)) is None
+    out = transform(padded_row([6, 7, 8], 3, 1.0))
+    assert out is not None
+    assert out["tokens", "full"].tolist() == [[5, 9, 0], [6, 7, 8]]
+    assert out["masks", "all_attention_mask"].tolist() == [[True, False, False], [True] * 3]
+    assert out["next", "reward"].squeeze(-1).tolist() == [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    assert out["advantage"].tolist() == [[-1.0, -1.0, 0.0], [1.0, 1.0, 1.0]]  # returns 1 and 3
+
+
 def test_rewards_of_tokens_give_advantages_of_tokens() -> None:
     rows = concat_rows([steps("a", [0.0]), steps("a", [0.0])])
     dense, uneven = rows.clone(), rows.clone()

@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data import ReplayBuffer, TopKRewardSelector
 from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
@@ -110,6 +110,33 @@ def test_a_trajectory_of_several_turns_is_worth_the_mean_of_its_rewards_and_stay
     chosen = TopKRewardSelector(3, 3, min_reward=0.5)(batch)
     assert chosen is not None
     assert chosen["turn"].tolist() == [2, 0, 1]
+
+
+def test_trajectories_of_different_widths_are_chosen_whole() -> None:
+    def row(ids: list[int], reward: float, done: bool, mask: list[bool] | None = None) -> TensorDict:
+        made = TensorDict({"q": "p", "ids": torch.tensor(ids), "next": {"done": torch.tensor([done])}})
+        made["next", "reward"] = torch.full((len(ids), 1), reward)
+        return made if mask is None else made.set("attention_mask", torch.tensor(mask))
+
+    def chosen_of(*trajectories: TensorDictBase) -> torch.Tensor:
+        selector = TopKRewardSelector(3, 2, prompt_key="q", min_reward=1.0)
+        *waiting, chosen = [selector(each) for each in trajectories]
+        assert waiting == [None, None]
+        assert chosen is not None
+        return chosen["ids"]
+
+    lazy = [
+        lazy_stack([row([1], 0.0, False), row([1, 2], 1.0, True)]),  # worth 0.5
+        lazy_stack([row([3, 4, 5], 1.0, False), row([3], 2.0, True)]),  # 1.5
+        lazy_stack([row([6, 7], 4.0, True)]),  # 4
+    ]
+    assert [ids.tolist() for ids in chosen_of(*lazy).unbind()] == [[6, 7], [3, 4, 5], [3]]
+    padded = [
+        row([1], 0.0, True).unsqueeze(0),
+        row([2, 3], 4.0, True, [True, False]).unsqueeze(0),
+        row([4, 5, 6], 5.0, True, [True] * 3).unsqueeze(0),
+    ]
+    assert chosen_of(*padded).tolist() == [[4, 5, 6], [2, 3, 0]]
 
 
 @pytest.mark.parametrize(
