@@ -28,6 +28,12 @@ def test_every_public_name_is_there_and_no_other(package: str) -> None:
         _ = module.no_such_name
 
 
+def test_transforms_are_names_of_envs_too() -> None:
+    envs, transforms = import_module("rlpost.envs"), import_module("rlpost.envs.transforms")
+    assert {"KLRewardTransform", "TemplateTransform", "Tokenizer"} < set(dir(transforms)) < set(dir(envs))
+    assert all(getattr(envs, name) is getattr(transforms, name) for name in dir(transforms))
+
+
 @pytest.mark.parametrize(
     ("package", "name", "instead"),
     [

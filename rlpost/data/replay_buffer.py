@@ -143,7 +143,13 @@ class ReplayBuffer(HoldsGroups):
         oldest_first: bool = False,
         draw_limit: int = 32,
         max_waiting: int = 4096,
+        **others: Any,
     ) -> None:
+        if others:
+            raise TypeError(
+                f"ReplayBuffer takes no {next(iter(others))}: it holds whole groups of conversations. Frames go into "
+                "rlpost.data.FrameBuffer(storage=LazyTensorStorage(...), batch_size=...)"
+            )
         if group_size is not None and group_size < 1:
             raise ValueError(f"group_size={group_size} must be at least 1")
         self.transforms = list(transforms)

@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from rlpost.envs.tool import ToolLimits as ToolLimits
     from rlpost.envs.tool import ToolResult as ToolResult
     from rlpost.envs.tool import ToolTransform as ToolTransform
+    from rlpost.envs.transforms import BrowserTransform as BrowserTransform
+    from rlpost.envs.transforms import DataLoadingPrimer as DataLoadingPrimer
+    from rlpost.envs.transforms import KLRewardTransform as KLRewardTransform
+    from rlpost.envs.transforms import MCPToolTransform as MCPToolTransform
+    from rlpost.envs.transforms import PolicyVersion as PolicyVersion
+    from rlpost.envs.transforms import PythonInterpreter as PythonInterpreter
+    from rlpost.envs.transforms import RetrieveLogProb as RetrieveLogProb
+    from rlpost.envs.transforms import TemplateTransform as TemplateTransform
+    from rlpost.envs.transforms import Tokenizer as Tokenizer
+    from rlpost.envs.transforms import Transform as Transform
+    from rlpost.envs.transforms import as_nested_tensor as as_nested_tensor
+    from rlpost.envs.transforms import as_padded_tensor as as_padded_tensor
     from rlpost.torchrl.env_pool import AsyncEnvPool as AsyncEnvPool
     from rlpost.torchrl.env_pool import ParallelEnv as ParallelEnv
     from rlpost.torchrl.frames import Bounded as Bounded

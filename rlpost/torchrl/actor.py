@@ -13,14 +13,14 @@ from rlpost.torchrl.token_sequences import read
 
 
 def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
-    """The model of an actor, a causal LM of transformers or a wrapper around one, and its temperature, else 1.
+    """The model of an actor network, a causal LM of transformers or a wrapper around one, and its temperature, else 1.
 
     Raises TypeError for anything else, ValueError for a temperature that gives no probabilities.
     """
     model = actor if isinstance(actor, nn.Module) else getattr(actor, "model", None)
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"actor is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
+            f"actor_network is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
         )
     sampling = None if model is actor else getattr(actor, "sampling", None)
     chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)

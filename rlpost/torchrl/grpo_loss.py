@@ -51,7 +51,7 @@ class GRPOLossOutput:
 class GRPOLoss(nn.Module):
     """The clipped policy loss with an entropy bonus and KL terms (GRPO, arXiv:2402.03300).
 
-    `actor` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it.
+    `actor_network` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it.
     Log-probs are taken at `temperature`: the wrapper's own where None, else 1. Logits exist for a
     chunk of tokens at a time.
 
@@ -90,7 +90,7 @@ class GRPOLoss(nn.Module):
 
     def __init__(
         self,
-        actor: Any,
+        actor_network: Any,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         kl_mask_threshold: float | None = None,
@@ -110,7 +110,7 @@ class GRPOLoss(nn.Module):
             VARIANTS[variant].aggregation if aggregation is None else ALSO_CALLED.get(aggregation, aggregation)
         )
         check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
-        self.actor, self.temperature = model_and_temperature(actor, temperature)
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature)
         self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
         self.kl_mask_threshold = kl_mask_threshold
         self.aggregation = aggregation
@@ -142,7 +142,7 @@ class GRPOLoss(nn.Module):
             row if counted else torch.zeros_like(row)
             for row, counted in zip(self._trained(batch, sequences), counts, strict=True)
         ]
-        log_probs, entropy = read_sequences(self.actor, sequences.ids, trained, self.temperature)
+        log_probs, entropy = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
         device, dtype = log_probs.device, log_probs.dtype
         mask = padded(trained).to(device)
         old_padded = keep(padded(old).to(device, dtype), mask)

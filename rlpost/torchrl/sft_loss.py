@@ -46,7 +46,7 @@ class SFTLossOutput:
 class SFTLoss(nn.Module):
     """Cross entropy of the assistant's tokens, or MinorSFT (arXiv:2408.10642), with an optional KL to a reference.
 
-    `actor` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it;
+    `actor_network` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it;
     `tokenizer` the one whose chat template writes the conversations. Trained are the assistant's
     tokens with the end of each of its turns.
 
@@ -75,7 +75,7 @@ class SFTLoss(nn.Module):
 
     def __init__(
         self,
-        actor: Any,
+        actor_network: Any,
         tokenizer: Any = None,
         *,
         reduction: str = "mean",
@@ -87,13 +87,13 @@ class SFTLoss(nn.Module):
         super().__init__()
         check_choice("reduction", reduction, ("mean", "sum", "none"))
         check_choice("loss function", loss_function, ("sft", "minor_sft"))
-        tokenizer = getattr(actor, "tokenizer", None) if tokenizer is None else tokenizer
+        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
         if tokenizer is None:
             raise ValueError("SFTLoss has no tokenizer to write conversations with: give it one")
         if loss_function == "minor_sft" and kl_to_ref_coeff:
             warnings.warn("minor_sft compares with the reference already: kl_to_ref_coeff is taken as 0", stacklevel=2)
             kl_to_ref_coeff = None
-        self.actor, self.temperature = model_and_temperature(actor, temperature=1.0)
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
         self.reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length
         self.kl_to_ref_coeff = kl_to_ref_coeff
@@ -111,7 +111,7 @@ class SFTLoss(nn.Module):
         sequences, trained = self._tokens(batch)
         wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
         given = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
-        log_probs, _ = read_sequences(self.actor, sequences.ids, trained, self.temperature)
+        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
         mask = padded(trained).to(log_probs.device)
         ref = None if given is None else padded(given).to(log_probs)
         if self.loss_function == "minor_sft":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from rlpost.data import ReplayBuffer
+from rlpost.data import LazyTensorStorage, ReplayBuffer
 from rlpost.data.batch import concat_rows, select_rows
 from rlpost.errors import ConfigError, DataError, PolicyError
 from rlpost.objectives.advantage import has_spread
@@ -149,6 +150,12 @@ def test_rows_of_two_prompts_are_no_group(batch: Batch) -> None:
     with pytest.raises(DataError, match=r"two prompts \(source '' and 'b'\)"):
         buffer.extend(batch(query="How much is 1 + 1?", source="b"))
     assert (len(buffer), buffer.num_incomplete, buffer.write_count) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("options", [{"storage": LazyTensorStorage(4), "batch_size": 2}, {"batch_size": 2}])
+def test_a_buffer_of_frames_is_named_to_whoever_wants_one(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"takes no {next(iter(options))}: .* rlpost.data.FrameBuffer\(storage="):
+        ReplayBuffer(**options)
 
 
 def test_what_cannot_be_written_is_named(batch: Batch) -> None:

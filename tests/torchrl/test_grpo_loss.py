@@ -174,7 +174,7 @@ def test_a_padded_batch_gives_what_the_ragged_one_gives(model: LlamaForCausalLM,
 
 def test_the_advantage_may_be_given_once_a_row_or_once_a_token(model: LlamaForCausalLM) -> None:
     old = shifted(log_probs_of(model)[0], 0.1)
-    expected = GRPOLoss(model)(batch(old)).loss.item()
+    expected = GRPOLoss(actor_network=model)(batch(old)).loss.item()
     column = torch.tensor(ADVANTAGES, dtype=torch.float64)[:, None]
     rows = ragged([torch.full((len(row),), a, dtype=torch.float64) for row, a in zip(FULL, ADVANTAGES, strict=True)])
     for advantage in (column, rows):
@@ -300,5 +300,5 @@ def test_impossible_arguments_are_refused(model: LlamaForCausalLM, arguments: di
 def test_an_unknown_argument_and_what_is_no_model_are_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(TypeError, match="clip_epsilom"):
         GRPOLoss(model, clip_epsilom=0.1)  # pyright: ignore
-    with pytest.raises(TypeError, match="actor is a str"):
+    with pytest.raises(TypeError, match="actor_network is a str"):
         GRPOLoss("model")

@@ -82,7 +82,8 @@ def test_the_loss_is_that_of_the_answers_and_their_ends(
 
 def test_the_gradient_is_that_of_the_plain_forward(model: LlamaForCausalLM, tiny_tokenizer: Any) -> None:
     weight = model.lm_head.weight
-    [own] = torch.autograd.grad(SFTLoss(model, tiny_tokenizer)(batch()).loss, weight)
+    loss = SFTLoss(actor_network=model, tokenizer=tiny_tokenizer)(batch()).loss
+    [own] = torch.autograd.grad(loss, weight)
     _, log_probs = answers(model, tiny_tokenizer)
     [plain] = torch.autograd.grad(-torch.stack([row.mean() for row in log_probs]).mean(), weight)
     assert torch.allclose(own, plain, atol=1e-8)
