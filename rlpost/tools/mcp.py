@@ -18,7 +18,7 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.extras import require
 from rlpost.loop_thread import LoopThread
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.tools.calls import AT_ONCE, json_object
+from rlpost.tools.calls import AT_ONCE, json_object, without_control_tokens
 from rlpost.tools.mcp_process import ServerCommand
 from rlpost.tools.mcp_server import Server
 
@@ -150,8 +150,10 @@ class MCPToolTransform(ToolTransform):
                     continue  # a server that lists a tool twice
                 self._functions[name] = (server, tool.name)
                 self._short.setdefault(legal, name)
-                function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
-                schemas.append({"type": "function", "function": function})
+                told = {"description": tool.description or "", "parameters": tool.input_schema}
+                # a server's words must not end the turn that shows them
+                told = json.loads(without_control_tokens(json.dumps(told, ensure_ascii=False)))
+                schemas.append({"type": "function", "function": {"name": name, **told}})
         self._short = {short: name for short, name in self._short.items() if short not in self._functions}
         return schemas
 
