@@ -340,7 +340,7 @@ def test_groups_are_chosen_and_compared(batch: Callable[..., TensorDict]) -> Non
     group["next", "reward"] = torch.tensor([[1.0], [0.0]])
     buffer = ReplayBuffer(transforms=[MCAdvantage(2)])
     buffer.extend(group)
-    advantage = buffer.take(1, None)["advantage"].flatten().tolist()
+    advantage = buffer.take(1, None)["advantage"].tolist()  # (B,) for rewards (B, 1)
     assert advantage == pytest.approx([0.70711, -0.70711], abs=1e-5)
     chosen = ReplayBuffer(transforms=[TopKRewardSelector(2, 1)])
     chosen.extend(group)

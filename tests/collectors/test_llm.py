@@ -80,6 +80,18 @@ def test_a_turn_is_a_snapshot_that_later_turns_leave_alone() -> None:
     ]
 
 
+def test_next_holds_rewards_and_flags_and_no_observation() -> None:
+    shown = next_of(make(talk(), dialog_turns_per_batch=2))["next"].keys()
+    assert {*shown} - {"reward_parts"} == {
+        "reward",
+        "done",
+        "terminated",
+        "truncated",
+        "accuracy_strict",
+        "accuracy_lenient",
+    }
+
+
 def test_the_policy_reads_what_the_environment_said_and_it_is_masked() -> None:
     batch = next_of(make(talk(), dialog_turns_per_batch=6, flatten_data=True))
     ids = batch["tokens", "full"].unbind()[4]
