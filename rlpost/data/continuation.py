@@ -2,8 +2,8 @@
 
 Rendering a conversation anew and tokenising that text would give other ids than the model sampled,
 and a policy gradient of tokens that were never drawn. So the first prompt is rendered once, sampled
-ids are carried forward, and of each later rendering only the part behind the last reply is used:
-that is right where every rendering begins with the one before it, which is checked each time.
+ids are carried forward, and of each later rendering only the part behind the messages that have their
+ids is used: that is right where every rendering begins with the one before it, which is checked each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
-from rlpost.data.conversation import Conversation, Message
+from rlpost.data.conversation import Completion, Conversation, Message
 from rlpost.data.rendering import render, template_name
 from rlpost.errors import DataError
 
@@ -37,10 +37,11 @@ class Continuation:
 
     def begin(self, conversation: Conversation) -> None:
         """Set `prompt_text` and `prompt_ids`. Raises DataError where the template refuses the messages."""
-        begun = (conversation.messages, conversation.tools, conversation.chat)
+        opening = conversation.opening
+        begun = (conversation.messages[:opening], conversation.tools, conversation.chat)
         last = self._last
         if last is None or last[0] != begun:  # the samples of a group begin alike, one after the other
-            text = self._render(conversation, len(conversation.messages), asking=True)
+            text = self._render(conversation, opening, asking=True)
             # a template writes what a text begins with itself; for plain text the tokenizer does
             ids = self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
             self._last = last = (deepcopy(begun), text, ids)
@@ -48,28 +49,31 @@ class Continuation:
         conversation.prompt_ids = list(ids)
 
     def observation_ids(self, conversation: Conversation) -> list[int]:
-        """The ids of what the environment said since the model's last turn, and of the next turn's opening.
+        """The ids of the messages that have none, and of the next turn's opening; none before the first turn.
 
         Raises DataError for a template that renders what came before differently once more follows.
         """
-        text = self.observation_text(conversation)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not conversation.chat or conversation.response_ids[-1:] == [self.end_of_turn]:
+        if not conversation.turns:
+            return []
+        ids = self.tokenizer(self._observation(conversation), add_special_tokens=False)["input_ids"]
+        if not conversation.chat or not conversation.ends_sampled or conversation.response_ids[-1] == self.end_of_turn:
             return ids
         return [self.end_of_turn, *ids]  # a turn that ended with another stop token
 
-    def observation_text(self, conversation: Conversation) -> str:
-        """What the environment said since the model's last turn, and the next turn's opening; raises as above."""
-        messages = conversation.messages
-        reply = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    def _observation(self, conversation: Conversation) -> str:
+        """What `observation_ids` are of, without the end of the model's turn."""
+        tokenised, count = conversation.tokenised or conversation.opening, len(conversation.messages)
         if not conversation.chat:
-            return "".join(message["content"] for message in messages[reply + 1 :])
-        asked = self._render(conversation, reply, asking=True)
-        answered = self._render(conversation, reply + 1, asking=False)
-        whole = self._render(conversation, len(messages), asking=True)
-        end_of_turn = self.tokenizer.decode([self.end_of_turn])
-        # sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
-        kept = answered[: answered.rfind(end_of_turn) + len(end_of_turn)]
+            return "".join(message["content"] for message in conversation.messages[tokenised:])
+        whole = self._render(conversation, count, asking=True)
+        if conversation.ends_sampled:
+            asked = self._render(conversation, tokenised - 1, asking=True)
+            answered = self._render(conversation, tokenised, asking=False)
+            end_of_turn = self.tokenizer.decode([self.end_of_turn])
+            # sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
+            kept = answered[: answered.rfind(end_of_turn) + len(end_of_turn)]
+        else:
+            asked = kept = self._render(conversation, tokenised, asking=True)
         if not kept.startswith(asked) or not whole.startswith(kept):
             raise DataError(
                 f"{self.template} does not render a conversation as a continuation of its beginning, so several turns "
@@ -88,11 +92,11 @@ class Continuation:
         )
         self.begin(probe)
         for turn in ("one", "two"):
-            probe.messages.append({"role": "assistant", "content": f"reply {turn}"})
-            probe.response_ids.append(self.end_of_turn)
+            probe.add_completion(Completion([self.end_of_turn], [0.0], f"reply {turn}", "stop", 0))
             answer: Message = {"role": role, "content": f"answer {turn}"}
             probe.messages.append(answer | ({"name": "probe"} if role == "tool" else {}))
-            if f"answer {turn}" not in self.tokenizer.decode(self.observation_ids(probe)):
+            probe.add_observation(self.observation_ids(probe))
+            if f"answer {turn}" not in self.tokenizer.decode(probe.response_ids):
                 raise DataError(f"{self.template} leaves out messages of the role {role}: choose another tool_role")
 
     @property

@@ -62,7 +62,8 @@ class Conversation:
     `group_id` numbers the draw of the prompt within the run and `sample` the completion within its
     group, so (run seed, group_id, sample) names the randomness of this conversation.
     `response_ids` is everything after the first prompt; `mask` is 1 on ids the model sampled (the
-    end-of-turn token included) and 0 on the environment's; `log_probs` is 0.0 where the mask is 0.
+    end-of-turn token included) and 0 on all others; `log_probs` is 0.0 where the mask is 0. Messages that
+    have no ids yet, those of the environment and turns given as text, get them when the model is asked next.
     """
 
     task: Mapping[str, Any]
@@ -79,6 +80,7 @@ class Conversation:
 
     prompt_ids: list[int] = field(default_factory=list)
     response_ids: list[int] = field(default_factory=list)
+    tokenised: int = 0  # how many of `messages` have their ids; 0: at most those of the first prompt
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     policy_versions: list[PolicyVersionLabel] = field(default_factory=list)  # one a model turn: that it began under
@@ -116,6 +118,17 @@ class Conversation:
         return len(self.policy_versions)
 
     @property
+    def opening(self) -> int:
+        """How many messages the first prompt has: those before the model's first turn."""
+        replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return replies[-self.turns] if self.turns else len(self.messages)
+
+    @property
+    def ends_sampled(self) -> bool:
+        """Whether the last id is one that the model sampled, and not of a prompt for its next turn."""
+        return self.mask[-1:] == [1]
+
+    @property
     def query(self) -> str:
         """The task as the user's message states it."""
         return next((m["content"] for m in self.messages if m["role"] == "user"), "")
@@ -137,7 +150,7 @@ class Conversation:
         return versions
 
     def add_completion(self, completion: Completion) -> None:
-        """Append the model's turn, ids first, and its text as an assistant message."""
+        """Append the model's turn, ids first, and its text as an assistant message; without ids it is text alone."""
         start = len(self.response_ids)
         if self.policy_versions and completion.policy_version != self.newest_version:
             self.version_changes.append((start, completion.policy_version))
@@ -149,9 +162,12 @@ class Conversation:
         self.response_text = completion.text
         self.finish_reason = completion.finish_reason
         self.messages.append({"role": "assistant", "content": completion.text})
+        if completion.token_ids:
+            self.tokenised = len(self.messages)
 
     def add_observation(self, token_ids: list[int]) -> None:
-        """Append the ids of what the environment said: the model reads them, and is not trained on them."""
+        """Append the ids of all messages that had none: the model reads them, and is not trained on them."""
+        self.tokenised = len(self.messages)
         self.response_ids.extend(token_ids)
         self.mask.extend([0] * len(token_ids))
         self.log_probs.extend([0.0] * len(token_ids))

@@ -39,7 +39,7 @@ class EnvBase(ABC):
     `input_mode` is the form in which they ask and are answered, and changes nothing else: "history"
     (messages), "text" (what the tokenizer's chat template makes of them) or "tokens" (the ids of that
     text; those that were sampled are carried forward and never tokenised again). The latter two need
-    `tokenizer`; with one, the mode history shows the text as well, and the ids of first prompts.
+    `tokenizer`; with one, the mode history shows the text and the ids as well.
 
     Building an environment reads nothing; `start` does, and whatever needs the rows calls it.
     """
@@ -242,10 +242,9 @@ class EnvBase(ABC):
         """Fresh conversations: about the `text` or `query` of each row of `tensordict`, else drawn.
 
         Returns a TensorDict of `batch_size` with `query`, `group_id`, `sample`, `conversation` and
-        `done`, `terminated`, `truncated` (B, 1), and what is asked: in the mode history `history`, with a
-        tokenizer also `("text", "prompt")` and, for first turns, `("tokens", "prompt")`, ragged (B, *);
-        in the mode text the one and in the mode tokens the other, in every turn. Raises DataError for a
-        TensorDict with neither entry or of another batch size.
+        `done`, `terminated`, `truncated` (B, 1), and what the policy reads: in the mode text `("text", "prompt")`,
+        in the mode tokens `("tokens", "prompt")`, ragged (B, *), in the mode history `history` and, with a
+        tokenizer, both of these. Raises DataError for a TensorDict with neither entry or of another batch size.
         """
         self.abandon()
         if tensordict is None or tensordict.is_empty():

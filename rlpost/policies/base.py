@@ -155,7 +155,7 @@ class Policy(ABC):
         return {}
 
     def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
-        """What to sample next in each conversation, which gains the ids of what the environment said.
+        """What to sample next in each conversation, which gains the ids of messages that have none.
 
         None where a later turn has no room left. Raises DataError for a first prompt longer than its
         environment or the context allows.
@@ -169,13 +169,11 @@ class Policy(ABC):
 
     def _request(self, conversation: Conversation) -> Request | None:
         """What to sample next, the prompt's new ids appended; None, and nothing appended, without room for a reply."""
-        new: list[int] = []
+        if not conversation.prompt_ids:
+            self.continuation.begin(conversation)
         if not conversation.turns:
-            if not conversation.prompt_ids:
-                self.continuation.begin(conversation)
             self._check_prompt(conversation)
-        elif conversation.messages[-1]["role"] != "assistant":
-            new = self.continuation.observation_ids(conversation)
+        new = self.continuation.observation_ids(conversation)
         length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
         room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
         if conversation.turns and self.max_model_len is not None:

@@ -31,8 +31,9 @@ class PythonInterpreter(ToolTransform):
     """Runs the Python that a model writes, in a sandbox, and shows it what the program printed.
 
     Each fenced block of python in a reply is a program; so is the argument `code` of a call of
-    `tool_name`. A program that ends well is answered with what it wrote to stdout, another with what
-    it wrote to stderr and what ended it; warnings are no failure.
+    `tool_name`, whose schema the model is shown with `described` alone: the system prompt says how to write
+    code. A program that ends well is answered with its stdout, another with its stderr and what ended it;
+    warnings are no failure.
 
     Each program has an interpreter of its own, or, with `persistent`, each conversation has one,
     where names last from program to program until the conversation ends or the environment is reset.
@@ -48,6 +49,8 @@ class PythonInterpreter(ToolTransform):
     Raises ConfigError for a setting that cannot be; SandboxError, when it is started or used, where
     programs cannot be run apart from this machine: then none is run.
     """
+
+    described = False
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from rlpost.errors import PolicyError
 from rlpost.policies.base import Policy, Request
 from rlpost.settings import SamplingSettings
 from rlpost.torchrl.replies import add_replies
+from rlpost.torchrl.writing import put
 
 
 class CalledPolicy(Policy):
@@ -43,7 +44,8 @@ class CalledPolicy(Policy):
             raise PolicyError("a callable policy samples as it likes: sampling settings need an rlpost.policies.Policy")
         if not conversations:
             return
-        written = self.called(self.env.observe(conversations))
+        shown = self.env.observe(conversations)
+        written = self.called(shown)
         if not isinstance(written, TensorDictBase):
             raise TypeError(
                 f"the policy returned {type(written).__name__}: a callable policy returns the TensorDict it was given, "
@@ -51,6 +53,8 @@ class CalledPolicy(Policy):
             )
         if "policy_version" not in written.keys():  # noqa: SIM118  a TensorDict iterates over its rows
             written.set("policy_version", versions([self.version] * len(conversations)))
+        if written is not shown:
+            written = put(shown, written)
         add_replies(conversations, written, self.tokenizer, self.env.input_mode)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:

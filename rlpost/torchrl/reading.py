@@ -106,7 +106,7 @@ class Reader:
         conversations = [c.copy() for c in _of_kind(column(tensordict, "conversation"), Conversation, "conversation")]
         if ("tokens", "prompt") in tensordict.keys(include_nested=True):
             for conversation, ids in zip(conversations, self.ids(tensordict, ("tokens", "prompt")), strict=True):
-                if not conversation.prompt_ids:  # the environment has tokenised the first prompt
+                if not conversation.prompt_ids and not conversation.turns:  # the environment has tokenised the prompt
                     conversation.prompt_ids = ids
                     conversation.prompt_text = self.policy.tokenizer.decode(ids)
         return conversations

@@ -53,11 +53,11 @@ def _add_prompt(conversation: Conversation, read: list[int] | None, text: str) -
         conversation.prompt_text = conversation.prompt_text or text
     if read is None:
         return
-    if not conversation.prompt_ids and not conversation.turns:
-        conversation.prompt_ids = read
+    if not conversation.prompt_ids and not conversation.response_ids:
+        conversation.prompt_ids, conversation.tokenised = read, len(conversation.messages)
     carried = conversation.prompt_ids + conversation.response_ids
     if not conversation.prompt_ids or read == carried[: len(read)]:
-        return  # earlier turns came without their ids, or the prompt is still that of an earlier turn
+        return  # an earlier turn came without the ids of its prompt, or the prompt is still that of an earlier turn
     if read[: len(carried)] != carried:
         raise DataError(
             f"the policy read other ids in turn {conversation.turns + 1} than those of the turns before: give it the "
@@ -129,8 +129,7 @@ class _Written:
             return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
         for key in ("text_response", ("text", "response")):
             if key in self._keys:
-                given = column(self._tensordict, key)
-                return given if key != "text_response" else [strip_end_of_turn(text, tokenizer) for text in given]
+                return [strip_end_of_turn(text, tokenizer) for text in column(self._tensordict, key)]
         if mode is InputMode.text:
             return self._texts_in_full(tokenizer)
         if tokenizer is not None and all(ids):

@@ -44,11 +44,10 @@ def observation(
 ) -> dict[str, Any]:
     """What a policy is shown of `conversations`, in the form that `mode` says.
 
-    In the mode history what a `continuation` makes of the messages is there as well: the text, and
-    the ids of first prompts. Raises DataError where the chat template refuses a conversation, or, in
-    the other modes, renders what came before differently once more follows.
+    In the mode history the text and the ids that a `continuation` makes of the messages are there as well.
+    Raises DataError where the chat template refuses a conversation, or renders what came before differently
+    once more follows.
     """
-
     shown: dict[str, Any] = {
         "query": strings([c.query for c in conversations]),
         "conversation": strings(conversations),
@@ -60,50 +59,35 @@ def observation(
     }
     if mode is InputMode.history:
         shown["history"] = History.from_chats([c.messages for c in conversations])
-        if continuation is not None:
-            shown["text"] = {"prompt": strings([continuation.text(c) for c in conversations])}
-            if not any(c.turns for c in conversations):
-                shown["tokens"] = {"prompt": _ids(conversations, continuation)}
-    elif mode is InputMode.text:
-        shown["text"] = {"prompt": strings([prompt_text(c, continuation) for c in conversations])}
-    else:
-        shown["tokens"] = {"prompt": _ids(conversations, continuation)}
+        if continuation is None:
+            return shown
+    ids = [_read(c, continuation) for c in conversations]
+    if mode is not InputMode.tokens:
+        texts = [_text(c, read, continuation) for c, read in zip(conversations, ids, strict=True)]
+        shown["text"] = {"prompt": strings(texts)}
+    if mode is not InputMode.text:
+        shown["tokens"] = {"prompt": ragged([torch.tensor(read, dtype=torch.int64) for read in ids])}
     return shown
 
 
-def prompt_text(conversation: Conversation, continuation: Continuation | None) -> str:
-    """The conversation so far as the text that the next turn goes on from."""
-    if not conversation.chat:
-        if continuation is not None and conversation.response_ids:  # with the special tokens that were sampled
-            return conversation.prompt_text + continuation.tokenizer.decode(conversation.response_ids)
+def _read(conversation: Conversation, continuation: Continuation | None) -> list[int]:
+    """The ids that a policy reads next: those carried, and those of new messages unless the conversation is over."""
+    asked = conversation.copy()
+    if continuation is not None:  # without which prompts that began as ids go on
+        if not asked.prompt_ids:
+            continuation.begin(asked)
+        if not asked.done:
+            asked.add_observation(continuation.observation_ids(asked))
+    return asked.prompt_ids + asked.response_ids
+
+
+def _text(conversation: Conversation, read: list[int], continuation: Continuation | None) -> str:
+    """The text of the ids that a policy `read`s next; where they are not those of all messages, of the messages."""
+    if continuation is None:  # the text of plain prompts
         return "".join(message["content"] for message in conversation.messages)
-    assert continuation is not None  # which a chat's mode asks a tokenizer for
-    if conversation.turns and _is_asked(conversation):
-        continuation.observation_text(conversation)  # raises where the text would not go on from what was said
+    if conversation.turns and (conversation.ends_sampled or not conversation.done):
+        return continuation.tokenizer.decode(read)
     return continuation.text(conversation)
-
-
-def prompt_ids(conversation: Conversation, continuation: Continuation | None) -> list[int]:
-    """The conversation so far as the ids that the next turn goes on from: those carried, and of new messages."""
-    carried = conversation.prompt_ids + conversation.response_ids
-    if continuation is None:  # which ids that began as ids do without
-        return carried
-    if not carried:
-        opened = conversation.copy()
-        continuation.begin(opened)
-        return opened.prompt_ids
-    if conversation.turns and _is_asked(conversation):
-        return carried + continuation.observation_ids(conversation)
-    return carried
-
-
-def _is_asked(conversation: Conversation) -> bool:
-    """Whether the environment has said something that the policy is to answer."""
-    return not conversation.done and conversation.messages[-1]["role"] != "assistant"
-
-
-def _ids(conversations: Sequence[Conversation], continuation: Continuation | None) -> torch.Tensor:
-    return ragged([torch.tensor(prompt_ids(c, continuation), dtype=torch.int64) for c in conversations])
 
 
 def scores(conversations: Sequence[Conversation]) -> dict[str, Any]:
