@@ -14,7 +14,7 @@ from typing import Any
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
 PADDING_ROLE = "<none>"  # fills the short rows of a ragged history; never rendered
-END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")
+END_OF_TURN = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eot|>", "<end_of_turn>", "</s>")
 CUT = ("length", "context")  # how a last turn ends that the model would have gone on with, or could not begin
 
 

@@ -63,8 +63,8 @@ class History(TensorClass["nocast"]):
             self.is_complete = torch.as_tensor(given, dtype=torch.bool).expand(self.batch_size).clone()
 
     @classmethod
-    def from_chats(cls, chats: Sequence[Sequence[Mapping[str, Any]]]) -> History:
-        """History (B, M) of B chats, M the length of the longest, and at least 1.
+    def from_chats(cls, chats: Sequence[Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]]) -> History:
+        """History (B, M) of B chats, M the length of the longest, and at least 1; History (M,) of a single chat.
 
         A message has `role` and `content`, and may have `is_complete`, `tool_calls`,
         `tool_responses` and whatever else its template reads. Raises DataError for no chats, or a
@@ -72,11 +72,12 @@ class History(TensorClass["nocast"]):
         """
         if not chats:
             raise DataError("History.from_chats was given no chats: a history holds at least one")
+        if isinstance(chats[0], Mapping):
+            return cast(History, cls.from_chats([cast(Sequence[Mapping[str, Any]], chats)])[0])
+        chats = cast(Sequence[Sequence[Mapping[str, Any]]], chats)
         width = max(1, *(len(chat) for chat in chats))
         bare = True  # whether all have role and content alone, as most do: then the rest need not be looked for
         for row, chat in enumerate(chats):
-            if isinstance(chat, Mapping):
-                raise DataError(f"chat {row} is a message, not a list of them: give [chat] for a single chat")
             for place, message in enumerate(chat):
                 if "role" not in message or "content" not in message:
                     raise DataError(f"message {place} of chat {row} lacks role or content: {dict(message)!r:.100}")

@@ -66,13 +66,17 @@ def render(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text that the tokenizer's chat template, or `template`, writes of `messages`.
+    """The text that `template` writes of `messages`, else the one that `template_to_write` finds for the tokenizer.
 
     A message with `is_complete` False ends with its content: what the template writes behind any
     message of that role is left out. Raises DataError where the template refuses the messages, or one of
     them cannot be left unfinished.
     """
     name = template_name(tokenizer) if template is None else "the chat template"
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        from rlpost.data.chat_templates import template_to_write
+
+        template = template_to_write(tokenizer)
 
     def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
         try:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from talk import make, next_of, scripted, talk, tokenizer, told
+from talk import Talk, make, next_of, scripted, talk, tokenizer, told
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 
 from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError
+from rlpost.torchrl.called import CalledPolicy
 
 
 def echo(tensordict: TensorDictBase) -> TensorDictBase:
@@ -27,6 +28,24 @@ def test_a_function_of_tensordicts_plays_conversations() -> None:
     assert [told(batch[:, turn]) for turn in range(2)] == [[("q0", 1), ("q1", 1)], [("q2", 1), ("q1", 2)]]
     assert batch["text", "response"] == [["1", "1"], ["1", "3"]]  # of q1's second turn it was shown three messages
     assert batch["next", "reward"].squeeze(-1).nan_to_num(-1).tolist() == [[1.0, -1], [-1, -1]]  # q0 alone is over
+
+
+@pytest.mark.parametrize("returned", ["what it was shown", "a new TensorDict"])
+def test_a_policy_reads_what_a_callable_said(returned: str) -> None:
+    def says_a(shown: TensorDictBase) -> TensorDictBase:
+        new = TensorDict(batch_size=shown.batch_size) if returned == "a new TensorDict" else shown
+        return new.set(("text", "response"), NonTensorStack("a"))
+
+    env = Talk([{"question": "q", "turns": 2}], num_envs=1, max_steps=3, tokenizer=tokenizer(), input_mode="text")
+    [conversation] = env.draw()
+    CalledPolicy(says_a, env).reply([conversation])
+    env.advance([conversation])
+    scripted("b").reply([conversation])
+    opening, end = "<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"
+    assert tokenizer().decode(conversation.prompt_ids) == f"<|im_start|>user\nq<|im_end|>\n{opening}"
+    more = f"a{end}more 1<|im_end|>\n{opening}"
+    assert tokenizer().decode(conversation.response_ids) == f"{more}b<|im_end|>"
+    assert conversation.mask[-3:] == [0, 1, 1]
 
 
 class Fixed(torch.nn.Module):

@@ -57,6 +57,12 @@ def test_one_chat_renders_as_one_text_or_its_ids() -> None:
     assert bare == "2"
 
 
+def test_a_single_chat_is_a_history_of_one_dimension() -> None:
+    history = History.from_chats([USER, ASSISTANT])
+    assert history.batch_size == (2,)
+    assert history.to_chats() == [[USER, ASSISTANT]]
+
+
 def test_append_and_extend_leave_the_original_alone() -> None:
     history = History.from_chats([[SYSTEM, USER], [USER]])
     longer = history.append(History.from_chats([[ASSISTANT], [ASSISTANT]])[:, 0])
@@ -78,8 +84,6 @@ def test_messages_without_content_and_no_chats_are_refused() -> None:
         History.from_chats([[USER], [{"role": "user"}]])
     with pytest.raises(ValueError, match="no chats"):
         History.from_chats([])
-    with pytest.raises(DataError, match=r"chat 0 is a message.* give \[chat\]"):
-        History.from_chats([USER])  # type: ignore[list-item]
     with pytest.raises(DataError, match="flatten it first"):
         History.from_chats([[USER]]).unsqueeze(0).to_chats()  # type: ignore[attr-defined]
 

@@ -114,11 +114,18 @@ def test_a_block_without_an_end_is_not_run(sandbox: Sandbox) -> None:
     assert answers(env, begun(env), "```python\nprint(1)\n", finish_reason="length") == []  # cut: never meant to end
 
 
+def test_a_model_is_shown_the_schema_if_it_is_to_be_described(sandbox: Sandbox) -> None:
+    assert begun(talk(PythonInterpreter(sandbox=sandbox))).tools == []
+    tool = PythonInterpreter(sandbox=sandbox)
+    tool.described = True
+    [schema] = begun(talk(tool)).tools
+    assert schema["function"]["name"] == "python"
+    assert schema["function"]["parameters"]["required"] == ["code"]
+
+
 def test_a_tool_call_runs_its_code(sandbox: Sandbox) -> None:
     env = talk(PythonInterpreter(sandbox=sandbox))
     conversation = begun(env)
-    assert conversation.tools[0]["function"]["name"] == "python"
-    assert conversation.tools[0]["function"]["parameters"]["required"] == ["code"]
     assert answers(env, conversation, called("print(6 * 7)")) == ["Code block 1 executed successfully:\n42\n"]
     assert answers(env, conversation, '<tool>python\n{"code": "print(7)"}</tool>') == [
         "Code block 1 executed successfully:\n7\n"

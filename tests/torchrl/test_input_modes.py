@@ -231,6 +231,96 @@ def test_a_reply_may_be_written_in_other_places_of_its_form(mode: str, write: Ca
     assert stepped["next", "reward"].tolist() == [[1.0]]
 
 
+def said_in_text_response(shown: TensorDictBase) -> None:
+    shown["text_response"] = ["1"]
+
+
+def said_in_the_response_of_text(shown: TensorDictBase) -> None:
+    shown["text", "response"] = ["1<|im_end|>\n"]
+
+
+def said_in_text_full(shown: TensorDictBase) -> None:
+    shown["text", "full"] = [f"{OPENING}1<|im_end|>"]
+
+
+def said_in_history(shown: TensorDictBase) -> None:
+    shown["history"] = shown["history"].extend(History.from_chats([[{"role": "assistant", "content": "1"}]]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "write"),
+    [
+        ("history", said_in_text_response),
+        ("history", said_in_the_response_of_text),
+        ("history", said_in_history),
+        ("text", said_in_text_response),
+        ("text", said_in_the_response_of_text),
+        ("text", said_in_text_full),
+    ],
+)
+def test_a_policy_reads_a_turn_given_as_text(mode: str, write: Callable[[TensorDictBase], None]) -> None:
+    env = counting(mode)
+    shown = asked(env)
+    write(shown)
+    _, following = env.step_and_maybe_reset(shown)
+    assert following["text", "prompt"] == [SAID]
+    policy = ScriptedPolicy(["2"], tokenizer, sampling=SamplingSettings())
+    [conversation] = env.step(policy(following))["next", "conversation"]
+    assert tokenizer.decode(conversation.prompt_ids) == OPENING
+    assert tokenizer.decode(conversation.response_ids) == f"{SAID.removeprefix(OPENING)}2<|im_end|>"
+    between = len(SAID.removeprefix(OPENING)) - 2 * len("<|im_end|>") - 2 * len("<|im_start|>") + 4  # a byte an id
+    assert conversation.mask == [0] * between + [1, 1]
+
+
+def test_text_between_two_sampled_turns_is_read_and_not_trained_on() -> None:
+    class Asking(ChatEnv):
+        def next_message(self, conversation: Conversation) -> str | None:
+            return "more"
+
+    env = Asking(1, tokenizer=tokenizer, max_steps=3)
+    policy = ScriptedPolicy(["a"], tokenizer, sampling=SamplingSettings())
+    _, second = env.step_and_maybe_reset(policy(asked(env)))
+    _, third = env.step_and_maybe_reset(second.set("text_response", ["b"]))
+    [conversation] = env.step(policy(third))["next", "conversation"]
+    more = "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(conversation.response_ids) == f"a{more}b{more}a<|im_end|>"
+    sampled = [token for token, mask in zip(conversation.response_ids, conversation.mask, strict=True) if mask]
+    assert tokenizer.decode(sampled) == "a<|im_end|>a<|im_end|>"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_open_conversation_shows_what_the_policy_reads(mode: str) -> None:
+    env = ChatEnv(1, input_mode=mode, tokenizer=tokenizer)  # which says nothing and has no end
+    policy = ScriptedPolicy(["yes"], tokenizer, sampling=SamplingSettings())
+    _, following = env.step_and_maybe_reset(policy(asked(env)))
+    opening = "<|im_start|>assistant\n"
+    expected = f"<|im_start|>user\none?<|im_end|>\n{opening}yes<|im_end|>\n{opening}"
+    shown = following.clone()
+    [read] = policy(following)["tokens", "prompt"].unbind()
+    assert tokenizer.decode(read) == expected
+    if mode != "tokens":
+        assert shown["text", "prompt"] == [expected]
+    if mode != "text":
+        assert shown["tokens", "prompt"].unbind()[0].tolist() == read.tolist()
+    if mode == "history":
+        assert shown["history"].apply_chat_template(tokenizer) == [expected]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tokenizer_without_a_template_gets_the_one_of_its_name(mode: str) -> None:
+    bare = tiny_tokenizer()
+    bare.chat_template, bare.name_or_path = None, "models/gemma-base"
+    gemma = "<bos><start_of_turn>user\none?<end_of_turn>\n<start_of_turn>model\n"
+    env = ChatEnv(1, input_mode=mode, tokenizer=bare)
+    shown = asked(env)
+    history = History.from_chats([{"role": "user", "content": "one?"}])
+    assert history.apply_chat_template(bare) == gemma
+    policy = ScriptedPolicy(["2"], bare, sampling=SamplingSettings())
+    assert policy(shown)["text", "prompt"] == [gemma]
+    unplayed = TensorDict({"history": TensorDict({"prompt": history.unsqueeze(0)}, [1])}, [1])
+    assert policy(unplayed)["text", "prompt"] == [gemma]
+
+
 def test_padded_replies_lose_their_pads() -> None:
     env = ChatEnv(2, input_mode="tokens", tokenizer=tokenizer, max_steps=1)
     policy = ScriptedPolicy(["yes", "certainly"], tokenizer, sampling=SamplingSettings(), pad_output=True)
