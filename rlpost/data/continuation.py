@@ -49,12 +49,10 @@ class Continuation:
         conversation.prompt_ids = list(ids)
 
     def observation_ids(self, conversation: Conversation) -> list[int]:
-        """The ids of the messages that have none, and of the next turn's opening; none before the first turn.
+        """The ids of the messages that have none, and of the next turn's opening; for a later turn than the first.
 
         Raises DataError for a template that renders what came before differently once more follows.
         """
-        if not conversation.turns:
-            return []
         ids = self.tokenizer(self._observation(conversation), add_special_tokens=False)["input_ids"]
         if not conversation.chat or not conversation.ends_sampled or conversation.response_ids[-1] == self.end_of_turn:
             return ids

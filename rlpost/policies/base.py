@@ -171,9 +171,11 @@ class Policy(ABC):
         """What to sample next, the prompt's new ids appended; None, and nothing appended, without room for a reply."""
         if not conversation.prompt_ids:
             self.continuation.begin(conversation)
-        if not conversation.turns:
+        new: list[int] = []
+        if conversation.turns:
+            new = self.continuation.observation_ids(conversation)
+        else:
             self._check_prompt(conversation)
-        new = self.continuation.observation_ids(conversation)
         length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
         room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
         if conversation.turns and self.max_model_len is not None:

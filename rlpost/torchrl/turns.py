@@ -76,7 +76,7 @@ def _read(conversation: Conversation, continuation: Continuation | None) -> list
     if continuation is not None:  # without which prompts that began as ids go on
         if not asked.prompt_ids:
             continuation.begin(asked)
-        if not asked.done:
+        if asked.turns and not asked.done:
             asked.add_observation(continuation.observation_ids(asked))
     return asked.prompt_ids + asked.response_ids
 
