@@ -72,6 +72,8 @@ def save_checkpoint(
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, making / TENSORS)
         (making / STATE).write_text(json.dumps({"format": FORMAT, **state}))
         (making / MANIFEST).write_text(json.dumps(_manifest(making), indent=1))
+        for file in _files(making):  # safetensors lets only the owner read what it writes
+            file.chmod((making / MANIFEST).stat().st_mode)
         sync_tree(making)  # a name must not outlive what it stands for, where the machine stops
         if final.exists():
             os.replace(final, aside)
@@ -191,8 +193,11 @@ def _remove_old(folder: Path, keep_last: int, step: int, best: int | None) -> No
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    return {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in _files(folder)}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _point(folder: Path, link: str, name: str) -> None:

@@ -77,6 +77,16 @@ def test_the_manifest_names_every_file_with_its_size(tmp_path: Path) -> None:
     }
 
 
+def test_every_file_of_a_checkpoint_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    modes = {oct(file.stat().st_mode & 0o777) for file in path.rglob("*") if file.is_file()}
+    assert modes == {"0o640"}
+
+
 def test_a_slice_of_a_tensor_is_saved_as_what_it_shows(tmp_path: Path) -> None:
     columns = torch.arange(6.0).view(2, 3).T  # not contiguous
     tensors, _ = load_checkpoint(save(tmp_path, 1, tensors={"columns": columns}))
