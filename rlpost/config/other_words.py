@@ -115,13 +115,14 @@ _VERBS = {  # of rlpost, or of a group of verbs; {run} is the run that is named 
     "config init FILE.yaml": "cp init",
 }
 _FOLDER = "{run}/checkpoints/latest/model"
+_SERVE = f"python -m vllm.entrypoints.openai.api_server --model {_FOLDER}"  # `vllm serve` fails in the CPU's wheel
 SENTENCES = {
     "resume": "a run goes on with: rlpost {verb} --resume {run}",
     "merge": f"checkpoints hold the merged weights, of an adapter too: {_FOLDER}",
     "merge-lora": f"checkpoints hold the merged weights, of an adapter too: {_FOLDER}",
     "export": f"a checkpoint is a plain Hugging Face folder, {_FOLDER}; completions: rlpost rollouts export",
-    "serve": f"write vllm serve {_FOLDER}",
-    "vllm-serve": f"a training starts vLLM itself, policy=vllm; a trained model: vllm serve {_FOLDER}",
+    "serve": f"write {_SERVE}",
+    "vllm-serve": f"a training starts vLLM itself, policy=vllm; a trained model: {_SERVE}",
     "download": "a model or data set of the hub is fetched where it is named, as in model.path=OWNER/NAME",
 }
 OTHER_FLAGS = {

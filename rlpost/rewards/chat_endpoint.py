@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 from rlpost.errors import ConfigError, RewardError
 
-LOCAL = "http://127.0.0.1:8000/v1"  # where `vllm serve` answers
+LOCAL = "http://127.0.0.1:8000/v1"  # where a vLLM server answers
 LONGEST_ANSWER = 1 << 20  # bytes
 WRONG_FOR_ALL = (401, 403, 404)  # HTTP: the key, or the model's name or address, is wrong whatever is asked
 TRY_AGAIN = (408, 409, 425, 429)  # HTTP, beside all from 500 on

@@ -76,8 +76,11 @@ HINTS: dict[str, tuple[int, str]] = {
     "resume tuned": (2, "a run goes on with: rlpost train sft --resume runs/tuned"),
     "resume": (2, "rlpost train grpo --resume runs/NAME"),
     "merge first": (2, "checkpoints hold the merged weights, of an adapter too: runs/first/checkpoints/latest/model"),
-    "serve first": (2, "write vllm serve runs/first/checkpoints/latest/model"),
-    "serve elsewhere/first": (2, "write vllm serve elsewhere/first/checkpoints/latest/model"),
+    "serve first": (
+        2,
+        "write python -m vllm.entrypoints.openai.api_server --model runs/first/checkpoints/latest/model",
+    ),
+    "serve elsewhere/first": (2, "api_server --model elsewhere/first/checkpoints/latest/model"),
     "export first": (
         2,
         "a checkpoint is a plain Hugging Face folder, runs/first/checkpoints/latest/model; completions:",
