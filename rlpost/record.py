@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,9 @@ TOTAL_STEPS = "total_steps"  # in environment.json: how many steps there are, wh
 
 # figures of an evaluation
 ACCURACY = "eval/accuracy_lenient"
+STRICT = "eval/accuracy_strict"
 REWARD = "eval/reward"
+MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
 LOSS = "eval/loss"
 DECIDING = "eval/deciding_"  # what the names begin with of figures that only decide when training ends
 
@@ -144,5 +146,19 @@ def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Inte
 
 
 def main_figure(row: Mapping[str, Any]) -> Interval | None:
-    """The held-out figure that says most: accuracy, or one's own reward where the environment measures none."""
+    """Held-out accuracy, or the reward where the environment measures no accuracy."""
     return interval(row, ACCURACY) or interval(row, REWARD)
+
+
+def main_figures(rows: Sequence[Mapping[str, Any]]) -> list[Interval | None]:
+    """Accuracy in each of a run's evaluations; the reward where there is no accuracy, or it is 0 and the reward not."""
+    accuracies, rewards = ([interval(row, key) for row in rows] for key in (ACCURACY, REWARD))
+    moves = any(figure.value for figure in accuracies if figure)
+    return (
+        accuracies if moves or (any(accuracies) and not any(figure.value for figure in rewards if figure)) else rewards
+    )
+
+
+def says_more(strict: Sequence[float | None], lenient: Sequence[float | None]) -> bool:
+    """Whether strict accuracies say something beside the lenient ones: they differ, and are not 0 throughout."""
+    return any(strict) and list(strict) != list(lenient)

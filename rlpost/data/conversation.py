@@ -97,6 +97,7 @@ class Conversation:
     accuracy_strict: float | None = None  # None where the task has no 0/1 measure
     accuracy_lenient: float | None = None
     answer: str | None = None  # what the reply says, where the task reads an answer out of it: see Score
+    instructions: dict[str, list[bool]] | None = None  # whether each is followed, where the task has some: see Score
     valid: bool = True  # False: the reward failed; the group is complete, its baseline excludes this one
     error: str | None = None
     terminated: bool = False

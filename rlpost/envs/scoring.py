@@ -75,3 +75,4 @@ def record(conversation: Conversation, score: Score) -> None:
         conversation.accuracy_strict = score.accuracy_strict
         conversation.accuracy_lenient = score.accuracy_lenient
         conversation.answer = score.answer
+        conversation.instructions = score.instructions

@@ -14,9 +14,9 @@ from rlpost.collectors.player import Player
 from rlpost.data.conversation import Conversation
 from rlpost.envs.base import EnvBase
 from rlpost.errors import RewardError
-from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, reward_interval
+from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, ratio_interval, reward_interval
 from rlpost.policies.base import Policy
-from rlpost.record import ACCURACY, DECIDING, REWARD
+from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, says_more
 from rlpost.settings import SamplingSettings
 from rlpost.settings.evaluation import samples_per_prompt
 from rlpost.text import counted
@@ -31,7 +31,8 @@ class EvalResult:
 
     `accuracy_*` is avg@k for every k, and pass@1: the share of a prompt's completions that are right,
     averaged over prompts. `attempts` holds the others by name, `pass_at_8_lenient`,
-    `maj_at_8_strict`. Every interval is clustered by prompt. Completions whose
+    `maj_at_8_strict`. `instructions` is, under strict and loose, the share of all instructions that is
+    followed, IFEval's instruction-level accuracy. Every interval is clustered by prompt. Completions whose
     reward failed are counted in `num_failed` and left out of everything else, and so are prompts
     that have no other, in `num_prompts` too.
     """
@@ -50,6 +51,7 @@ class EvalResult:
     tokens_mean: float
     reward_part_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     attempts: dict[str, Share] = field(default_factory=dict)
+    instructions: dict[str, Share] = field(default_factory=dict)
     sources: dict[str, EvalResult] = field(default_factory=dict)  # of a mix of environments: each source's own
 
     def lines(self) -> list[str]:
@@ -58,8 +60,10 @@ class EvalResult:
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
         lines = [f"{counted(self.num_prompts, 'prompt')}{each}, {how}, 95% intervals"]
         rows = [row for row in self._rows() if any(row[1:])]
-        if rows:
-            lines.append(f"  {'':<18}{'lenient':<26}strict")
+        if not (strict_says_more := self._strict_says_more()):
+            rows = [(name, lenient, None) for name, lenient, _ in rows]
+        elif rows:
+            lines.append(f"  {'':<18}{'loose' if self.instructions else 'lenient':<26}strict")
         lines += [f"  {name:<18}{_cell(lenient):<26}{_cell(strict)}".rstrip() for name, lenient, strict in rows]
         lines.append(f"  {'truncated':<18}{self.truncated}")
         ends = None if self.reward_low is None or self.reward_high is None else (self.reward_low, self.reward_high)
@@ -71,6 +75,10 @@ class EvalResult:
         lines.append(f"  {'tokens per answer':<18}{self.tokens_mean:6.1f}")
         if self.num_failed:
             lines.append(f"  {'reward failed':<18}{self.num_failed:6d}  (left out above)")
+        if self.instructions:
+            lines.append("  the reward's parts are weighted: they are not accuracies")
+        elif strict_says_more:
+            lines.append(f"  {MEANS_STRICT}")
         lines += self._remarks()
         for name, own in self.sources.items():
             first, *others = own.lines()
@@ -80,10 +88,21 @@ class EvalResult:
     def _rows(self) -> list[tuple[str, Share | None, Share | None]]:
         """Accuracy and what was made of several attempts: name, lenient, strict."""
         name = "accuracy" if self.num_samples == 1 else f"avg@{self.num_samples}, pass@1"
+        each: list[tuple[str, Share | None, Share | None]] = []
+        if self.instructions:
+            name = "prompt level" if self.num_samples == 1 else f"prompts, avg@{self.num_samples}"
+            each = [("instruction level", self.instructions["loose"], self.instructions["strict"])]
         names = dict.fromkeys(key.rpartition("_")[0] for key in self.attempts)
         found = self.attempts.get
         several = [(n.replace("_at_", "@"), found(f"{n}_lenient"), found(f"{n}_strict")) for n in names]
-        return [(name, self.accuracy_lenient, self.accuracy_strict), *several]
+        return [(name, self.accuracy_lenient, self.accuracy_strict), *each, *several]
+
+    def _strict_says_more(self) -> bool:
+        """Whether the column of strict accuracies is shown: where it says more than lenient, and for instructions."""
+        lenient, strict = (
+            [share and share.value for share in shares] for shares in list(zip(*self._rows(), strict=True))[1:]
+        )
+        return bool(self.instructions) or says_more(strict, lenient)
 
     def _remarks(self) -> list[str]:
         """Which shares only some prompts have, as where a reward of accuracy returned None."""
@@ -113,6 +132,7 @@ class EvalResult:
         if self.reward_low is not None and self.reward_high is not None:
             values |= {"eval/reward_low": self.reward_low, "eval/reward_high": self.reward_high}
         shares = {f"accuracy_{e}": getattr(self, f"accuracy_{e}") for e in EXTRACTIONS} | self.attempts
+        shares |= {f"instructions_{reading}": share for reading, share in self.instructions.items()}
         for name, share in shares.items():
             if share is not None:
                 values |= {f"eval/{name}": share.value, f"eval/{name}_low": share.low, f"eval/{name}_high": share.high}
@@ -238,6 +258,7 @@ def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temper
         reward_part_intervals={name: ends for name, rows in parts.items() if (ends := reward_interval(rows))},
         tokens_mean=fmean(sum(c.mask) for c in each),
         attempts=_attempts(scored, k),
+        instructions={r: found for r in ("strict", "loose") if (found := _instructions(scored, r)) is not None},
         sources=_by_source(played, k, temperature),
     )
 
@@ -287,6 +308,19 @@ def _attempts(prompts: Sequence[Sequence[Conversation]], k: Sequence[int]) -> di
             values = [maj_at_k([a for a, _ in pairs], [mark for _, mark in pairs], attempts) for pairs in votes]
             found[f"maj_at_{attempts}_{extraction}"] = Share.of(values, sum(map(len, votes)))
     return found
+
+
+def _instructions(prompts: Sequence[Sequence[Conversation]], reading: str) -> Share | None:
+    """The share of all instructions that is followed in a `reading`, strict or loose; None where there are none."""
+    rows = [[verdict for c in prompt if c.instructions for verdict in c.instructions[reading]] for prompt in prompts]
+    followed, counts = [sum(row) for row in rows if row], [len(row) for row in rows if row]
+    if not counts:
+        return None
+    value = sum(followed) / sum(counts)
+    varied = ratio_interval(followed, counts) if 0 < value < 1 else None
+    if varied is None:
+        return Share.of([value] * len(counts))
+    return Share(value, max(varied[0], 0.0), min(varied[1], 1.0), len(counts))
 
 
 def _votes(prompt: Sequence[Conversation], extraction: str) -> list[tuple[str, float]]:

@@ -150,7 +150,13 @@ def score(judged: Judged, *, answer_only: bool, weights: Sequence[float] = WEIGH
     if answer_only:
         parts["answer_block"] = ANSWER_BONUS * (len(judged.answer_blocks) == 1)
         parts["think_block"] = THINK_BONUS * (len(judged.think_blocks) == 1)
-    return Score(math.fsum(parts.values()), parts, accuracy_strict=measures[0], accuracy_lenient=measures[2])
+    return Score(
+        math.fsum(parts.values()),
+        parts,
+        accuracy_strict=measures[0],
+        accuracy_lenient=measures[2],
+        instructions={"strict": strict, "loose": loose},
+    )
 
 
 def best_reward(*, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> float:

@@ -24,8 +24,9 @@ class Score:
     `accuracy_lenient` are the task's own 0/1 measure, apart from the reward, or None where the task
     has none. `answer` is what the reply says, written in one way so that equal answers are equal texts:
     "" for a reply that says nothing, None where the task reads no answer out of replies; maj@k votes by
-    it. A reward that failed is `valid=False` with its `error`: never a 0. Raises ConfigError
-    for a part whose name in the metrics is taken.
+    it. `instructions` has, under strict and loose, whether each of the prompt's instructions is followed;
+    None where a task has no instructions. A reward that failed is `valid=False` with its `error`: never a 0.
+    Raises ConfigError for a part whose name in the metrics is taken.
     """
 
     reward: float
@@ -33,6 +34,7 @@ class Score:
     accuracy_strict: float | None = None
     accuracy_lenient: float | None = None
     answer: str | None = None
+    instructions: dict[str, list[bool]] | None = None
     valid: bool = True
     error: str | None = None
 

@@ -75,6 +75,34 @@ def test_a_result_reads_as_a_small_table(conversation: Make) -> None:
         "    b                0.300  (no interval)",
         "  tokens per answer    2.7",
         "  reward failed          1  (left out above)",
+        "  strict counts a right answer only in the exact form that the task asks for",
+    ]
+
+
+@pytest.mark.parametrize("strict", [(0.0, 0.0), (1.0, 0.0)])  # never, and as often as lenient
+def test_strict_accuracy_that_says_nothing_more_is_not_shown(strict: tuple[float, float], conversation: Make) -> None:
+    marks = zip((1.0, 0.0), strict, strict=True)
+    played = [conversation(n, accuracy_lenient=right, accuracy_strict=bare) for n, (right, bare) in enumerate(marks)]
+    assert summarise(played).lines()[1:3] == [
+        "  accuracy           50.0%  [5.6%, 94.4%]",
+        "  truncated           0.0%  [0.0%, 73.6%]",
+    ]
+
+
+def test_instruction_accuracies_are_shares_of_all_instructions(conversation: Make) -> None:
+    verdicts = [{"strict": [True, False, False], "loose": [True, True, False]}, {"strict": [True], "loose": [True]}]
+    result = summarise(
+        [
+            conversation(n, accuracy_strict=float(n), accuracy_lenient=float(n), instructions=given)
+            for n, given in enumerate(verdicts)
+        ]
+    )
+    assert {reading: share.value for reading, share in result.instructions.items()} == {"strict": 2 / 4, "loose": 3 / 4}
+    assert result.metrics()["eval/instructions_loose"] == 3 / 4
+    assert [line.split("[")[0].split() for line in result.lines()[1:4]] == [
+        ["loose", "strict"],
+        ["prompt", "level", "50.0%"],
+        ["instruction", "level", "75.0%"],
     ]
 
 
@@ -170,7 +198,7 @@ def test_the_table_of_several_completions_fits_eighty_columns(conversation: Make
     played = [c for prompt in range(300) for c in right_and_wrong(conversation, "rwwwwwwr", prompt, "56677785")]
     lines = summarise(played, k=[1, 8], temperature=1.0).lines()
     assert lines[0] == "300 prompts x 8 completions, temperature 1, 95% intervals"
-    assert [line.split("  ")[1] for line in lines[2:5]] == ["avg@8, pass@1", "pass@8", "maj@8"]
+    assert [line.split("  ")[1] for line in lines[1:4]] == ["avg@8, pass@1", "pass@8", "maj@8"]
     assert max(map(len, lines)) <= 80
 
 

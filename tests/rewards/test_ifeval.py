@@ -20,10 +20,14 @@ import pytest
 
 pytest.importorskip("if_verifiable")
 
+from rlpost.data.conversation import Conversation
+from rlpost.envs.scoring import record
 from rlpost.errors import DataError, MissingExtraError, RewardError
+from rlpost.evaluation.play import summarise
 from rlpost.rewards import checkers
 from rlpost.rewards.ifeval import IFEVAL, verdicts
 from rlpost.rewards.ifeval_replies import replies_to
+from rlpost.rewards.instructions import Judged, score
 from tests.rewards.instruction_data import (
     IFEVAL_REPLIES,
     IFEVAL_ROWS,
@@ -422,6 +426,18 @@ def test_totals_are_those_that_were_measured(ours: Verdicts) -> None:
         fmean(one for row in loose for one in row),
     ]
     assert totals == pytest.approx([417 / 541, 698 / 834, 431 / 541, 714 / 834])  # .7708 .8369 .7967 .8561
+
+
+@needs_ifeval
+def test_an_evaluation_reports_the_four_accuracies_of_the_paper(ours: Verdicts) -> None:
+    played = [Conversation({}, [], group_id=number, policy_versions=[0]) for number in range(len(ours))]
+    for conversation, both in zip(played, ours.values(), strict=True):
+        record(conversation, score(Judged(*both, [], []), answer_only=False))
+    assert [re.sub(r" *\[.*?\] *", " ", line).split() for line in summarise(played).lines()[1:4]] == [
+        ["loose", "strict"],
+        ["prompt", "level", "79.7%", "77.1%"],
+        ["instruction", "level", "85.6%", "83.7%"],
+    ]
 
 
 @needs_ifeval
