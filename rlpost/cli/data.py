@@ -127,9 +127,10 @@ def measure(
     from rlpost.catalog import EVAL
     from rlpost.cli.checks import compose_and_check
     from rlpost.cli.plan import model_name
+    from rlpost.cli.resume import settings_of_run
 
     words = ["env.split=train", f"eval.samples={MEASURED_SAMPLES}", *(overrides or [])]
-    composed = compose_and_check(EVAL, words, as_json=False)
+    composed = compose_and_check(EVAL, words, settings_of_run(words, ["rlpost", *context.obj]), as_json=False)
     file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")

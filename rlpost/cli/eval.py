@@ -16,14 +16,16 @@ from typer.core import TyperCommand
 
 from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval, complete_evaluation
-from rlpost.cli.plan import model_name
+from rlpost.cli.plan import data_lines, model_name
+from rlpost.cli.resume import NOT_PLAYED, settings_of_run
 from rlpost.cli.run_folder import asked_folder, first_free
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
 from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder
+from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, run_of_model
 from rlpost.errors import CheckpointError, ConfigError
+from rlpost.runs.reader import read_run
 from rlpost.text import printable
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   rlpost eval
-  rlpost eval model=runs/my-run env=gsm8k env.limit=64
+  rlpost eval model=runs/my-run
+  rlpost eval model=my-run env=gsm8k env.limit=64
   rlpost eval model=runs/my-run eval.k=[1,8] --name my-run
   rlpost eval compare before my-run
   rlpost eval -m model=smollm2,runs/my-run
@@ -82,7 +85,8 @@ def evaluate(
 ) -> None:
     """Score a model on an environment's held-out prompts: one greedy completion each, or several for pass@k.
 
-    The figures and every completion are kept in evals/.
+    A run's model plays the run's own environment, unless another one is named. The figures and every completion are
+    kept in evals/.
     """
     from rlpost.catalog import EVAL
 
@@ -94,8 +98,9 @@ def evaluate(
     for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
         if given is not None:
             raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
-    composed = compose_and_check(EVAL, words, as_json=as_json)
+    composed = compose_and_check(EVAL, words, settings_of_run(words, typed), as_json=as_json)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
+    print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
     if as_json:
         with stdout_on_stderr():
             record, _ = score(composed, folder, typed)
@@ -116,6 +121,33 @@ def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = 
         print_json(found.as_dict())
     else:
         print("\n".join(printable(line) for line in found.lines()))
+
+
+def played_lines(composed: Composed[EvalSettings]) -> list[str]:
+    """What is played, and the model; where that is a run's, what the run was trained on."""
+    from rlpost.catalog import EVAL
+    from rlpost.config.overrides import as_text
+
+    path, env = composed.settings.model.path, composed.settings.env
+    first, *sources = data_lines(composed, label="plays")
+    lines = [f"{first}, at most {env.max_completion_tokens} tokens each", *sources]
+    run = run_of_model(path)
+    if run is None:
+        return [*lines, f"model   {model_name(composed)} ({path})"]
+    record = read_run(run)
+    trained, played = record.part("env"), composed.as_dict()["env"]
+    unlike = NOT_PLAYED.union(EVAL.without, [] if trained.get("reward") else ["env.reward"])  # fine-tuning takes none
+    other = [key for key in played if f"env.{key}" not in unlike and trained.get(key, played[key]) != played[key]]
+    if not trained:
+        said = f"{run} does not say what it was trained on"
+    elif (name := record.choice("env")) != composed.choices["env"]:
+        rows = f" from {trained['path']}" if "path" in trained else ""
+        said = f"trained on another environment, {name}{rows}"
+    elif other:
+        said = f"trained on the same, but with {' '.join(f'env.{key}={as_text(trained[key])}' for key in other)}"
+    else:
+        said = "trained on the same"
+    return [*lines, f"model   {path}, {said}"]
 
 
 def choose_evaluation_folder(out: Path | None, name: str | None, stem: str) -> Path:

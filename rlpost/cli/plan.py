@@ -62,7 +62,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
     settings = composed.settings
     completions = settings.prompts_per_step * settings.group_size
     return [
-        *_data(composed),
+        *data_lines(composed),
         _policy(composed),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
@@ -84,7 +84,7 @@ def sft_lines(composed: Composed[SFTSettings]) -> list[str]:
     settings = composed.settings
     length = f"steps   {settings.steps}" if settings.steps else f"epochs  {settings.epochs or 1}"
     return [
-        *_data(composed, f", demonstrations of at most {settings.max_tokens} tokens"),
+        *data_lines(composed, f", demonstrations of at most {settings.max_tokens} tokens"),
         f"step    {counted(settings.minibatch_size, 'sample')}" + ("" if settings.packing else ", one a forward"),
         f"{length}, seed {settings.seed}",
     ]
@@ -98,7 +98,7 @@ def expert_iteration_lines(composed: Composed[ExpertIterationSettings]) -> list[
         "better than the median" if settings.min_reward is None else f"with a reward of {settings.min_reward:g} or more"
     )
     return [
-        *_data(composed),
+        *data_lines(composed),
         _policy(composed),
         f"step    {settings.prompts_per_step} prompts x {settings.group_size} completions = {completions}, "
         f"at most {settings.env.max_completion_tokens} tokens each",
@@ -163,12 +163,12 @@ def model_name(composed: Composed[Any]) -> str:
     return composed.choices["model"]
 
 
-def _data(composed: Composed[Any], more: str = "") -> list[str]:
-    """What is asked, a line for each source of a mix too; `more` is said of the whole."""
+def data_lines(composed: Composed[Any], more: str = "", label: str = "data") -> list[str]:
+    """The environment and its rows, a line for each source of a mix too; `more` is said of the whole."""
     env = composed.settings.env
     path = getattr(env, "path", None)
     of_rows = f" from {path}" if isinstance(path, str) else ""
-    lines = [f"data    {composed.choices['env']}{of_rows}, {env.split} split{more}{_rewards_of(env)}"]
+    lines = [f"{label:<7} {composed.choices['env']}{of_rows}, {env.split} split{more}{_rewards_of(env)}"]
     if isinstance(env, MixSettings):
         from rlpost.config.compose import sources_of
 

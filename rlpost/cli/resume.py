@@ -1,4 +1,4 @@
-"""`--resume`: a run goes on with its own settings, under those that the command line gives now."""
+"""A run's own settings, under those of the command line: where it goes on (`--resume`), or its model is evaluated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.catalog import Command
+from rlpost.catalog import EVAL, Command
 from rlpost.cli.run_folder import RESUME_WORDS
 from rlpost.config.paths import (
     SWEEP_FILE,
@@ -15,11 +15,12 @@ from rlpost.config.paths import (
     never_began,
     newest_checkpoint,
     resolve_model_path,
+    run_of_model,
     step_of,
 )
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.home import expanded
-from rlpost.runs.reader import command_of
+from rlpost.runs.reader import command_of, read_run
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
@@ -74,6 +75,45 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     parts = [(number, *line.partition("=")) for number, line in enumerate(lines, start=1)]
     kept = [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]
     return [override for override in kept if not is_code(override)]  # what is code the words give
+
+
+NOT_PLAYED = {  # of a run's settings: they choose among its training prompts
+    "env.split",
+    "env.limit",
+    "env.pass_rates",
+    "env.min_pass_rate",
+    "env.max_pass_rate",
+}
+
+
+def settings_of_run(words: Sequence[str], typed: Sequence[str]) -> list[Override]:
+    """What an evaluation plays of its model's run: environment, tools, stop strings, to compose under its `words`.
+
+    Empty where the model is of no run, or the words name another environment. Raises ConfigError where the run's
+    settings name code that the words do not; the message has the command as it was `typed`, and the code.
+    """
+    from rlpost.config.code import is_code
+    from rlpost.config.compose import expand
+    from rlpost.config.overrides import Override, parse_words
+
+    given = {override.key: override.text for override in expand(EVAL, parse_words(words))}
+    run = run_of_model(given.get("model.path", ""))
+    record = read_run(run) if run is not None else None
+    if run is None or record is None or (env := record.choice("env")) is None or given.get("env", env) != env:
+        return []
+    lines = [f"env={env}"]
+    for line in record.overrides:
+        key = line.partition("=")[0]
+        is_played = key.startswith(("env.", "tools.")) or key in ("plugin", "sampling.stop")
+        if is_played and key not in NOT_PLAYED and key not in EVAL.without:
+            lines.append(line)
+    if code := [word for word in code_words(lines) if word.partition("=")[0] not in given]:
+        raise ConfigError(
+            f"{run} was trained with code of yours, which is never taken from a run's folder. Name it again: "
+            f"{shlex.join([*typed, *code])}"
+        )
+    kept = [Override(key, text, str(run / "overrides.txt")) for key, _, text in (line.partition("=") for line in lines)]
+    return [override for override in kept if not is_code(override)]
 
 
 def code_words(overrides: Sequence[str]) -> list[str]:

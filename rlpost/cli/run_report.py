@@ -18,7 +18,7 @@ from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, painted
 from rlpost.config.paths import is_checkpoint_folder
 from rlpost.errors import DataError
 from rlpost.files import bytes_of
-from rlpost.record import ACCURACY, LOSS, REWARD, Interval, interval, main_figure, read_metrics
+from rlpost.record import ACCURACY, LOSS, REWARD, STRICT, Interval, interval, main_figures, read_metrics, says_more
 from rlpost.runs.reader import RunRecord, RunState, command_of
 from rlpost.text import counted, printable, readable
 
@@ -30,7 +30,6 @@ CUTTABLE = ("env", "model", "run")
 STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
 LABEL = 12  # columns of the labels in `show`
 CURVE = 40  # blocks of a curve at most
-STRICT = "eval/accuracy_strict"
 COURSES = (
     ("reward", "reward/mean", 1.0, ""),
     ("accuracy", "accuracy/lenient", 100.0, "%"),
@@ -143,7 +142,7 @@ def _steps(record: RunRecord) -> str:
 
 def _main_held_out(record: RunRecord) -> str:
     """`12→58% ±5 n=500`: accuracy or reward before and after, and the larger distance to an end of an interval."""
-    found = [main_figure(record.evaluation(before=before) or {}) for before in (True, False)]
+    found = main_figures([record.evaluation(before=before) or {} for before in (True, False)])
     known = [figure for figure in found if figure is not None]
     if not known:
         return "-"
@@ -205,10 +204,10 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     """Loss, accuracy and reward before and after training, each measure on a line, and what they rest on."""
     lines: list[str] = []
     prompts: int | None = None
-    for name, key in (("loss", LOSS), ("lenient", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
+    for name, key in (("loss", LOSS), ("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
         before, after = (_measured(record, key, before=b) for b in (True, False))
         latest = after or before
-        if latest is None:
+        if latest is None or (key == STRICT and not _strict_says_more(record)):
             continue
         unit = "row" if key == LOSS else "prompt"
         prompts = prompts if key == LOSS else prompts or latest.prompts
@@ -219,6 +218,11 @@ def _held_out(record: RunRecord) -> list[tuple[str, str]]:
     elif lines:
         lines.append("95% intervals")
     return [("" if i else "held-out", line) for i, line in enumerate(lines)]
+
+
+def _strict_says_more(record: RunRecord) -> bool:
+    strict, lenient = ([_measured(record, key, before=b) for b in (True, False)] for key in (STRICT, ACCURACY))
+    return says_more(*([figure and figure.value for figure in figures] for figures in (strict, lenient)))
 
 
 def _drawn(record: RunRecord) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlpost.catalog import Command
+from rlpost.catalog import EVAL, Command
 from rlpost.cli.checks import compose_and_check
+from rlpost.cli.resume import settings_of_run
 from rlpost.cli.run_folder import choose_sweep_folder
 from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
 from rlpost.cli.terminal import print_json
@@ -47,7 +48,8 @@ def plan(command: Command[Any], words: Sequence[str], typed: list[str], options:
     composed = []
     for number, job in enumerate(jobs, start=1):
         try:
-            composed.append(compose_and_check(command, job.words, as_json=options.as_json))
+            kept = settings_of_run(job.words, ["rlpost", "eval", *job.words]) if command is EVAL else []
+            composed.append(compose_and_check(command, job.words, kept, as_json=options.as_json))
         except RlpostError as error:
             where = f"job {number} of {len(jobs)} ({job.title})"
             raise type(error)(f"{where}: {error}; no job was begun") from error

@@ -23,6 +23,7 @@ from rlpost.config.keys import Key, docs_of, groups_of, keys_of
 from rlpost.config.model_folder import GGUF, check_model_folder
 from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
 from rlpost.config.paths import (
+    RUNS,
     is_adapter_folder,
     is_run_folder,
     resolve_adapter_path,
@@ -104,7 +105,7 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
 
     Raises ConfigError for every word, recipe and file of conf/ that cannot be read or does not fit.
     """
-    overrides = _expand(command, parse_words(words), kept)
+    overrides = expand(command, parse_words(words), kept)
     load_plugins(_plugins(overrides))
     groups = groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
@@ -193,7 +194,7 @@ def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSetting
     return _to_object(command, config)["env"]
 
 
-def _expand(command: Command[Any], given: list[Override], kept: Sequence[Override]) -> list[Override]:
+def expand(command: Command[Any], given: list[Override], kept: Sequence[Override] = ()) -> list[Override]:
     """What is kept, the recipe's overrides and the user's, `model=runs/x` written out as `model.path=runs/x`."""
     recipe = next((o.text for o in given if o.key == "recipe"), None)
     from_recipe = read_recipe(recipe, command) if recipe is not None else []
@@ -216,10 +217,14 @@ def _plugins(overrides: Sequence[Override]) -> list[str]:
 
 
 def model_path(override: Override) -> Override:
-    """`model=runs/x` as `model.path=runs/x`; any other override as it is."""
+    """`model=runs/x` as `model.path=runs/x`, and so `model=x` for that run; any other override as it is."""
     text = override.text
-    if override.key == "model" and ("/" in text or text.startswith((".", "~")) or text.endswith(GGUF)):
-        return Override("model.path", override.text, override.source)
+    if override.key != "model":
+        return override
+    if "/" in text or text.startswith((".", "~")) or text.endswith(GGUF):
+        return Override("model.path", text, override.source)
+    if text and is_run_folder(RUNS / text) and text not in options("model"):
+        return Override("model.path", str(RUNS / text), override.source)
     return override
 
 
@@ -363,7 +368,7 @@ def _check_paths(settings: Any) -> None:
     path = settings.model.path
     if path in options("model") and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is neither a folder nor a hub id; did you mean model={path}?")
-    if is_run_folder(Path("runs") / path) and not Path(path).is_dir():
+    if is_run_folder(RUNS / path) and not Path(path).is_dir():
         raise ConfigError(f"model.path={path} is no folder here; did you mean model=runs/{path}?")
     folder = Path(resolve_model_path(path))
     if folder.is_dir() and not is_adapter_folder(folder):

@@ -180,6 +180,23 @@ def resolve_model_path(path: str, adapters: frozenset[Path] = frozenset()) -> st
     return path
 
 
+def as_model(run: Path) -> str:
+    """A run as `model=` takes it: with a slash."""
+    return str(run) if "/" in str(run) else f"./{run}"
+
+
+def run_of_model(path: str) -> Path | None:
+    """The run of a `model.path` that is a run, a checkpoint or what a checkpoint holds; None for any other model."""
+    folder = expanded(path)
+    if is_run_folder(folder):
+        return folder
+    whole = folder.resolve()
+    run = next((each.parent.parent for each in (whole, whole.parent) if each.parent.name == "checkpoints"), None)
+    if run is None or not is_run_folder(run):
+        return None
+    return run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+
+
 def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
     paths = paths_in(path)

@@ -18,6 +18,7 @@ from rlpost.config.paths import (
     RUNS,
     SAMPLES,
     SWEEP_FILE,
+    as_model,
     evaluation_names,
     is_evaluation_folder,
     is_run_folder,
@@ -129,7 +130,7 @@ def find_evaluation(name: str) -> Path:
             return folder / SAMPLES
     runs = (path,) if is_path else (path, RUNS / name)
     if run := next((folder for folder in runs if is_run_folder(folder)), None):
-        raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={_as_model(run)}")
+        raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={as_model(run)}")
     if (path / SWEEP_FILE).is_file():
         jobs = ", ".join(str(path / job) for job in evaluation_names(path)) or "of which it has none"
         raise ConfigError(f"{name} is a sweep: name two of its evaluations, {jobs}")
@@ -142,11 +143,6 @@ def find_evaluation(name: str) -> Path:
     meant = None if near is None else str(path.parent / near) if is_path else near
     known = f"there are {', '.join(names[:MOST_NAMED])}" if names else "rlpost eval makes one"
     raise ConfigError(f"there is no evaluation {name}{did_you_mean(meant, known)}")
-
-
-def _as_model(run: Path) -> str:
-    """A run as `model=` takes it: with a slash."""
-    return str(run) if "/" in str(run) else f"./{run}"
 
 
 def read_evaluation(samples: Path) -> SavedEvaluation:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
-from rlpost.config.paths import BEST
+from rlpost.config.paths import BEST, as_model
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
@@ -19,9 +20,9 @@ from rlpost.model.families import explain
 from rlpost.model.load import describe
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.precision import Numbers
-from rlpost.record import LOSS, interval, main_figure, read_metrics
+from rlpost.record import ACCURACY, LOSS, MEANS_STRICT, REWARD, STRICT, interval, main_figures, read_metrics, says_more
 from rlpost.runs.writer import Run
-from rlpost.settings import EnvSettings, MixSettings, ModelSettings
+from rlpost.settings import EnvSettings, ExpertIterationSettings, GRPOSettings, MixSettings, ModelSettings, SFTSettings
 from rlpost.settings.evaluation import HeldOutSettings
 from rlpost.settings.run import says_where
 from rlpost.text import counted
@@ -86,11 +87,31 @@ def say_stopped(run: Run, step: int) -> None:
     run.screen.note(f"stopped after step {step}; to go on: {again}")
 
 
+def say_evaluate(run: Run, settings: GRPOSettings | ExpertIterationSettings | SFTSettings, *more: str) -> None:
+    """Print the command that plays the run's own environment; it names the user's code again, and `more`."""
+    words = [word for word in run.request.overrides if word.startswith(("env.", "tools.", "plugin="))]
+    code = [word for word in words if is_code(Override(*word.split("=", 1)))]
+    has_test = settings.eval.enabled or getattr(settings.env, "held_out", 1.0) > 0
+    _say_command(run, "evaluate it:", "eval", *code, *more, *([] if has_test else ["env.split=train"]))
+
+
+def say_train_on(run: Run, *more: str) -> None:
+    """Print the command that trains the run's model with GRPO on the same environment, and `more`."""
+    words = [word for word in run.request.overrides if word.startswith(("env=", "env.", "plugin="))]
+    taken = [word for word in words if word.partition("=")[0] not in TRAIN_GRPO.without]
+    _say_command(run, "train on:", "train grpo", *taken, *more)
+
+
+def _say_command(run: Run, label: str, verb: str, *words: str) -> None:
+    run.screen.line(f"{label:<13} rlpost {verb} {shlex.join([f'model={as_model(run.folder)}', *words])}")
+
+
 def say_best(run: Run, progress: Progress) -> None:
     """Which step was best, its figure, and where its checkpoint is; nothing where neither measure is there."""
     rows, _ = read_metrics(run.folder / "metrics.jsonl")
     row = next((row for row in rows if row["step"] == progress.best_step), {})
-    figure, chosen_by, at_first = main_figure(row), decisive(row), decisive(progress.eval_before or {})
+    figure = main_figures([progress.eval_before or {}, row])[-1]
+    chosen_by, at_first = decisive(row), decisive(progress.eval_before or {})
     if figure is None or chosen_by is None:
         return
     more = "" if at_first is None or at_first.value <= chosen_by.value else "; the starting model had more"
@@ -99,22 +120,35 @@ def say_best(run: Run, progress: Progress) -> None:
     run.screen.line(f"best: after step {progress.best_step}, {name}{figure.told()}, in {place}{more}")
 
 
-def say_before_and_after(run: Run, progress: Progress, measures: Mapping[str, str]) -> None:
-    """The held-out `measures`, label and key of each, before and after training, and how many prompts they rest on."""
+MEASURES = {"loss per token": LOSS, "accuracy": ACCURACY, "accuracy, strict": STRICT, "reward": REWARD}
+
+
+def say_before_and_after(run: Run, progress: Progress) -> None:
+    """What was measured held out, before and after training, and how many prompts it rests on.
+
+    Strict accuracy and reward stand there where they say something beside the accuracy.
+    """
     both = progress.eval_before, progress.eval_after
     if None in both:
         return
-    found = {label: [interval(metrics or {}, key) for metrics in both] for label, key in measures.items()}
+    found = {label: [interval(metrics or {}, key) for metrics in both] for label, key in MEASURES.items()}
+    values = {label: [figure and figure.value for figure in figures] for label, figures in found.items()}
     rows = {label: figures for label, figures in found.items() if None not in figures}
-    counts = [figure.prompts for key, figures in rows.items() if measures[key] != LOSS for figure in figures if figure]
+    if not says_more(values["accuracy, strict"], values["accuracy"]):
+        rows.pop("accuracy, strict", None)
+    if values["reward"] == values["accuracy"]:
+        rows.pop("reward", None)
+    counts = [figure.prompts for key, figures in rows.items() if MEASURES[key] != LOSS for figure in figures if figure]
     said = counts[-1] if counts else None
     on = "" if said is None else f" on {counted(said, 'held-out prompt')}"
     run.screen.line("")
     run.screen.line(f"before and after training{on or ', held out'}, 95% intervals", "bold")
     for label, figures in rows.items():
-        unit = "row" if measures[label] == LOSS else "prompt"
+        unit = "row" if MEASURES[label] == LOSS else "prompt"
         told = [figure.told(unit, said=said) for figure in figures if figure]
         run.screen.line(f"  {label:<18}{'  ->  '.join(told)}", "bold")
+    if "accuracy, strict" in rows:
+        run.screen.line(f"  {MEANS_STRICT}")
 
 
 def held_out_told(settings: HeldOutSettings, env: EnvSettings, played: int, available: int) -> tuple[list[str], str]:

@@ -24,43 +24,44 @@ PATIENCE = 5  # steps before a run that stands still says so
 class BestSoFar:
     """The evaluation after a step with the highest held-out figure; the earlier of equal ones.
 
-    The figure is lenient accuracy, or the reward where none is measured; of the prompts that decide when training
-    ends, where some are kept for that.
+    The figure is lenient accuracy and, between equal ones or where none is measured, the reward; of the prompts that
+    decide when training ends, where some are kept for that.
     """
 
     best_step: int | None = None  # None: no evaluation has measured either
     best_accuracy: float | None = None
-    best_reward: float | None = None  # where no accuracy is measured
+    best_reward: float | None = None
     evaluated_step: int = 0  # the last one whose evaluation was taken in
     evaluations_since_best: int = 0
 
     def is_new_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
         """Take in the metrics of the evaluation after `step`; whether it is the best from now on."""
-        figure = decisive(evaluated)
+        figure, reward = decisive(evaluated), decisive_reward(evaluated)
         if step <= self.evaluated_step or figure is None:
             return False
         if self.best_accuracy is not None and not figure.is_share:  # a reward is no accuracy
             return False
-        best = self.best_accuracy if figure.is_share else self.best_reward
         self.evaluated_step = step
         self.evaluations_since_best += 1
-        if best is not None and figure.value <= best:
+        accuracy, earned = figure.value if figure.is_share else 0.0, reward.value if reward else 0.0
+        so_far = self.best_accuracy or 0.0, self.best_reward or 0.0
+        if self.best_step is not None and (accuracy, earned) <= so_far:
             return False
         self.best_step, self.evaluations_since_best = step, 0
-        if figure.is_share:
-            self.best_accuracy = figure.value
-        else:
-            self.best_reward = figure.value
+        self.best_accuracy = accuracy if figure.is_share else None
+        self.best_reward = earned if reward else None
         return True
 
 
 def decisive(evaluated: Mapping[str, float]) -> Interval | None:
     """What evaluations are compared by; None for one that measures nothing of the kind."""
-    return (
-        interval(evaluated, ACCURACY.replace("eval/", DECIDING))
-        or interval(evaluated, REWARD.replace("eval/", DECIDING))
-        or main_figure(evaluated)
-    )
+    deciding = interval(evaluated, ACCURACY.replace("eval/", DECIDING))
+    return deciding or interval(evaluated, REWARD.replace("eval/", DECIDING)) or main_figure(evaluated)
+
+
+def decisive_reward(evaluated: Mapping[str, float]) -> Interval | None:
+    """The reward of the prompts that `decisive` is of."""
+    return interval(evaluated, REWARD.replace("eval/", DECIDING)) or interval(evaluated, REWARD)
 
 
 @dataclass
@@ -119,7 +120,7 @@ def why_ended(settings: HeldOutSettings, progress: Progress) -> str:
         return ""
     check_measured(settings, evaluated)
     where = f"on the {counted(figure.prompts, 'prompt')} that decide" if figure.prompts else "held out"
-    reward = interval(evaluated, REWARD.replace("eval/", DECIDING)) or interval(evaluated, REWARD)
+    reward = decisive_reward(evaluated)
     for (name, wanted), found in zip(targets.items(), (figure, reward), strict=True):
         if wanted is not None and found is not None and found.value >= wanted:
             return f"the {name} {where}, {f'{found}'.strip()}, has reached eval.stop_at_{name}={wanted:g}"

@@ -16,7 +16,6 @@ from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.model.lora import describe_adapter
 from rlpost.model.precision import Numbers
 from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.record import ACCURACY, REWARD
 from rlpost.runs.rollouts import write_rollouts
 from rlpost.runs.writer import Run
 from rlpost.settings import (
@@ -38,6 +37,7 @@ from rlpost.train.narration import (
     reading_lines,
     say_before_and_after,
     say_best,
+    say_evaluate,
     thinking_note,
 )
 from rlpost.train.session import Session
@@ -219,13 +219,9 @@ class SamplingSession(Session[S, P]):
 
     def conclude(self) -> None:
         """See `Session.conclude`."""
-        run, screen, progress = self.run, self.screen, self.progress
-        accuracies = {"accuracy, lenient": ACCURACY, "accuracy, strict": "eval/accuracy_strict"}
-        has_accuracy = ACCURACY in (progress.eval_after or {})
-        say_before_and_after(run, progress, accuracies if has_accuracy else {"reward": REWARD})
-        say_best(run, progress)
-        chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "tools.", "plugin="))]
-        screen.line("look closer:  " + " ".join(["rlpost eval", shlex.quote(f"model={run.folder}/"), *chosen]))
+        say_before_and_after(self.run, self.progress)
+        say_best(self.run, self.progress)
+        say_evaluate(self.run, self.settings)
 
     def _prompts(self) -> str:
         held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""

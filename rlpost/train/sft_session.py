@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,19 @@ from typing import Any
 import torch
 
 from rlpost.assemble_sft import SFTParts
+from rlpost.config.compose import environments_of
 from rlpost.data.complaints import SHOWN
 from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import LazySamples
-from rlpost.errors import DataError
+from rlpost.envs.first_look import look_at_rows
+from rlpost.errors import DataError, RlpostError
 from rlpost.evaluation.play import held_out_metrics, play
 from rlpost.evaluation.statistics import ratio_interval
 from rlpost.model.lora import describe_adapter
 from rlpost.model.packing import Row
 from rlpost.model.precision import Numbers
-from rlpost.record import ACCURACY, LOSS, REWARD
-from rlpost.settings import SamplingSettings, SFTSettings
+from rlpost.record import LOSS
+from rlpost.settings import DatasetSettings, SamplingSettings, SFTSettings
 from rlpost.text import counted
 from rlpost.train.narration import (
     few_rows_note,
@@ -34,6 +37,8 @@ from rlpost.train.narration import (
     reading_lines,
     say_before_and_after,
     say_best,
+    say_evaluate,
+    say_train_on,
     thinking_note,
 )
 from rlpost.train.session import Session
@@ -219,18 +224,27 @@ class SFTSession(Session[SFTSettings, SFTParts]):
     def conclude(self) -> None:
         """See `Session.conclude`."""
         run, screen, progress = self.run, self.screen, self.progress
-        measures = {"loss per token": LOSS, "accuracy, lenient": ACCURACY, "accuracy, strict": "eval/accuracy_strict"}
-        if ACCURACY not in (progress.eval_after or {}):
-            measures["reward"] = REWARD
-        say_before_and_after(run, progress, measures)
+        say_before_and_after(run, progress)
         if isinstance(rows := self.parts.samples.rows, LazySamples) and rows.met:
             screen.line(f"bad rows met in training: {rows.met:,}, {rows.skipped:,} of all drawn were skipped")
         say_best(run, progress)
-        chosen = [shlex.quote(w) for w in run.request.overrides if w.startswith(("env=", "env.", "plugin="))]
-        model = f"model={run.folder}/"
         screen.line("talk to it:   " + shlex.join(["rlpost", "chat", str(run.folder)]))
-        screen.line("measure it:   " + " ".join(["rlpost eval", model, *chosen]))
-        screen.line("go on:        " + " ".join(["rlpost train grpo", model, *chosen]))
+        if (more := self._words_for_rewards()) is not None:
+            say_evaluate(run, self.settings, *more)
+            say_train_on(run, *more)
+
+    def _words_for_rewards(self) -> list[str] | None:
+        """What to add to the run's settings so that replies can be scored; None where the rows have no answers."""
+        env = self.settings.env
+        if all(not isinstance(each, DatasetSettings) or each.reward for each in environments_of(env)):
+            return []
+        if not isinstance(env, DatasetSettings):
+            return None
+        try:
+            columns = look_at_rows(replace(env, reward=["exact"]), ["test"], demonstrated=False)
+        except RlpostError:
+            return None
+        return ["env.reward=exact"] if "answer" in (columns or []) else None
 
 
 def row_of(sample: Sample) -> Row:

@@ -98,7 +98,7 @@ def test_show_says_what_was_asked_and_what_came_of_it(capsys: pytest.CaptureFixt
         "versions    rlpost 0.1.0, python 3.11.7, torch 2.13.0\n",
         "progress    2/2 steps, 8 s in them, 4.0 s each\n            200 tokens generated\n",
         "reward      0.25 -> 0.75     ▁█\n",
-        "held-out    lenient  10.0% [0.0%, 20.0%]    ->  58.0% [50.0%, 70.0%]\n            greedy, on 50 prompts, 95%",
+        "held-out    accuracy 10.0% [0.0%, 20.0%]    ->  58.0% [50.0%, 70.0%]\n            greedy, on 50 prompts, 95%",
         "checkpoints step-000002\n",
     ):
         assert expected in out
