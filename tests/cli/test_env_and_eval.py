@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -12,8 +14,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.env import env_to_test
 from rlpost.cli.main import run
+from rlpost.config.compose import compose
 from rlpost.errors import RewardError
 from rlpost.evaluation.play import Evaluation, summarise
 from rlpost.settings import EvalSettings, GSM8KSettings
@@ -102,6 +106,56 @@ def test_eval_prints_lines_without_control_characters(
     assert any(line.startswith("    a\\x1b[2J ") for line in lines)
     assert lines[-1] == "written to evals/arithmetic-tiny-1"
     assert (noted.settings.model.path, noted.settings.env.limit) == ("builtin:tiny", 4)
+
+
+def make_trained(tiny_folder: Path, *overrides: str) -> None:
+    """A run of the tiny model in runs/mine, with a checkpoint."""
+    words = ["model=tiny", *overrides]
+    folder = make_run(Path("runs/mine"), overrides=words)
+    Path("label.py").write_text("def score(completions):\n    return [0.5 for _ in completions]\n")
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}"}) + "\n" for n in range(20)))
+    (folder / "config.yaml").write_text(compose(TRAIN_GRPO, words).yaml)
+    shutil.copytree(tiny_folder, folder / "checkpoints" / "step-000002" / "model")
+    (folder / "checkpoints" / "latest").symlink_to("step-000002")
+
+
+@pytest.mark.parametrize("model", ["mine", "runs/mine", "runs/mine/checkpoints/step-000002"])
+def test_an_evaluation_of_a_run_plays_the_runs_own_environment(
+    model: str, noted: types.SimpleNamespace, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tiny_folder, "env.digits=3", "env.limit=9", "env.max_completion_tokens=7", "sampling.stop=[END]")
+    assert run(["eval", f"model={model}", "env.max_completion_tokens=8"]) == 0
+    env = noted.settings.env
+    assert (env.digits, env.max_completion_tokens, env.split, env.limit) == (3, 8, "test", None)
+    assert noted.settings.sampling.stop == ["END"]
+    path = model if "/" in model else f"runs/{model}"
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "plays   arithmetic, test split, at most 8 tokens each",
+        f"model   {path}, trained on the same, but with env.max_completion_tokens=7",
+    ]
+
+
+def test_an_evaluation_says_first_that_the_run_was_trained_on_another_environment(
+    noted: types.SimpleNamespace, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tiny_folder, "env=dataset", "env.path=rows.jsonl", "env.reward=label.py:score")
+    assert run(["eval", "model=mine", "env=arithmetic"]) == 0
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "plays   arithmetic, test split, at most 20 tokens each",
+        "model   runs/mine, trained on another environment, dataset from rows.jsonl",
+    ]
+
+
+def test_code_of_a_run_is_named_again_by_the_printed_command(
+    noted: types.SimpleNamespace, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tiny_folder, "env=dataset", "env.path=rows.jsonl", "env.reward=label.py:score")
+    assert run(["eval", "model=mine", "--name", "it"]) == 2
+    said, _, command = capsys.readouterr().err.rstrip().rpartition(": ")
+    assert said.startswith("error: runs/mine was trained with code of yours")
+    assert command == "rlpost eval model=mine --name it env.reward=label.py:score"
+    assert run(shlex.split(command)[1:]) == 0
+    assert noted.settings.env.path == "rows.jsonl"
 
 
 def test_json_is_all_there_is_on_stdout_and_the_same_as_the_file(

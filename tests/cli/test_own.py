@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +194,45 @@ def test_three_settings_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; hold out more with env.test_path=FILE, or a larger env.held_out\n" in out
     assert re.search(r"before and after training on \d+ held-out prompts?, 95% intervals\n", out)
     assert "  reward            0.100 (no interval)  ->  0.100 (no interval)\n" in out  # all earned the same
+
+
+SOLVED = "\n".join(json.dumps({"question": f"{n} and 2?", "answer": f"{n}+2\n#### {n + 2}"}) for n in range(30))
+CHATS = "\n".join(
+    json.dumps({"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n}"}]})
+    for n in range(30)
+)
+QUESTIONS = "question,answer\n" + "".join(f"What is {n} + 1?,{n + 1}\n" for n in range(30))
+OWN_ROWS = "env=dataset env.path=rows.jsonl env.reward=./own.py:own"
+FASTER = {"eval": ["policy=scripted"], "train": ["policy=scripted", "steps=1"], "chat": ["--max-tokens", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "verbs"),
+    [
+        ("train grpo env.digits=1 policy=scripted", ["eval"]),
+        (
+            f"train grpo {OWN_ROWS} 'env.prompt_template=Say: {{prompt}}' policy=scripted env.held_out=0 "
+            "eval.enabled=false",
+            ["eval"],
+        ),
+        ("train sft env=gsm8k env.path=solved.jsonl", ["chat", "eval", "train"]),
+        ("train sft env=dataset env.path=questions.csv env.completion_column=answer", ["chat", "eval", "train"]),
+        ("train sft env=dataset env.path=chats.jsonl", ["chat"]),
+    ],
+)
+def test_every_command_printed_after_a_training_works(
+    line: str, verbs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"rows.jsonl": ROWS, "solved.jsonl": SOLVED, "chats.jsonl": CHATS, "questions.csv": QUESTIONS}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    run(["reward", "new", "own"])
+    assert run([*shlex.split(line), "model=tiny", "steps=1", "eval.limit=2", "--name", "first"]) == 0
+    printed = re.findall(r"^(?:talk to it|evaluate it|train on): +rlpost (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert [words.split()[0] for words in printed] == verbs
+    for words in map(shlex.split, printed):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello")))
+        assert run([*words, *FASTER[words[0]]]) == 0
 
 
 def test_a_reward_that_tells_nothing_apart_fails_its_test(capsys: pytest.CaptureFixture[str]) -> None:

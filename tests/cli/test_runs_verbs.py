@@ -40,6 +40,13 @@ def test_a_list_has_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[2] == ["first", "finished", "2/2", "0.75", "10→58%", "±12", "n=50", "2h", "tiny", "arithmetic"]
 
 
+def test_a_list_shows_the_reward_of_a_run_whose_accuracy_stays_0(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = [{**evaluation(0.0, 0.0, 0.1), "eval/reward": reward} for reward in (0.0, 0.41)]
+    make_run(Path("runs/own"), [{"step": 0, **measured[0]}, step_row(2, 0.41, **measured[1])])
+    assert rlpost(["runs", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[4:6] == ["0.00→0.41", "n=50"]
+
+
 def test_a_default_name_and_all_columns_fit_80(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

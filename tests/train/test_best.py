@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,40 @@ def test_without_accuracy_the_best_has_the_highest_held_out_reward(
     assert f"best: after step 2, reward 0.750 [0.700, 0.800] of 100 prompts, in {folder}/checkpoints/best\n" in said
     assert run(folder, "steps=4", resume="latest") == 0
     assert best(folder) == "step-000002"
+
+
+def test_where_accuracy_stays_0_the_reward_is_shown_and_says_which_is_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = [0.0, 0.25, 0.41, 0.3]
+
+    def evaluate_held_out(settings: Any, parts: Any, run: Any, when: str) -> dict[str, float]:
+        return result(0.0).metrics() | reward_only(rewards[step_of(when)])
+
+    monkeypatch.setattr(sampled, "evaluate_held_out", evaluate_held_out)
+    folder = tmp_path / "r"
+    assert run(folder, "steps=3") == 0
+    assert best(folder) == "step-000002"
+    said = capsys.readouterr().out
+    accuracy = f"0.0% [0.0%, {Share.of([0.0] * 100).high:.1%}]"
+    assert (
+        f"  accuracy          {accuracy}  ->  {accuracy}\n"
+        "  reward            0.000 [-0.050, 0.050]  ->  0.300 [0.250, 0.350]\n"
+        f"best: after step 2, reward 0.410 [0.360, 0.460] of 100 prompts, in {folder}/checkpoints/best\n"
+    ) in said
+
+
+def test_strict_accuracy_is_explained_where_it_says_more_than_lenient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half, fifth = Share.of([1.0, 0.0] * 50), Share.of([1.0, 0.0, 0.0, 0.0, 0.0] * 20)
+    found = replace(result(0.0, 0.5), accuracy_lenient=half, accuracy_strict=fifth)
+    monkeypatch.setattr(sampled, "evaluate_held_out", lambda settings, parts, run, when: found.metrics())
+    assert run(tmp_path / "r", "steps=1") == 0
+    assert (
+        "  accuracy, strict  20.0% [13.1%, 29.2%]  ->  20.0% [13.1%, 29.2%]\n"
+        "  strict counts a right answer only in the exact form that the task asks for\n"
+    ) in capsys.readouterr().out
 
 
 def test_an_evaluation_that_measures_neither_has_no_best(

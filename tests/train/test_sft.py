@@ -201,7 +201,7 @@ def test_accuracy_is_measured_with_the_trained_weights_and_ends_training(
     said = capsys.readouterr().out
     why = "the accuracy on the 10 prompts that decide, 100.0% [68.8%, 100.0%], has reached eval.stop_at_accuracy=0.9"
     assert f"training ended early, after step 4: {why}\n" in said
-    assert "  accuracy, lenient 0.0% [0.0%, 31.2%]  ->  100.0% [68.8%, 100.0%]\n" in said
+    assert "  accuracy          0.0% [0.0%, 31.2%]  ->  100.0% [68.8%, 100.0%]\n" in said
     assert run(tmp_path, *words, resume="auto") == 0
     assert "nothing is left to do: 4 steps are done; it ended early: the accuracy on the 10" in capsys.readouterr().out
 
