@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlpost.cli.completion import complete_model
+from rlpost.cli.terminal import saying_stopped
 from rlpost.errors import ConfigError, DataError
 from rlpost.text import printable
 
@@ -69,9 +70,10 @@ def chat(
         )
     messages = piped_messages(lines=lines) if piped else []
     print(f"loading {printable(what_is_loaded(path, settings))} ...", file=sys.stderr, flush=True)
-    from rlpost.cli.talk import answer, load, talk
+    with saying_stopped("stopped while the model was loading"):
+        from rlpost.cli.talk import answer, load, talk
 
-    session = load(settings, sampling, system=system, max_tokens=max_tokens, seed=seed)
+        session = load(settings, sampling, system=system, max_tokens=max_tokens, seed=seed)
     if piped:
         answer(session, messages, as_json=as_json)
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.cli.completion import complete_eval, complete_sft
-from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr, takes_colour
+from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr, takes_colour
 from rlpost.cli.usage import OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError
 from rlpost.text import counted, printable
@@ -134,7 +134,8 @@ def measure(
     file = out or Path(f"pass_rates-{model_name(composed)}.jsonl")
     if file.exists():
         raise ConfigError(f"{file} exists: give another --out, or remove it")
-    with StatusLine(f"loading {composed.settings.model.path}") as status:
+    abandoned = saying_stopped("stopping: the measurement is abandoned, nothing is written")
+    with abandoned, StatusLine(f"loading {composed.settings.model.path}") as status:
         from rlpost.assemble import evaluate_command
         from rlpost.evaluation.pass_rates import rates_of, write_rates
 

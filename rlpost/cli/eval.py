@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlpost.cli.resume import NOT_PLAYED, settings_of_run
 from rlpost.cli.run_folder import asked_folder, first_free
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
 from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, run_of_model
 from rlpost.errors import CheckpointError, ConfigError
@@ -98,6 +98,14 @@ def evaluate(
     for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
         if given is not None:
             raise ConfigError(f"{flag} belongs to a sweep of several evaluations: add -m, or leave it out")
+    with saying_stopped("stopping: the evaluation is abandoned, nothing is written"):
+        evaluate_once(words, typed, out, name, as_json=as_json)
+
+
+def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: str | None, *, as_json: bool) -> None:
+    """One evaluation from its settings to its figures on stdout."""
+    from rlpost.catalog import EVAL
+
     composed = compose_and_check(EVAL, words, settings_of_run(words, typed), as_json=as_json)
     folder = choose_evaluation_folder(out, name, f"{composed.choices['env']}-{model_name(composed)}")
     print("\n".join(map(printable, played_lines(composed))), file=sys.stderr, flush=True)
@@ -185,17 +193,6 @@ def reserved(folder: Path) -> Iterator[None]:
                 each.rmdir()
 
 
-@contextmanager
-def saying_abandoned() -> Iterator[None]:
-    """Say that a signal has ended the evaluation that the block is, and that nothing is left of it."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        with suppress(OSError):  # there may be no terminal any more
-            print("stopping: the evaluation is abandoned, nothing is written", file=sys.stderr, flush=True)
-        raise
-
-
 def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> tuple[dict[str, Any], EvalResult]:
     """The evaluation, written to `folder`; its progress is on stderr.
 
@@ -203,7 +200,7 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     """
     settings = composed.settings
     began = time.monotonic()
-    with reserved(folder), saying_abandoned():
+    with reserved(folder):
         with StatusLine(f"loading {settings.model.path}") as status:
             from rlpost.assemble import evaluate_command
             from rlpost.config.paths import resolve_model_path

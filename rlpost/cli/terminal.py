@@ -56,6 +56,17 @@ class StatusLine(WaitingLine):
         return printable(progress_line(self._doing, seconds, done=self._done, total=self._total, tokens=self._tokens))
 
 
+@contextlib.contextmanager
+def saying_stopped(words: str) -> Iterator[None]:
+    """Print `words` on stderr where Ctrl-C or SIGTERM ends the block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        with contextlib.suppress(OSError):  # there may be no terminal any more
+            print(words, file=sys.stderr, flush=True)
+        raise
+
+
 def takes_colour(stream: TextIO) -> bool:
     """Whether a person is looking at `stream` on a terminal that has colours, and wants them."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

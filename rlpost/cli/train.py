@@ -21,7 +21,7 @@ from rlpost.cli.resume import check_kept, kept_settings
 from rlpost.cli.run_folder import choose_folder, run_to_resume
 from rlpost.cli.sweep import sweep
 from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.terminal import StatusLine, print_json, stdout_on_stderr
+from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.settings.run import RunRequest
@@ -132,7 +132,7 @@ def resolve(
 
 def load_training(command: Command[S]) -> Callable[[S, RunRequest], int]:
     """The loop of `command`, rlpost/train/NAME.py, imported: three seconds in which nothing else could say so."""
-    with StatusLine("loading torch"):
+    with saying_stopped("stopped before the training began"), StatusLine("loading torch"):
         return importlib.import_module(f"rlpost.train.{command.name}").train
 
 

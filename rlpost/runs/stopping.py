@@ -15,7 +15,7 @@ from rlpost.output import leave_dead_terminals
 from rlpost.screen import Screen
 from rlpost.screen.lines import AGAIN, STOPPING
 
-LEAVING = f"stopping: nothing has been trained that is not saved, so this leaves without saving; {AGAIN}"
+LEAVING = f"stopping: there is nothing new to save; {AGAIN}"
 ENDING = f"the training is done, and ends once it is saved; {AGAIN}"
 
 

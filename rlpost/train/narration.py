@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.code import is_code
 from rlpost.config.overrides import Override
-from rlpost.config.paths import BEST, as_model
+from rlpost.config.paths import BEST, as_model, newest_checkpoint, step_of
 from rlpost.data.template_choice import thinking_cut_short
 from rlpost.errors import DataError
 from rlpost.evaluation.statistics import FEWEST_PROMPTS, Share
@@ -76,15 +76,17 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def say_stopped(run: Run, step: int) -> None:
-    """How a run goes on that a signal has ended after `step`."""
+def say_stopped(run: Run) -> None:
+    """Print after which step a signal has ended the run, and the command that goes on from there."""
+    saved = newest_checkpoint(run.folder)
     where = "" if says_where(run.request.command) else f" --out {shlex.quote(str(run.folder))}"
     again = f"the same command with --resume auto{where}"
-    if step > 0:  # there is a checkpoint, and with it the settings but for those that name code
+    if saved is not None:  # there is a checkpoint, and with it the settings but for those that name code
         code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
         verb = " ".join(run.request.command[:3])
         again = f"{verb} --resume {shlex.join([str(run.folder), *code])}"
-    run.screen.note(f"stopped after step {step}; to go on: {again}")
+    after = "before the first step" if saved is None else f"after step {step_of(saved)}"
+    run.screen.note(f"stopped {after}; to go on: {again}")
 
 
 def say_evaluate(run: Run, settings: GRPOSettings | ExpertIterationSettings | SFTSettings, *more: str) -> None:

@@ -34,6 +34,7 @@ from rlpost.output import output_into
 from rlpost.record import read_metrics
 from rlpost.runs.checkpoint import NUMBERS, mark_best
 from rlpost.runs.diagnosis import Diagnosis
+from rlpost.runs.stopping import Stopped
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen, evaluation_line
 from rlpost.settings import OnAlarm
@@ -108,10 +109,10 @@ class Session(ABC, Generic[S, P]):
         keep_freed_memory()
         torch.manual_seed(self.settings.seed)
         torch.use_deterministic_algorithms(self.settings.deterministic)
-        checkpoint = self.run.resume_from
         self.run.catch_signals()
-        self._check_needs()
         self._opened.push(self._conclude)
+        checkpoint = self.run.resume_from
+        self._check_needs()
         self._opened.enter_context(self.screen)  # what an engine says while it closes is not for the terminal
         self._opened.push(self._end_saving)  # which the screen shows
         with self.screen.waiting(self.waits_for), output_into(self.run.folder / "log.txt"):
@@ -373,10 +374,10 @@ class Session(ABC, Generic[S, P]):
     def _conclude(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, Stopped):
             return
         if self.run.stopping:
-            say_stopped(self.run, self.progress.step)
+            say_stopped(self.run)
         else:
             if why := self.why_ended():
                 said = f"training ended early, after step {self.progress.step}: {why}"

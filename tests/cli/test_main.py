@@ -283,3 +283,14 @@ def test_a_reader_that_leaves_causes_no_noise() -> None:
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+def test_a_training_stopped_while_torch_is_loading_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlpost.cli.train.importlib", types.SimpleNamespace(import_module=interrupted))
+    assert run(["train", "grpo", "model=tiny"]) == 130
+    assert capsys.readouterr().err.endswith("stopped before the training began\n")

@@ -143,7 +143,8 @@ def test_before_anything_is_trained_a_signal_leaves_and_saves_nothing(
     during("before training", number)
     assert run(tmp_path, "steps=3", loop=loop) == code
     said = capfd.readouterr()
-    assert "stopping: nothing has been trained that is not saved, so this leaves without saving" in said.err
+    assert "stopping: there is nothing new to save; Ctrl-C again" in said.err
+    assert "stopped before the first step; to go on: the same command with --resume auto" in said.out
     assert "Traceback" not in said.out + said.err
     assert "INFO the run was stopped" in (tmp_path / "log.txt").read_text()
     assert (checkpoints(tmp_path), metrics(tmp_path) if (tmp_path / "metrics.jsonl").is_file() else []) == ([], [])
@@ -159,7 +160,7 @@ def test_a_signal_while_the_policy_starts_closes_what_was_started(
     monkeypatch.setattr(ArithmeticEnv, "close", lambda self: closed.append("env"))
     assert run(tmp_path, "steps=3") == 143
     assert closed == ["policy", "env", "env"]
-    assert "stopping: nothing has been trained" in capfd.readouterr().err  # though other output goes into the log
+    assert "stopping: there is nothing new to save" in capfd.readouterr().err  # though other output goes into the log
 
 
 def test_a_step_under_way_is_finished_and_saved_and_not_measured(
@@ -206,7 +207,8 @@ def test_a_signal_while_the_model_is_loading_leaves_a_run_that_can_be_begun(
         patch.setattr("rlpost.model.trainable.load_model", never_loaded)
         assert run(tmp_path, "steps=1", loop=loop) == 143
     said = capfd.readouterr()
-    assert "stopping: nothing has been trained that is not saved, so this leaves without saving" in said.err
+    assert "stopping: there is nothing new to save; Ctrl-C again" in said.err
+    assert "stopped before the first step; to go on: the same command with --resume auto" in said.out
     assert "Traceback" not in said.out + said.err
     assert "INFO the run was stopped" in (tmp_path / "log.txt").read_text()
     assert not (tmp_path / "checkpoints").exists()
