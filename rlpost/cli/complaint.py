@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -11,7 +11,7 @@ from rlpost.catalog import COMMANDS
 from rlpost.cli.run_folder import LONGEST_NAME
 from rlpost.cli.usage import as_typed, command_of, is_argument, is_setting
 from rlpost.config.keys import groups_of
-from rlpost.config.other_words import OTHER_FLAGS
+from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
 from rlpost.config.registry import all_keys
 from rlpost.nearest import did_you_mean, nearest, nearest_key
 
@@ -52,19 +52,52 @@ def explain_long_path(error: OSError, arguments: Sequence[str]) -> str:
 
 
 def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
-    key = flag.lstrip("-").replace("-", "_")
+    """For a flag that the verb has not; with all other words of the command that it does not know."""
     flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
     path = context.command_path
+    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
+        from rlpost.config.unknown import several
+
+        rows = list(_unknown_words(command, flags, arguments))
+        if len(rows) > 1:
+            return several(rows, command)
     known = OTHER_FLAGS.get(flag)
     if known is not None and (known in flags or (known.startswith("recipe=") and _takes_settings(context))):
         return f"{path} has no option {flag}{did_you_mean(known)}"
     near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
-    meant = _setting_of(key, _behind(flag, arguments), path, guess=near is None)
+    meant = _setting_of(_key(flag), _behind(flag, arguments), path, guess=near is None)
     if meant in flags:
         near = meant
+    elif meant is not None and meant.startswith(NOT_HERE):
+        return f"{path} has no option {flag}: {meant.removeprefix(NOT_HERE)}"
     elif meant is not None:
         return f"{flag}: settings are written without dashes; write {meant}"
     return f"{path} has no option {flag}{did_you_mean(near, f'see {path} --help')}"
+
+
+def _unknown_words(command: Any, flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """The flags and settings of a command line that `command` does not know, each with what to write instead."""
+    from rlpost.config.overrides import Override, shown
+    from rlpost.config.unknown import instead_of, keys_by_default
+
+    keys, choices = keys_by_default(command)
+    known = [*all_keys(command), *choices, "recipe"]
+    for word in arguments:
+        name, equals, text = word.partition("=")
+        if word.startswith("--") and name not in flags:
+            given = Override(_key(name), text if equals else _behind(name, arguments))
+            meant = OTHER_FLAGS.get(name) or nearest(name, flags)
+            if given.key in known:
+                meant = f"{given.key}={shown(given.text) or 'VALUE'}"
+            elif meant is None or meant_by(given.key):
+                meant = instead_of(given, command, keys, choices)
+            yield Override(name, text), meant
+        elif equals and not word.startswith("-") and name not in known:
+            yield Override(name, text), instead_of(Override(name, text), command, keys, choices)
+
+
+def _key(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def _behind(flag: str, arguments: Sequence[str]) -> str:
@@ -91,7 +124,7 @@ def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
             meant = (
                 said_as(Override(key, value), command, keys) or (nearest_key(key, known) if guess else None) or meant
             )
-    if meant is None or meant.startswith("--") or "=" in meant or " or " in meant:
+    if meant is None or meant.startswith(("--", NOT_HERE)) or "=" in meant or " " in meant:
         return meant
     return f"{meant}={shown(value) if value else 'VALUE'}"
 

@@ -168,7 +168,7 @@ def _quiet_libraries() -> None:
 
 def _report_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     message = explain_usage(error, typer.main.get_command(app), arguments)
-    if "\n" in message:  # the help that a group without a verb prints
+    if type(error).__name__ == "NoArgsIsHelpError":
         print(message, file=sys.stderr)
     else:
         print_error(message)

@@ -31,7 +31,7 @@ from rlpost.config.paths import (
 )
 from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
 from rlpost.config.recipes import YAML_ERRORS, read_recipe
-from rlpost.config.registry import check_conf, classes_of, conf_file, options, schema_name, search_folders
+from rlpost.config.registry import all_keys, check_conf, classes_of, conf_file, options, schema_name, search_folders
 from rlpost.config.sources import Source, check_environment, named_apart, widened
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, MixSettings
@@ -109,9 +109,10 @@ def merge_all(command: Command[S], words: Sequence[str] = (), kept: Sequence[Ove
     load_plugins(_plugins(overrides))
     groups = groups_of(command.settings)
     chosen = [override for override in overrides if override.key in groups]
-    for override in chosen:
-        _check_option(override, command)
-    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen})
+    wrong = [(override, told) for override in chosen if (told := _wrong_option(override, command))]
+    refused = [override for override, _ in wrong]
+    config, choices = _compose_files(command, groups, {o.key: o.text for o in chosen if o not in refused})
+    _check_known(command, config, choices, overrides, wrong)
     keys, texts = _fill(command, config, choices, overrides)
     if OmegaConf.get_type(config, "env") is MixSettings and not OmegaConf.is_missing(config.env, "sources"):
         given = {override.key: override for override in overrides}
@@ -180,7 +181,8 @@ def _sources(command: Command[Any] | None, texts: Sequence[str], origin: str = "
 
 def _environment(command: Command[Any], words: Sequence[Override]) -> EnvSettings:
     """The settings of an environment alone, which the first of `words` names."""
-    _check_option(words[0], command)
+    if told := _wrong_option(words[0], command):
+        raise _at(words[0], told)
     name = words[0].text
     if conf_file(f"env/{name}") is None:
         config = OmegaConf.create({"env": OmegaConf.structured(CHOICES["env"][name].cls)})
@@ -228,15 +230,44 @@ def model_path(override: Override) -> Override:
     return override
 
 
-def _check_option(override: Override, command: Command[Any]) -> None:
+def _wrong_option(override: Override, command: Command[Any]) -> str | None:
+    """Why `command` cannot choose this option; None where it can."""
     known = options(override.key, command)
     if override.text in known:
-        return
+        return None
     from rlpost.config.unknown import option_of_others, unknown_option
 
     if override.text in options(override.key):
-        raise _at(override, option_of_others(override, command, known))
-    raise _at(override, unknown_option(override, known))
+        return option_of_others(override, command, known)
+    return unknown_option(override, known)
+
+
+def _check_known(
+    command: Command[Any],
+    config: DictConfig,
+    choices: Mapping[str, str],
+    overrides: Sequence[Override],
+    wrong: Sequence[tuple[Override, str]],
+) -> None:
+    """Raise ConfigError for all of `overrides` that are no setting, and the `wrong` options with why they are."""
+    keys = _keys(command, config, list(choices))
+    unclear = tuple(f"{override.key}." for override, _ in wrong)  # settings of options that nobody can choose
+    everywhere = all_keys(command)
+    unknown = [
+        o
+        for o in overrides
+        if o.key not in choices and o.key not in keys and not (o.key in everywhere and o.key.startswith(unclear))
+    ]
+    if not wrong and not unknown:
+        return
+    from rlpost.config.unknown import instead_of, several, unknown_key
+
+    if len(wrong) + len(unknown) == 1:
+        override, told = wrong[0] if wrong else (unknown[0], unknown_key(unknown[0], command, keys, choices))
+        raise _at(override, told)
+    rows = [(o, told.removeprefix(f"{o} ").removeprefix("is unknown; ")) for o, told in wrong]
+    rows += [(o, instead_of(o, command, keys, choices)) for o in unknown]
+    raise ConfigError(several(sorted(rows, key=lambda row: overrides.index(row[0])), command))
 
 
 def _compose_files(

@@ -67,7 +67,7 @@ def merge(recipe: Sequence[Override], given: Sequence[Override]) -> list[Overrid
 
 def names_code(override: Override) -> str | None:
     """Why an override is refused that would name code to run or refer to another value, else None."""
-    if "_target_" in override.key:
+    if "_target_" in override.key.split("."):
         return f"{override} is refused: a setting cannot name code to run; remove {shown(override.key)}"
     return refers(override, override.text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlpost.catalog import COMMANDS, Command
+from rlpost.config.keys import flat, groups_of
 from rlpost.config.overrides import Override, as_text, shown
 from rlpost.config.plain_yaml import check_plain
-from rlpost.config.registry import recipes
+from rlpost.config.registry import all_keys, recipes
 from rlpost.errors import ConfigError
 from rlpost.home import expanded
 from rlpost.nearest import did_you_mean, nearest
@@ -30,12 +32,34 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
     """
     file = find_recipe(name)
     content = _load(file)
+    lines = _line_numbers(file)
+    given = [
+        _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
+        for key, value in content.items()
+        if key != "command"
+        for inner, inner_value in ((key not in MAPPINGS and flat({key: value})) or {key: value}).items()
+    ]
+    if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
+        raise ConfigError(message)
     meant = _command(content, file, command)
     if meant is not command:
         raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
-    del content["command"]
-    lines = _line_numbers(file)
-    return [_override(key, value, f"{file}, line {lines[key]}") for key, value in content.items()]
+    known = [*all_keys(command), *groups_of(command.settings)]
+    if nested := [override for override in given if override.key in known and override.key not in content]:
+        written = ", ".join(f"{override.key}:" for override in nested)
+        outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
+        raise ConfigError(f"{nested[0].source}: a recipe is flat; write {written} in place of the nested {outer}")
+    return given
+
+
+def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
+    """What to say of a file without a command that holds settings of another tool; None where it holds none."""
+    from rlpost.config.unknown import instead_of, keys_by_default, several
+
+    keys, choices = keys_by_default(command)
+    known = [*all_keys(command), *choices]
+    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
+    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
 
 
 def command_of(name: str) -> Command[Any]:
@@ -91,10 +115,15 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _line_numbers(file: Path) -> dict[str, int]:
-    """Key -> the line it stands on, of a file that `_load` has read."""
+    """Dotted key -> the line it stands on, of a file that `_load` has read."""
     root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    return {str(key.value): key.start_mark.line + 1 for key, _ in pairs}
+    return dict(_lines_below(root, ""))
+
+
+def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        yield f"{prefix}{key.value}", key.start_mark.line + 1
+        yield from _lines_below(value, f"{prefix}{key.value}.")
 
 
 def _override(key: str, value: Any, where: str) -> Override:
@@ -103,9 +132,6 @@ def _override(key: str, value: Any, where: str) -> Override:
             value = json.dumps(value)
         except TypeError as error:  # YAML has dates and bytes, which JSON has not
             raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
-    if isinstance(value, dict):
-        inner = next(iter(value), "...")
-        raise ConfigError(f"{where}: a recipe is flat; write {key}.{inner}: in place of the nested {key}:")
     if key == "recipe":
         raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
     return Override(key, as_text(value), where)

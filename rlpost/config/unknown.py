@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import Key, docs_of, groups_of
-from rlpost.config.other_words import KEYS, NO_PREFERENCES, OPTIONS, PREFERENCES, ends_of, meant_by, not_here
-from rlpost.config.overrides import Override, shown
-from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import all_keys, commands_of, options
+from rlpost.config.keys import NULL, Key, docs_of, groups_of, keys_of
+from rlpost.config.other_words import (
+    MODELS,
+    NO_PREFERENCES,
+    NOT_HERE,
+    OPTIONS,
+    PREFERENCES,
+    WORDS,
+    ends_of,
+    meant_by,
+)
+from rlpost.config.overrides import Override, parse_value, shown
+from rlpost.config.paths import DATA_FILES, HUB_ID
+from rlpost.config.registry import all_keys, class_of, commands_of, default_choices, options
+from rlpost.errors import ConfigError
 from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
 
 QUALIFIED = 2  # options that have a key are named with it, unless they are more
@@ -19,56 +30,132 @@ QUALIFIED = 2  # options that have a key are named with it, unless they are more
 
 def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
     """The message for a key that is none of `keys` under the present choices."""
-    name = shown(override.key)
+    what, reason, meant = _unknown(override, command, keys, choices)
+    otherwise = "" if reason else f"see rlpost config show {command.verb}"
+    why = f": {reason.removeprefix(NOT_HERE)}" if reason else ""
+    return f"{shown(override.key)} {what}{why}{did_you_mean(meant, otherwise)}"
+
+
+def instead_of(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
+    """What to write instead of a key that is none of `keys`, or why nothing; for a list of several."""
+    if override.text == NULL:
+        return "leave it out, it has no value"
+    _, reason, meant = _unknown(override, command, keys, choices)
+    return _written(meant, override, keys) if meant else reason or "not known here"
+
+
+def keys_by_default(command: Command[Any]) -> tuple[dict[str, Key], dict[str, str]]:
+    """The keys of `command` where nothing is chosen, and the option of each group."""
+    choices = default_choices(command)
+    classes = {group: cls for group, option in choices.items() if (cls := class_of(group, option)) is not None}
+    keys = keys_of(command.settings, chosen=classes)
+    return {key.name: key for key in keys if key.name not in command.without}, choices
+
+
+def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before: str = "") -> str:
+    """The message for several words that are wrong, each with its answer, those of a file with their lines.
+
+    It begins with `before`, or where that is empty with the file.
+    """
+    groups = groups_of(command.settings)
+    file = next((override.source.rpartition(", line ")[0] for override, _ in rows if override.source), "")
+    names = [str(override) if override.key in groups else shown(override.key) for override, _ in rows]
+    lines = [override.source.rpartition(", ")[2] for override, _ in rows]
+    width, of_line = max(map(len, names)), max(map(len, lines))
+    begin = before or (f"{file}: " if file else "")
+    return "\n".join(
+        [
+            f"{begin}rlpost {command.verb} does not know {len(rows)} of these settings; write instead:",
+            *(
+                f"  {line:<{of_line}}{'  ' if of_line else ''}{name:<{width}}  {answer}"
+                for line, name, (_, answer) in zip(lines, names, rows, strict=True)
+            ),
+            f"rlpost config explain {command.verb} prints every setting",
+        ]
+    )
+
+
+def _written(meant: str, override: Override, keys: Mapping[str, Key]) -> str:
+    """What to write, with the value that was given where it is one of the key that is meant."""
+    name, equals, _ = meant.partition("=")
+    if equals and override.text == "false":  # lora.enabled=false of use_peft=false
+        meant = name
+    key = keys.get(meant)
+    if key is not None and override.text:
+        with suppress(ConfigError):
+            parse_value(key, override.text)
+            meant = f"{meant}={shown(override.text)}"
+    if not override.source:
+        return meant
+    words = meant.split()  # as lines of a file
+    if meant.startswith("--"):
+        return f"{meant}, on the command line"
+    return ", ".join(word.replace("=", ": ", 1) for word in words) if all("=" in word for word in words) else meant
+
+
+def _unknown(
+    override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]
+) -> tuple[str, str, str | None]:
+    """Of a key that is none of `keys`: what it is not, why, as far as that is known, and what was meant."""
     verb = f"rlpost {command.verb}"
+    nothing = f"is no setting of {verb}"
     inside = [key for key in keys if key.startswith(f"{override.key}.")]
     if inside:
         switch = f"{override.key}.enabled"
         values = {switch: ["true", "false"]} | {key: keys[key].choices for key in inside if keys[key].choices}
         takes = [key for key in inside if override.text in values.get(key, [])]
         meant = f"{takes[0]}={override.text}" if len(takes) == 1 else None
-        return f"{name} is a group of settings: set {', '.join(inside)}{did_you_mean(meant)}"
+        return "is a group of settings", f"set {', '.join(inside)}", meant
     if override.key == "recipe":
-        return "recipe is no setting but a file of them: rlpost config list prints those there are"
+        return "is no setting but a file of them", "rlpost config list prints those there are", None
     everywhere = all_keys(command)
     if owners := everywhere.get(override.key):
         group = override.key.partition(".")[0]
-        return f"{name} is no setting of {group}={choices[group]}: it belongs to {' and '.join(owners)}"
+        return f"is no setting of {group}={choices[group]}", f"it belongs to {' and '.join(owners)}", None
     said_here = said_as(override, command, list(keys))
+    if said_here is not None and said_here.startswith(NOT_HERE):
+        return nothing, said_here, None
     for other in COMMANDS:
         if override.key in all_keys(other) or override.key in groups_of(other.settings):
-            return f"{name} is no setting of {verb}: it belongs to rlpost {other.verb}{did_you_mean(said_here)}"
-    if reason := not_here(override.key):
-        return f"{name} is no setting of {verb}: {reason}"
+            return nothing, f"it belongs to rlpost {other.verb}", said_here
     candidates = [*keys, *groups_of(command.settings), "recipe", *everywhere]
     near = _of_that_name(override.key, candidates) or one_typo_away(override.key, candidates) or said_here
-    near = near or nearest_key(override.key, candidates)
-    return f"{name} is no setting of {verb}{did_you_mean(near, f'see rlpost config show {command.verb}')}"
+    if near is None and meant_by(override.key):
+        for other in COMMANDS:
+            if said := said_as(override, other, list(all_keys(other))):
+                return nothing, f"{NOT_HERE}{said} belongs to rlpost {other.verb}", None
+    return nothing, "", near or nearest_key(override.key, candidates)
 
 
 def said_as(override: Override, command: Command[Any], keys: Sequence[str]) -> str | None:
     """How a setting of another tool, or one of rlpost's own behind another group, is said to `command`; else None.
 
     `optim.lr` for `actor.optim.lr`, `tracking=wandb` for `report_to=wandb`, `sampling.temperature` for
-    `loss.temperature`.
+    `loss.temperature`. Begins with `NOT_HERE` where rlpost has nothing of the kind.
     """
     groups, everywhere = groups_of(command.settings), all_keys(command)
     known = [*keys, *groups, *everywhere]
     *dotted, last = ends_of(override.key)
+    meant = meant_by(override.key) or ""
+    if meant.startswith(NOT_HERE):
+        return meant
     if end := next((end for end in dotted[1:] if end in known), None):
         return end
-    meant = meant_by(override.key)
-    is_exact = any(end in KEYS for end in dotted) or (meant in groups and _option(override.text, meant, command))
+    is_exact = any(end in WORDS for end in dotted) or (meant in groups and _option(override.text, meant, command))
     if not is_exact and (named := _of_that_name(last, known, least=1)):
         return named
-    for alternative in (meant or "").split("|"):
-        words = [word for word in alternative.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
+    for alternative in meant.split(" | "):
+        if alternative.startswith(NOT_HERE):
+            return alternative
+        said, bracket, remark = alternative.partition(" (")
+        words = [word for word in said.split() if word.partition("=")[0] in known or _is_flag_of(word, command)]
         if len(words) > 1:  # several are told apart by the words beside them
             docs = docs_of(command.settings)
             told = [f"{word} ({docs[word].partition(';')[0]})" if word in docs else word for word in words]
             return " or ".join([", ".join(told[:-1]), told[-1]])
         if words:
-            return _with_value(words[0], override.text, command, everywhere.get(words[0], []), words[0] in keys)
+            one = _with_value(words[0], override.text, command, everywhere.get(words[0], []), words[0] in keys)
+            return f"{one}{bracket}{remark}"
     return None
 
 
@@ -81,8 +168,8 @@ def _with_value(word: str, text: str, command: Command[Any], owners: Sequence[st
     is_file = text.endswith(DATA_FILES)
     if word in groups_of(command.settings) and (option := _option(text, word, command)):
         return f"{word}={option}"
-    if (word == "env.path" and not is_key and is_file) or (word == "env" and is_file):
-        return f"env=dataset env.path={shown(text)}"
+    if (word == "env.path" and not is_key) or (word == "env" and is_file):
+        return f"env=dataset env.path={shown(text) if is_file or HUB_ID.fullmatch(text) else 'FILE'}"
     if owners and not is_key and len(owners) <= QUALIFIED:
         return f"{word} of {' or '.join(owners)}"
     return word
@@ -104,6 +191,9 @@ def unknown_option(override: Override, known: Sequence[str]) -> str:
     text = override.text
     hint = did_you_mean(_near_option(text, known), f"it is one of {', '.join(known)}")
     if override.key == "model":
+        family = max((name for name in MODELS if text.lower().startswith(name)), key=len, default=None)
+        if family and OPTIONS.get(text.lower()) not in known:
+            hint = did_you_mean(f"model.path={MODELS[family]}")
         hint += " (any other: model.path=OWNER/NAME of the hub, or a folder)"
         if (Path("runs") / text).is_dir() and text:
             hint = f"; did you mean model=runs/{text}?"
@@ -129,7 +219,7 @@ def _near_option(text: str, known: Sequence[str]) -> str | None:
     lowered = text.lower()
     other = OPTIONS.get(lowered)
     begun = max((name for name in known if lowered.startswith(name)), key=len, default=None)
-    return one_typo_away(text, known) or (other if other in known else begun or nearest(text, known))
+    return (other if other in known else None) or one_typo_away(text, known) or begun or nearest(text, known)
 
 
 def option_of_others(override: Override, command: Command[Any], known: Sequence[str]) -> str:

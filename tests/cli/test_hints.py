@@ -18,16 +18,16 @@ HINTS: dict[str, tuple[int, str]] = {
     # other models and losses
     "train grpo model=qwen3": (
         2,
-        "model=qwen3 is unknown; did you mean qwen? (any other: model.path=OWNER/NAME of the",
+        "model=qwen3 is unknown; did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the",
     ),
     "train grpo model=Qwen3-0.6B": (
         2,
-        "did you mean qwen? (any other: model.path=OWNER/NAME of the hub, or a folder)",
+        "did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the hub, or a folder)",
     ),
-    "train grpo model=llama3": (
-        2,
-        "qwen-7b, smollm2, tiny (any other: model.path=OWNER/NAME of the hub, or a folder)",
-    ),
+    "train grpo model=llama3": (2, "did you mean model.path=meta-llama/Llama-3.2-1B-Instruct?"),
+    "train grpo model=gemma": (2, "did you mean model.path=google/gemma-3-1b-it?"),
+    "train grpo model=qwen2.5": (2, "model=qwen2.5 is unknown; did you mean qwen?"),
+    "train grpo model=qwen2.5-7b": (2, "did you mean qwen-7b?"),
     "train grpo loss=dpo": (
         2,
         "loss=dpo is unknown: rlpost does not train on pairs of a better and a worse reply; it is one of cispo, dapo, ",
@@ -70,6 +70,8 @@ HINTS: dict[str, tuple[int, str]] = {
     "train grpo --optim.lrr 1e-5": (2, "write optim.lr=1e-5"),
     "train grpo --temperature 0.7": (2, "write sampling.temperature=0.7"),
     "train grpo --report_to wandb": (2, "write tracking=wandb"),
+    "train sft --warmup_ratio 0.1": (2, "write optim.warmup_steps (a number of steps, not a share)"),
+    "train grpo --lora_dropout 0.1": (2, "has no option --lora_dropout: adapters have no dropout, so that"),
     "train grpo --output_dir out": (2, "rlpost train grpo has no option --output_dir; did you mean --out?"),
     # verbs
     "resume first": (2, "rlpost has no verb resume: a run goes on with: rlpost train grpo --resume runs/first"),
@@ -160,3 +162,78 @@ def test_a_word_of_another_tool_is_answered_with_the_right_one(
     assert message in captured.err
     assert (captured.out, captured.err.count("\n"), captured.err[:7]) == ("", 1, "error: ")
     assert len(captured.err) < 400
+
+
+def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of the answer to a command that is refused."""
+    assert run(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_all_unknown_words_of_a_command_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "actor.optim.lr=1e-6 rollout.n=4 lora_dropout=0.1 stesp=3 bananas=1 model=qwen3 use_peft=false"
+    assert answered(["train", "grpo", *words.split()], capsys) == [
+        "error: rlpost train grpo does not know 7 of these settings; write instead:",
+        "  actor.optim.lr  optim.lr=1e-6",
+        "  rollout.n       group_size=4",
+        "  lora_dropout    not here: adapters have no dropout, so that trainer and sampler agree",
+        "  stesp           steps=3",
+        "  bananas         not known here",
+        "  model=qwen3     did you mean model.path=Qwen/Qwen3-0.6B? (any other: model.path=OWNER/NAME of the hub, or a "
+        "folder)",
+        "  use_peft        lora.enabled=false",
+        "rlpost config explain train grpo prints every setting",
+    ]
+
+
+def test_all_unknown_flags_of_a_command_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num_train_epochs 3 --lora-r=8 --steps 5 --resum auto lora_alpha=16 --save_path out --plain"
+    assert answered(["train", "sft", *words.split()], capsys)[1:-1] == [
+        "  --num_train_epochs  epochs=3",
+        "  --lora-r            lora.rank=8",
+        "  --steps             steps=5",
+        "  --resum             --resume",
+        "  lora_alpha          lora.alpha=16",
+        "  --save_path         --out",
+    ]
+
+
+AXOLOTL = """\
+base_model: Qwen/Qwen2.5-0.5B-Instruct
+datasets:
+  - path: mhenrichsen/alpaca_2k_test
+    type: alpaca
+val_set_size: 0.05
+output_dir: ./out
+wandb_project:
+lora_target_linear: true
+special_tokens:
+  pad_token: "<|end|>"
+"""
+
+
+def test_all_lines_of_another_tools_file_are_answered_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "axolotl.yaml"
+    rows = [
+        "model.path: Qwen/Qwen2.5-0.5B-Instruct",
+        "env: dataset, env.path: FILE",
+        "env.held_out (a share of the rows)",
+        "--out, on the command line",
+        "leave it out, it has no value",
+        "lora.target_modules (left out: every linear layer)",
+        "not here: the tokenizer is the model's own",
+    ]
+    for above, begin in (
+        ("", f"error: {file}: a recipe begins with the line command: train sft; rlpost train sft does not know 7 of "),
+        ("command: train sft\n", f"error: {file}: rlpost train sft does not know 7 of "),
+    ):
+        file.write_text(above + AXOLOTL)
+        header, *told, _ = answered(["train", "sft", f"recipe={file}"], capsys)
+        assert header.startswith(begin)
+        numbers = [number + bool(above) for number in (1, 2, 5, 6, 7, 8, 10)]
+        assert [line.split()[:2] for line in told] == [["line", str(number)] for number in numbers]
+        assert [line.partition("  ")[2].rpartition("  ")[2] for line in told] == rows

@@ -94,7 +94,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a name of YAML": ("steps: !!python/name:evil.f", "r.yaml"),
     "a target": ("_target_: evil.f", "a setting cannot name code to run"),
     "a target in a group": ("env._target_: evil.f", "a setting cannot name code to run"),
-    "a target nested": ("env: {_target_: evil.f}", "a recipe is flat"),
+    "a target nested": ("env: {_target_: evil.f}", "a setting cannot name code to run"),
     "a callback of Hydra": ("hydra.callbacks.evil._target_: evil.f", "a setting cannot name code to run"),
     "a launcher of Hydra": ("hydra/launcher: evil", "hydra/launcher"),
     "a package to search": ("hydra.searchpath: ['pkg://evil']", "hydra.searchpath"),

@@ -13,7 +13,7 @@ import pytest
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
 from rlpost.config.keys import Key, groups_of, keys_of
-from rlpost.config.other_words import KEYS
+from rlpost.config.other_words import NOT_HERE, WORDS
 from rlpost.config.overrides import Override
 from rlpost.config.recipes import find_recipe
 from rlpost.config.registry import all_keys, class_of, classes_of, default_choices, options, recipes
@@ -141,21 +141,31 @@ OTHER_WORDS = {
     "sft gradient_accumulation_steps=8": (
         "minibatch_size (samples an optimizer step) or tokens_per_microbatch (of one forward and backward)"
     ),
-    "grpo num_train_epochs=3": "steps",
+    "grpo num_train_epochs=3": "steps (of prompts_per_step prompts each; there are no epochs)",
     "grpo trainer.n_gpus_per_node=8": "cluster.trainer_ranks",
     "sft fsdp=true": "cluster.sharding",
     "sft num_train_epochs=3": "epochs",
-    "grpo epochs=3": "steps",
+    "grpo epochs=3": "steps (of prompts_per_step prompts each; there are no epochs)",
     "grpo max_tokens=99": "env.max_completion_tokens",
     "sft max_seq_length=99": "max_tokens",
-    "grpo reward_funcs=accuracy_reward": "env.reward of env=dataset",
+    "grpo reward_funcs=accuracy_reward": "env.reward of env=dataset (FILE.py:FUNCTION, or a name)",
+    "grpo custom_reward_function.path=r.py": "env.reward of env=dataset (FILE.py:FUNCTION, or a name)",
+    "grpo datasets=x/y": "env=dataset env.path=x/y",
+    "sft dataset_name=openai/gsm8k": "env=dataset env.path=openai/gsm8k",
+    "sft val_set_size=0.05": "env.held_out (a share of the rows)",
+    "sft sample_packing=true": "packing",
+    "sft cutoff_len=99": "max_tokens",
+    "sft lora_target_linear=true": "lora.target_modules (left out: every linear layer)",
+    "expert_iteration reward_model.path=x": "env.reward of env=dataset (FILE.py:FUNCTION, or a name)",
+    "expert_iteration adam_beta2=0.95": "optim.beta2",
+    "eval tasks=gsm8k": "env=gsm8k",
     "grpo dataset=gsm8k": "env=gsm8k",
     "grpo dataset=rows.jsonl": "env=dataset env.path=rows.jsonl",
     "grpo save_steps=10": "checkpoint.every",
     "grpo save_total_limit=2": "checkpoint.keep_last",
     "grpo eval_steps=10": "eval.every",
     "grpo lr_scheduler_type=cosine": "optim.schedule",
-    "grpo warmup_ratio=0.1": "optim.warmup_steps",
+    "grpo warmup_ratio=0.1": "optim.warmup_steps (a number of steps, not a share)",
     "grpo gradient_checkpointing=true": "model.activation_checkpointing",
     "grpo bf16=true": "model.autocast=bfloat16",
     "grpo fp16=true": "model.autocast",
@@ -173,10 +183,10 @@ OTHER_WORDS = {
     "grpo actor_rollout_ref.model.path=x": "model.path",
     "grpo actor_rollout_ref.actor.optim.lr=1e-6": "optim.lr",
     "grpo actor_rollout_ref.rollout.n=8": "group_size",
-    "grpo actor_rollout_ref.actor.ppo_mini_batch_size=8": "minibatch_size",
+    "grpo actor_rollout_ref.actor.ppo_mini_batch_size=8": "minibatch_size (counted in samples)",
     "grpo actor_rollout_ref.actor.kl_loss_coef=0.001": "loss.kl_coef",
     "grpo algorithm.adv_estimator=grpo": "advantage.estimator",
-    "grpo trainer.total_epochs=3": "steps",
+    "grpo trainer.total_epochs=3": "steps (of prompts_per_step prompts each; there are no epochs)",
     "grpo trainer.save_freq=10": "checkpoint.every",
     "grpo orchestrator.rollouts_per_example=8": "group_size",
     "grpo max_async_level=2": "max_policy_lag",
@@ -204,8 +214,17 @@ def test_words_of_other_tools_lead_to_the_word_here() -> None:
 
 def test_what_there_is_nothing_for_is_told_why() -> None:
     assert answer("grpo logging_steps=1").endswith(": every step is recorded, in metrics.jsonl")
-    assert answer("grpo trainer.nnodes=2").endswith(" or sample by cluster=ray: see docs/scale.md")
+    assert answer("grpo trainer.nnodes=2").endswith(" or sample by cluster=ray (docs/scale.md)")
     assert "lora.enabled=true" in answer("sft load_in_4bit=true")
+    assert answer("sft lora_dropout=0.1").endswith(": adapters have no dropout, so that trainer and sampler agree")
+    assert "nothing is uploaded" in answer("sft push_to_hub=true")
+    assert answer("grpo sample_packing=true").endswith(": completions are packed wherever the model allows it")
+    assert answer("sft special_tokens.pad_token=x").endswith(": the tokenizer is the model's own")
+    assert answer("grpo critic.optim.lr=1").endswith("completions are compared within their group")
+
+
+def test_a_training_word_in_an_evaluation_names_where_it_belongs() -> None:
+    assert answer("eval learning_rate=1").endswith(": optim.lr belongs to rlpost train grpo")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -213,12 +232,13 @@ def test_every_word_of_the_table_leads_to_a_key_a_group_or_a_flag_of_the_command
     command: Command[Any],
 ) -> None:
     known = {*all_keys(command), *groups_of(command.settings), "--out", "--name", "--resume"}
-    for word in KEYS:
+    for word in WORDS:
         told = answer(f"{command.name} {word}=1") if word not in known else ""
         if "did you mean" in told:
             told = re.sub(r" \([^)]*\)| of [a-z]+=.*", "", told.rpartition("did you mean ")[2].partition("?")[0])
             assert {meant.partition("=")[0] for meant in re.split(", | or ", told)} <= known
-    used = {meant.partition("=")[0] for said in KEYS.values() for meant in re.split(r"[ |]", said)}
+    answers = [answer for said in WORDS.values() for answer in said.split(" | ") if not answer.startswith(NOT_HERE)]
+    used = {meant.partition("=")[0] for answer in answers for meant in answer.partition(" (")[0].split()}
     assert used <= {"--out", "--name", "--resume"} | {
         k for c in COMMANDS for k in (*all_keys(c), *groups_of(c.settings))
     }
