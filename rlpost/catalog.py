@@ -162,7 +162,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
         ),
         "mix": Choice(
             "mix:MixSettings",
-            "Several environments at once, in shares: env.sources=[arithmetic,gsm8k]",
+            "Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'",
             "envs.mix:MixEnv.of",
         ),
         "reasoning_gym": Choice(

@@ -22,6 +22,7 @@ from rlpost.rewards.functions import Finished, Rewards, load_reward
 from tests.judge_server import reply_of, serving
 
 DOCS = Path(__file__).parents[1] / "docs"
+ANY_BLOCK = re.compile(r"^```(\w*)[ ]?(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(\w+)[ ]?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -144,6 +145,20 @@ def test_every_loss_stands_on_its_page_with_its_defaults() -> None:
         [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
         for key in variant.coefficients:
             assert key in row
+
+
+def test_shell_commands_of_the_pages_and_the_help_are_quoted_for_zsh() -> None:
+    root = DOCS.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+    texts = [
+        text for page in pages for language, _, text in ANY_BLOCK.findall(page.read_text()) if language in ("", "sh")
+    ]
+    texts += [file.read_text() for file in (root / "rlpost" / "cli").glob("*.py")]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    commands = [line for line in lines if re.match(r"(rlpost|pip|uv|python|vllm|ray|make|source|git) \S", line)]
+    assert len(commands) > 100
+    outside_quotes = {line: re.sub(r"'[^']*'|\"[^\"]*\"|(^|\s)#.*", "", line) for line in commands}
+    assert [line for line, bare in outside_quotes.items() if re.search(r"[\[\]*?]", bare)] == []
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

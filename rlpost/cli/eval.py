@@ -38,7 +38,7 @@ Examples:
   rlpost eval
   rlpost eval model=runs/my-run
   rlpost eval model=my-run env=gsm8k env.limit=64
-  rlpost eval model=runs/my-run eval.k=[1,8] --name my-run
+  rlpost eval model=runs/my-run 'eval.k=[1,8]' --name my-run
   rlpost eval compare before my-run
   rlpost eval -m model=smollm2,runs/my-run
 """

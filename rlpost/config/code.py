@@ -7,6 +7,7 @@ kept may be anybody's, and may not.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -68,7 +69,7 @@ def check_origin(key: Key, value: Any, given: Override | None) -> None:
         )
     raise ConfigError(
         f"{given.source}: a file cannot {key.runs.no_file}; leave the line out and give "
-        f"{key.name}={shown(as_text(value))} on the command line"
+        f"{shlex.quote(f'{key.name}={shown(as_text(value))}')} on the command line"
     )
 
 

@@ -195,7 +195,11 @@ def _parse_with_hydra(key: Key, text: str) -> Any:
         raise ConfigError(f"{key.name}={shown(text)} cannot be read: it takes {_wanted(key)}") from None
     if parsed.is_sweep_override():
         one_list = key.is_list and not text.lstrip().startswith("[")
-        advice = f"write {key.name}=[{shown(text)}]" if one_list else "add -m to run the command once for each"
+        advice = (
+            f"write {shlex.quote(f'{key.name}=[{shown(text)}]')}"
+            if one_list
+            else "add -m to run the command once for each"
+        )
         raise ConfigError(f"{key.name}={shown(text)} is several values; {advice}")
     return parsed.value()
 

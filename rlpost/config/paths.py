@@ -201,7 +201,7 @@ def check_data_path(path: str, key: str = "env.path") -> None:
     """Raise DataError where the value of `key` is a local path and nothing is there; a hub id passes."""
     paths = paths_in(path)
     if not paths:
-        raise DataError(f"{key}={path} names no file: write {key}=[a.jsonl,b.jsonl]")
+        raise DataError(f"{key}={path} names no file: write '{key}=[a.jsonl,b.jsonl]'")
     for each in paths:
         file = expanded(each)
         if "://" in each:

@@ -40,7 +40,7 @@ def named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
     name, or one says what holds for all of a mix.
     """
     if not sources:
-        raise ConfigError("env.sources is empty: name at least one environment, as in env.sources=[arithmetic,gsm8k]")
+        raise ConfigError("env.sources is empty: name at least one environment, as in 'env.sources=[arithmetic,gsm8k]'")
     said = [SourceText.of(source.text) for source in sources]
     names = [each.name for each in said if each.name]
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -85,6 +86,8 @@ def _written(meant: str, override: Override, keys: Mapping[str, Key]) -> str:
         with suppress(ConfigError):
             parse_value(key, override.text)
             meant = f"{meant}={shown(override.text)}"
+            if not override.source:
+                return shlex.quote(meant)
     if not override.source:
         return meant
     words = meant.split()  # as lines of a file

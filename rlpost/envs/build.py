@@ -27,7 +27,7 @@ def build_env(
             add_tools(part, tools)
         elif own.max_turns > 1 and not part.answers:
             raise ConfigError(
-                f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=[python], for example"
+                f"env.max_turns={own.max_turns} gives turns that nothing answers: add tools.use=python, for example"
             )
     return env
 

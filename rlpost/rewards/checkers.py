@@ -86,7 +86,7 @@ def require_nltk_data(package: str, needed_for: str) -> None:
         except LookupError as error:
             raise DataError(
                 f"{needed_for} needs NLTK's {package}, which {_how_to_get(package, packaged)} "
-                f"(env.leave_out=[{needed_for}] does without)"
+                f"(env.leave_out={needed_for} does without)"
             ) from error
 
 

@@ -30,7 +30,7 @@ class AttemptsSettings(Settings, group="eval"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.k:
-            raise ConfigError("eval.k is empty: give at least one number of attempts, as in eval.k=[1,8]")
+            raise ConfigError("eval.k is empty: give at least one number of attempts, as in 'eval.k=[1,8]'")
         if min(self.k) < 1:
             raise ConfigError(f"eval.k={min(self.k)} is out of range: it must be at least 1")
         if len(set(self.k)) < len(self.k):

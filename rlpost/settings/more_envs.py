@@ -114,7 +114,7 @@ def named_values(key: str, words: list[str]) -> dict[str, Any]:
     for word in words:
         name, mark, text = re.match(r"\s*([A-Za-z_]\w*)?\s*([:=])?\s*(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
         if not name or not mark:
-            raise ConfigError(f"{key}={word!r} names no setting: write {key}=[name:value,other:value]")
+            raise ConfigError(f"{key}={word!r} names no setting: write '{key}=[name:value,other:value]'")
         try:
             values[name] = json.loads(text)
         except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ class PythonSandbox(Enum):
 
 @dataclass
 class ToolsSettings(Settings, group="tools"):
-    """Tools for environments of several turns: `tools.use=[python] env.max_turns=2`.
+    """Tools for environments of several turns: `tools.use=python env.max_turns=2`.
 
     Names are `python`, `mcp`, `browser` and those that a plugin registers.
     """
@@ -61,9 +61,9 @@ class ToolsSettings(Settings, group="tools"):
         if len(set(self.use)) < len(self.use):
             raise ConfigError(f"tools.use={self.use} names a tool twice: name each once")
         if "mcp" in self.use and self.mcp_file is None:
-            raise ConfigError("tools.use=[mcp] needs tools.mcp_file, the JSON file that names the servers")
+            raise ConfigError("tools.use=mcp needs tools.mcp_file, the JSON file that names the servers")
         if "browser" in self.use and not self.allowed_domains:
-            raise ConfigError("tools.use=[browser] may visit nothing: name tools.allowed_domains=[example.org]")
+            raise ConfigError("tools.use=browser may visit nothing: name tools.allowed_domains=example.org")
         self._check_unused()
 
     def _check_unused(self) -> None:
@@ -75,7 +75,7 @@ class ToolsSettings(Settings, group="tools"):
             tool = belongs.get(each.name, "python" if each.name.startswith("python_") else None)
             changed = getattr(self, each.name) != (each.default_factory() if each.name in LISTS else each.default)  # type: ignore[misc]
             if changed and (tool not in self.use if tool else not self.use):
-                needed = f"[{tool}]" if tool else "[python], for example"
+                needed = tool or "python, for example"
                 raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
 
     def told(self, env: EnvSettings) -> list[str]:

@@ -39,7 +39,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "a reward of a source": (MIX.format("dataset path=me/rows reward=./evil.py:f"), NO_CODE),
     "a reward of a source in quotes": (MIX.format("dataset path=me/rows 'reward=[exact,./evil.py:f]'"), NO_CODE),
     "an accuracy of a source": (MIX.format("dataset path=me/rows reward=exact accuracy=evil:f"), NO_CODE),
-    "a game of a source": (MIX.format("text_game id=evil:Env-v0"), "give env.sources=text_game id=evil:Env-v0"),
+    "a game of a source": (MIX.format("text_game id=evil:Env-v0"), "give 'env.sources=text_game id=evil:Env-v0'"),
     "a game of a source in escapes of JSON": (
         "env: mix\nenv.sources: ['text_game ''id=\"evil\\u003aEnv-v0\"''']",
         NO_CODE,
