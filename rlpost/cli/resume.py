@@ -69,8 +69,8 @@ def kept_settings(command: Command[Any], run: Path, resume: str, words: Sequence
     given = {word.partition("=")[0] for word in words}
     if code := [word for word in code_words(lines) if word.partition("=")[0] not in given]:
         raise ConfigError(
-            f"--resume: {run} was trained with code, which a run folder cannot name to run: give it again, as "
-            f"{shlex.join(code)}"
+            f"--resume: {run} was trained with code or on other machines, which a run folder cannot name: give it "
+            f"again, as {shlex.join(code)}"
         )
     parts = [(number, *line.partition("=")) for number, line in enumerate(lines, start=1)]
     kept = [Override(key, text, f"{file}, line {number}") for number, key, equals, text in parts if equals]

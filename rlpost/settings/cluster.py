@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import Settings, limited
+from rlpost.settings.code import MACHINE
 from rlpost.settings.model import DType
 
 
@@ -61,7 +62,9 @@ class RayClusterSettings(ClusterSettings):
 
     name: ClassVar[str] = "ray"
 
-    address: str = "auto"  # of the cluster: a host:port, auto (a running one, or a new one here) or local (a new one)
+    address: str = field(
+        default="auto", metadata=MACHINE
+    )  # host:port; auto: a running one, else one here; local: one here
     rollout_workers: int = limited(1, at_least=1)  # that sample; a run begins with the first and goes on with all
     cpus_per_worker: float = limited(1.0, above=0.0)  # that a worker is given, and its engine's threads
     gpus_per_worker: float | None = limited(None, at_least=0.0)  # None: one a shard where the cluster has any, else 0

@@ -1,4 +1,4 @@
-"""The settings that make something run: code to import, a program to start, a wall to take down.
+"""The settings that make something run: code to import, a program to start, a wall to take down, a machine to send to.
 
 A field that does so says it in its `metadata`. `rlpost.config.code` lets such a value come from a command line alone,
 where a person typed it: a recipe, a file of conf/ and a run folder may be anybody's.
@@ -43,6 +43,14 @@ CODE_UNLESS_NAMES = {  # of rewards: a name stands for what is there
 }
 CODE_IF_MODULE = {
     RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")), "a name")
+}
+MACHINE = {  # whose workers are sent the code, the model and the rows
+    RUNS: Runs(
+        "send code and data to another machine",
+        lambda value: value not in ("auto", "local"),
+        "auto or local",
+        "HOST:6379",
+    )
 }
 PROGRAM = {RUNS: Runs("name a program to start", _said)}
 SANDBOX = {

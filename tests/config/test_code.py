@@ -88,6 +88,10 @@ RECIPES: dict[str, tuple[str, str]] = {
         TOOL.format("python") + "tools.python_sandbox: limits",
         "a file cannot let programs out of the sandbox",
     ),
+    "a cluster": (
+        "cluster: ray\ncluster.address: evil.org:6379",
+        "a file cannot send code and data to another machine",
+    ),
     "an object of YAML": ("plugin: !!python/object/apply:builtins.open [ran, w]", "r.yaml"),
     "a new object of YAML": ("steps: !!python/object/new:os.system [touch ran]", "r.yaml"),
     "a module of YAML": ("steps: !!python/module:evil", "r.yaml"),
@@ -221,6 +225,7 @@ KEPT = {
     "servers of MCP": ("tools.mcp_file=servers.json", "tools.mcp_file=servers.json"),
     "programs outside the sandbox": ("tools.python_sandbox=limits", "tools.python_sandbox=limits"),
     "a game of a module": ("env.id=evil:Env-v0", "env.id=evil:Env-v0"),
+    "a cluster": ("cluster.address=evil.org:6379", "cluster.address=evil.org:6379"),
 }
 
 
@@ -242,7 +247,7 @@ def test_a_run_folder_makes_nothing_run_where_it_goes_on(way: str) -> None:
     line, again = KEPT[way]
     with pytest.raises(ConfigError) as caught:
         kept_settings(TRAIN_GRPO, run_folder(line), "latest", ["steps=9"])
-    assert str(caught.value).endswith(f"which a run folder cannot name to run: give it again, as {again}")
+    assert str(caught.value).endswith(f"which a run folder cannot name: give it again, as {again}")
     kept = kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [again])
     assert kept is not None
     assert [override.key for override in kept] == ["model"]  # the user's word alone counts, not the folder's
@@ -254,6 +259,15 @@ def test_code_in_a_source_is_given_again_where_a_run_goes_on() -> None:
         kept_settings(TRAIN_GRPO, run_folder(word), "latest", ["steps=9"])
     assert kept_settings(TRAIN_GRPO, Path("runs/theirs"), "latest", [word]) is not None
     assert not is_code(Override("env.sources", '["dataset path=rows.jsonl reward=exact","arithmetic"]'))
+
+
+def test_a_recipe_may_ask_for_a_cluster_that_the_command_line_names() -> None:
+    for address in ("auto", "local"):
+        Path("r.yaml").write_text(f"command: train grpo\nmodel: tiny\ncluster: ray\ncluster.address: {address}\n")
+        assert compose(TRAIN_GRPO, ["recipe=r.yaml"]).choices["cluster"] == "ray"
+    assert compose(TRAIN_GRPO, ["recipe=r.yaml", "cluster.address=10.0.0.7:6379"]).as_dict()["cluster"]["address"] == (
+        "10.0.0.7:6379"
+    )
 
 
 def test_whoever_composes_what_a_run_folder_kept_runs_none_of_it() -> None:
