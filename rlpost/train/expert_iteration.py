@@ -21,7 +21,6 @@ from rlpost.model.packing import Row, rows_of
 from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
 from rlpost.settings import ExpertIterationSettings
 from rlpost.settings.run import RunRequest
-from rlpost.text import counted
 from rlpost.train.sampled import SamplingSession
 from rlpost.train.update import Update
 
@@ -68,8 +67,7 @@ def learn(session: ExpertIterationSession) -> None:
 def tell_nothing_selected(session: ExpertIterationSession) -> None:
     """Count a step that had nothing to train on, and say so."""
     session.progress.nothing_selected += 1
-    count = f"{session.progress.nothing_selected} of {counted(session.step, 'step')} so far"
-    session.screen.note(f"step {session.step}: no completion was selected, so nothing was learned from it ({count})")
+    session.note_step("no completion was selected, so nothing was learned from the step")
 
 
 def selection_metrics(sampled: TensorDict, selected: Sequence[int]) -> dict[str, float]:

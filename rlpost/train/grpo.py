@@ -56,7 +56,7 @@ def learn(session: GRPOSession) -> None:
                 updates.append(ranks.update(minibatch, session.progress.updates))
             session.progress.updates += 1
             if not any(row.counts for row in minibatch):
-                session.screen.note(f"step {session.step}: all rewards of a minibatch failed, so it changed no weight")
+                session.note_step("all rewards of a minibatch failed, so it changed no weight")
         session.metrics |= update_metrics(settings, parts, ranks, rows, updates)
         session.trained()
 
@@ -94,9 +94,9 @@ def leave_out_overlong(session: GRPOSession, batch: TensorDict, rows: Sequence[R
             room = session.parts.policy.max_model_len
             where = f"{len(cut) - at_limit} where the context of {room} tokens ran out and {at_limit} {where}"
             advice = "lower env.max_turns or env.max_completion_tokens, or take a model with a longer context"
-        session.screen.note(
-            f"step {session.step} trains on nothing: all completions were cut {where}, and overlong.mask=true leaves "
-            f"those out; {advice}"
+        session.note_step(
+            "nothing was trained on: all completions were truncated, and overlong.mask=true leaves those out",
+            f" ({where}; {advice})",
         )
     return trained
 

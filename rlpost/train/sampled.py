@@ -112,6 +112,9 @@ class SamplingSession(Session[S, P]):
                 f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
                 f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
             )
+        if failed:
+            more = f" ({failed:.0f} of {count}; {self.run.folder}/log.txt has the error)"
+            self.note_step("rewards failed, and their completions were left out", more)
         self.metrics |= self.parts.buffer.take_counts() | self.parts.collector.counts()
         self.clock.lap()
         self.parts.policy.rest()

@@ -93,6 +93,7 @@ class Session(ABC, Generic[S, P]):
         self.clock = Clock()
         self.saving = Saving(lambda: self.screen.phase("saving checkpoint"))
         self._diagnosis = Diagnosis()
+        self._noted: dict[str, set[int]] = {}  # what was noted of a step -> all steps it holds for
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -103,6 +104,13 @@ class Session(ABC, Generic[S, P]):
         if isinstance(raised[1], Exception):
             self.run.look_into(raised[1], self.step)
         return self._opened.__exit__(*raised)
+
+    def note_step(self, what: str, more: str = "") -> None:
+        """Print `what` happened in this step, with `more`, the first time; the end of the run counts its steps."""
+        steps = self._noted.setdefault(what, set())
+        if not steps:
+            self.screen.note(f"step {self.step}: {what}{more}")
+        steps.add(self.step)
 
     def load(self, assemble: Callable[[S, Path | None], P]) -> P:
         """The parts, assembled and started; then the run is begun, or resumed from its checkpoint."""
@@ -376,6 +384,9 @@ class Session(ABC, Generic[S, P]):
     ) -> None:
         if error is not None and not isinstance(error, Stopped):
             return
+        for what, steps in self._noted.items():
+            if len(steps) > 1:
+                self.screen.note(f"in {len(steps)} steps: {what}")
         if self.run.stopping:
             say_stopped(self.run)
         else:

@@ -15,7 +15,6 @@ import torch
 
 from rlpost.assemble_sft import SFTParts
 from rlpost.config.compose import environments_of
-from rlpost.data.complaints import SHOWN
 from rlpost.data.demonstrations import Sample
 from rlpost.data.encoding import LazySamples
 from rlpost.envs.first_look import look_at_rows
@@ -167,11 +166,13 @@ class SFTSession(Session[SFTSettings, SFTParts]):
         if not isinstance(rows, LazySamples):
             yield from samples.iter_from(self.progress.position)
             return
+        noted: set[tuple[str, str]] = set()
         for drawn in itertools.count(self._drawn):
             sample, is_news = rows.meet(samples.row_at(drawn), first_pass=drawn < len(rows))
-            if is_news and rows.met <= SHOWN:
-                fault = sample.fault.value if sample.fault else ""
-                done = "the rest is trained on" if sample.num_trained else "skipped"
+            fault = sample.fault.value if sample.fault else ""
+            done = "the rest is trained on" if sample.num_trained else "skipped"
+            if is_news and (fault, done) not in noted:  # the end of the run counts them all
+                noted.add((fault, done))
                 self.screen.note(f"bad row: {sample.where}: {fault}: {sample.reason}: {done}")
             if sample.num_trained:
                 yield sample

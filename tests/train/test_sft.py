@@ -284,6 +284,19 @@ def many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+def test_bad_rows_of_one_kind_are_noted_once_and_counted(
+    tmp_path: Path, many_rows: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "many.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    lines[19] = lines[24] = lines[29]  # three whose prompt alone is too long
+    file.write_text("".join(lines))
+    assert run(tmp_path / "whole", *many_rows, "epochs=1") == 0
+    said = capsys.readouterr().out
+    assert said.count(": skipped\n") == 1
+    assert "bad rows met in training: 4, 3 of all drawn were skipped\n" in said
+
+
 def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(
     tmp_path: Path, many_rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

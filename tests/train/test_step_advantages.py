@@ -300,9 +300,9 @@ def test_a_step_of_nothing_but_overlong_completions_trains_on_nothing_and_says_s
     [line] = run(tmp_path, *words)
     assert (line["completion/masked_overlong"], line["tokens/trained"], line["grad_norm"]) == (4.0, 0.0, 0.0)
     assert line["sampler/logprob_gap"] > 1.0  # measured all the same: a script is sure of what the model is not
-    assert (
-        "step 1 trains on nothing: all completions were cut at env.max_completion_tokens=6" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "step 1: nothing was trained on: all completions were truncated, and overlong.mask=true leaves " in said
+    assert "(at env.max_completion_tokens=6; raise the limit)\n" in said
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])

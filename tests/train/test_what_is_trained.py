@@ -138,10 +138,9 @@ def said_of(batch: TensorDict, rows: list[Row]) -> tuple[list[str], float]:
     told: list[str] = []
     session: Any = SimpleNamespace(
         metrics={},
-        step=3,
         settings=settings_of("overlong.mask=true"),
         parts=SimpleNamespace(policy=SimpleNamespace(max_model_len=40)),
-        screen=SimpleNamespace(note=told.append),
+        note_step=lambda what, more: told.append(f"{what}{more}"),
     )
     leave_out_overlong(session, batch, rows)
     return told, session.metrics["completion/masked_overlong"]
@@ -154,12 +153,11 @@ def test_what_a_context_cut_is_left_out_too(batch: Batch) -> None:
 
 
 def test_a_step_of_nothing_but_cut_completions_says_what_cut_them(batch: Batch) -> None:
-    beginning = "step 3 trains on nothing: all completions were cut "
+    beginning = "nothing was trained on: all completions were truncated, and overlong.mask=true leaves those out ("
     at_limit = "at env.max_completion_tokens=12"
-    leaving = ", and overlong.mask=true leaves those out; "
-    assert said_of(*cut_by(batch, "length", "length")) == ([f"{beginning}{at_limit}{leaving}raise the limit"], 2.0)
+    assert said_of(*cut_by(batch, "length", "length")) == ([f"{beginning}{at_limit}; raise the limit)"], 2.0)
     advice = "lower env.max_turns or env.max_completion_tokens, or take a model with a longer context"
-    ran_out = f"{beginning}1 where the context of 40 tokens ran out and 1 {at_limit}{leaving}{advice}"
+    ran_out = f"{beginning}1 where the context of 40 tokens ran out and 1 {at_limit}; {advice})"
     assert said_of(*cut_by(batch, "length", "length", lengths=(12, 5))) == ([ran_out], 2.0)
 
 
