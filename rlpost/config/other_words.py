@@ -70,18 +70,20 @@ _WORDS = {
     "env.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "env.max_completion_tokens": "max_tokens max_new_tokens max_completion_length max_response_length generate_max_len",
     "model": "model._component_",
-    "model.path": "model.name model_name model_name_or_path base_model pretrain checkpoint_dir hf_model_path",
+    "model.path": "model.name model_name model_name_or_path base_model pretrain checkpoint_dir hf_model_path "
+    "model_args",
     "model.dtype": "torch_dtype precision",
     "model.autocast": "fp16 mixed_precision",
     "model.autocast=bfloat16": "bf16",
     "model.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing "
-    "enable_activation_checkpointing gradient_checkpointing_kwargs",
+    "enable_activation_checkpointing gradient_checkpointing_kwargs use_reentrant",
     "model.chat_template": "chat_template_path template",
     "model.device": "device_map",
     "lora.enabled=true": "use_peft use_lora peft adapter finetuning_type",
     "lora.rank": "r lora_r lora_dim",
-    "lora.target_modules": "lora.target lora_target lora_attn_modules",
-    "lora.target_modules (left out: every linear layer)": "lora_target_linear lora_target_modules apply_lora_to_mlp",
+    "lora.target_modules": "lora_attn_modules",
+    "lora.target_modules (left out: every linear layer)": "lora_target_linear lora_target lora.target lora_target_modules "
+    "apply_lora_to_mlp",
     "lora.path": "adapter_path lora_model_dir adapter_name_or_path",
     "policy": "engine backend rollout.name infer_backend",
     "policy=vllm": "use_vllm vllm",
@@ -131,6 +133,8 @@ _WORDS = {
     "use_dynamic_bsz group_by_length pad_to_sequence_len eval_sample_packing",
     "not here: reading rows needs no setting": "dataset_prepared_path dataset_num_proc dataset_processes "
     "dataset_num_workers dataloader_num_workers preprocessing_num_workers overwrite_cache remove_unused_columns",
+    "not here: model.path alone names the model": "checkpoint_files checkpointer._component_",
+    "not here: examples go into env.system_prompt": "num_fewshot",
     "not here: code that comes with a model is never run": "trust_remote_code",
     "not here: the tokenizer is the model's own": "special_tokens tokenizer_type tokenizer_config tokenizer.path "
     "tokenizer._component_ disable_fast_tokenizer use_fast_tokenizer model_type checkpointer.model_type "

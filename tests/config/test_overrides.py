@@ -98,7 +98,7 @@ def test_a_value_survives_being_written_on_one_line(key: Key, value: Any) -> Non
         (FLAG, "yes", "it takes true or false"),
         (CHOICE, "linaer", r"one of constant, linear, cosine; did you mean linear\?"),
         (CHOICE, "1", "is unknown"),
-        (CHOICES, "add,multiply", r"write env.operations=\[add,multiply\]"),
+        (CHOICES, "add,multiply", r"write 'env.operations=\[add,multiply\]'"),
         (CHOICES, "[add,multply]", r"did you mean multiply\?"),
         (CHOICES, "ad", r"did you mean add\?"),
         (CHOICES, "[add", "cannot be read"),
@@ -111,7 +111,7 @@ def test_a_value_survives_being_written_on_one_line(key: Key, value: Any) -> Non
         (TEXT, '"\\ud800"', "half of a character"),
         (PATH, '"./a\\u0000b"', "a byte 0"),
         (TEXTS, '["\\ud800"]', "half of a character"),
-        (TEXTS, "a.py:f,b.py:g", r"is several values; write policy.replies=\[a.py:f,b.py:g\]"),
+        (TEXTS, "a.py:f,b.py:g", r"is several values; write 'policy.replies=\[a.py:f,b.py:g\]'"),
         (PATH, "null", "takes text"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_conversation_for_which_no_room_is_left_ends_there(tmp_path: Path) -> 
         (["tools.use=[echoe]"], "tools.use names echoe, which is no tool; did you mean echo"),
         (["tools.use=[]"], "gives turns that nothing answers"),
         (["tools.use=[echo,echo]"], "names a tool twice"),
-        (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=\[python\]"),
+        (["tools.python_persistent=true"], r"means nothing without its tool: add tools\.use=python"),
         (["tools.use=[mcp]"], r"needs tools\.mcp_file"),
         (["tools.use=[browser]"], r"name tools\.allowed_domains"),
         (["overlong.penalty_tokens=3"], "leave one out"),
