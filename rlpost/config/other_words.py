@@ -82,8 +82,8 @@ _WORDS = {
     "lora.enabled=true": "use_peft use_lora peft adapter finetuning_type",
     "lora.rank": "r lora_r lora_dim",
     "lora.target_modules": "lora_attn_modules",
-    "lora.target_modules (left out: every linear layer)": "lora_target_linear lora_target lora.target lora_target_modules "
-    "apply_lora_to_mlp",
+    "lora.target_modules (left out: every linear layer)": "lora_target_linear lora_target lora.target "
+    "lora_target_modules apply_lora_to_mlp",
     "lora.path": "adapter_path lora_model_dir adapter_name_or_path",
     "policy": "engine backend rollout.name infer_backend",
     "policy=vllm": "use_vllm vllm",
