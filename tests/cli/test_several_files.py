@@ -74,4 +74,5 @@ def test_a_list_that_names_no_file_is_refused_before_anything_is_loaded(
 ) -> None:
     assert run([*OWN, "env.path=[]", *more]) == 3
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "error: env.path=[] names no file: write 'env.path=[a.jsonl,b.jsonl]'\n")
+    said = "error: env.path=[] names no file: write 'env.path=[a.jsonl,b.jsonl]'\n"
+    assert (captured.out, captured.err) == ("", said)
