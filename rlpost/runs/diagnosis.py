@@ -15,7 +15,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from rlpost.record import number
+from rlpost.record import ACCURACY, has_evaluation, number
 
 FIRST, LAST = 3, 5  # steps that are compared
 AT_LEAST = 8  # steps before anything is said
@@ -37,10 +37,11 @@ class Symptom:
 
 
 class Trace:
-    """The steps of a run so far, without those that were only measured."""
+    """The steps of a run so far, and its evaluations, the one before training included."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows: list[Row] = []
+        self.evaluations: list[Row] = []
         for row in rows:
             self.add(row)
 
@@ -48,6 +49,8 @@ class Trace:
         """One more row."""
         if row["step"] > 0:
             self.rows.append(row)
+        if has_evaluation(row):
+            self.evaluations.append(row)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -148,6 +151,17 @@ def entropy_collapse(trace: Trace) -> Symptom | None:
     return Symptom("entropy collapse", trace.steps(), evidence, "lower optim.lr, or raise loss.clip_high (DAPO: 0.28)")
 
 
+def entropy_rises(trace: Trace) -> Symptom | None:
+    """The model becomes less sure, and earns no more."""
+    entropy, reward = trace.both("entropy"), trace.both("reward/mean")
+    if entropy is None or reward is None or _solved(trace) or rate_too_high(trace):
+        return None
+    if entropy[1] < 1.3 * entropy[0] + 0.1 or reward[1] >= reward[0] + 0.02:
+        return None
+    evidence = f"entropy {_change(entropy)} nats, reward {_change(reward)}"
+    return Symptom("entropy rises", trace.steps(), evidence, "lower optim.lr, and loss.entropy_coef where it is set")
+
+
 def clip_saturation(trace: Trace) -> Symptom | None:
     """Most of the gradient is cut off by the clip."""
     clipped = trace.last("ratio/clip_fraction")
@@ -209,6 +223,16 @@ def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
     return Symptom("reward hacking", trace.steps(), evidence, "rlpost rollouts show RUN --best; correct the reward")
 
 
+def reward_without_accuracy(trace: Trace) -> Symptom | None:
+    """The reward rises, and no completion of the run is right."""
+    reward, accuracy = trace.both("reward/mean"), _known(trace.rows, "accuracy/lenient")
+    if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
+        return None
+    evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
+    fix = "rlpost rollouts show RUN --best shows what earns it; let a right answer earn more"
+    return Symptom("reward without accuracy", trace.steps(), evidence, fix)
+
+
 def drift(trace: Trace) -> Symptom | None:
     """Sampler and trainer, or the model and its start, go apart."""
     gap = trace.both("sampler/logprob_gap")
@@ -225,13 +249,29 @@ def drift(trace: Trace) -> Symptom | None:
 
 
 def truncation(trace: Trace) -> Symptom | None:
-    """Nearly all answers are cut, and it gets no better."""
-    cut = trace.last("completion/truncated", AT_LEAST)
-    if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9:
+    """Nearly all completions are truncated, and nothing gets better; those of held-out prompts say it first."""
+    return _truncated_held_out(trace) or _truncated_in_training(trace)
+
+
+def _truncated_held_out(trace: Trace) -> Symptom | None:
+    """The latest evaluation: more are truncated than at the first, or as many and no more are right."""
+    cut, right = _known(trace.evaluations, "eval/truncated"), _known(trace.evaluations, ACCURACY)
+    if not cut or cut[-1] < 0.95 or not (cut[-1] >= cut[0] + 0.1 or (right and right[-1] <= right[0])):
         return None
-    if trace.rises("reward/mean", 0.02) or trace.rises("accuracy/lenient", 0.01) or _varied(trace):
+    change = f"{cut[0]:.0%} -> {cut[-1]:.0%}" if len(cut) > 1 else f"{cut[-1]:.0%}"
+    evidence = f"{change} of the held-out completions were truncated"
+    return Symptom("truncation", trace.steps(), evidence, "raise env.max_completion_tokens")
+
+
+def _truncated_in_training(trace: Trace) -> Symptom | None:
+    cut, goal = trace.last("completion/truncated", AT_LEAST), ("reward/mean", 0.02)
+    if len(cut) < AT_LEAST or fmean(cut) < 0.95 or min(cut) < 0.9 or _varied(trace):
         return None
-    evidence = f"{fmean(cut):.0%} of the completions were cut"
+    if trace.both("accuracy/lenient") is not None:  # where it is measured, a reward that rises alone is no progress
+        goal = ("accuracy/lenient", 0.01)
+    if trace.rises(*goal):
+        return None
+    evidence = f"{fmean(cut):.0%} of the completions were truncated"
     return Symptom("truncation", trace.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
 
 
@@ -241,10 +281,12 @@ RULES: tuple[Rule, ...] = (
     strict_falls,
     length_hacking,
     entropy_collapse,
+    entropy_rises,
     clip_saturation,
     rate_zero,
     rate_too_high,
     reward_up_accuracy_down,
+    reward_without_accuracy,
     drift,
     truncation,
 )

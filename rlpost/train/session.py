@@ -181,37 +181,37 @@ class Session(ABC, Generic[S, P]):
         run.screen.phase("recording", f"step {step}")
         self.metrics |= run.memory.metrics(self.parts.device) | self.ranks.memory()
         run.record(step, self.metrics, batch, evaluation_follows=measured)
-        alarmed = self._look_for_symptoms(batch)
-        if saved := bool(alarmed) or run.due(step, kept.every, kept.every_minutes):
+        if saved := run.due(step, kept.every, kept.every_minutes):
             self.save()
-        if alarmed and self.settings.diagnosis.on_alarm is OnAlarm.stop:
-            raise DivergedError(
-                f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
-                "goes on with what is changed, or with diagnosis.on_alarm=warn"
-            )
         evaluated: Mapping[str, float] = {}
         if measured:
             with run.abandoning(f"the evaluation after step {step}"):
                 evaluated = self._evaluated() if not run.stopping else {}
             run.add_evaluation(evaluated)
         is_best = bool(evaluated) and self.progress.best_step == step
-        if not saved and (is_best or run.due(step)):
+        alarmed = self._look_for_symptoms(batch, evaluated)
+        if alarmed or (not saved and (is_best or run.due(step))):  # a checkpoint knows which alarms were given
             self.save()
         elif is_best:
             self.saving.wait()
             mark_best(run.folder / "checkpoints", step, kept.keep_last)
+        if alarmed and self.settings.diagnosis.on_alarm is OnAlarm.stop:
+            raise DivergedError(
+                f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
+                "goes on with what is changed, or with diagnosis.on_alarm=warn"
+            )
 
     @cached_property
     def _tokenizer_to_save(self) -> Any:
         """A copy of the tokenizer: the fast ones do not let two threads use them at will."""
         return copy.deepcopy(self.parts.tokenizer)
 
-    def _look_for_symptoms(self, batch: Any) -> str:
-        """Say what the run's figures show for the first time; that, where `diagnosis.on_alarm` asks for more."""
+    def _look_for_symptoms(self, batch: Any, evaluated: Mapping[str, float]) -> str:
+        """Print the symptoms that show for the first time; returns them if `diagnosis.on_alarm` is more than warn."""
         wanted = self.settings.diagnosis.on_alarm
         if wanted is OnAlarm.off:
             return ""
-        found = symptoms_after(self.step, self._diagnosis, self.metrics, batch, self.progress)
+        found = symptoms_after(self.step, self._diagnosis, {**self.metrics, **evaluated}, batch, self.progress)
         lines = [symptom.line() for symptom in found]
         for line in lines:
             self.run.warn(line)
@@ -322,6 +322,7 @@ class Session(ABC, Generic[S, P]):
             before = self.progress.eval_before = self.measure("before training")
             check_measured(self.settings.eval, before)
             self.run.record(0, before)
+            self._diagnosis.after({"step": 0, **before})
             self.screen.line(evaluation_line(before, "before training"))
 
     def _restore(self, checkpoint: Path) -> None:

@@ -68,6 +68,16 @@ def ramp(name: str, first: float, last: float) -> Change:
     return change
 
 
+def measured(truncated: tuple[float, float], accuracy: float) -> Change:
+    """An evaluation after the first step, and one after the last."""
+
+    def change(columns: Columns, steps: int) -> None:
+        columns["eval/truncated"] = [truncated[0], *[None] * (steps - 2), truncated[1]]
+        columns["eval/accuracy_lenient"] = [accuracy, *[None] * (steps - 2), accuracy]
+
+    return change
+
+
 def fading(columns: Columns, steps: int) -> None:
     """Tokens become certain by a fifth a step."""
     columns["entropy"] = [1.8 * 0.8**i for i in range(steps)]
@@ -103,6 +113,15 @@ SICK: dict[str, tuple[str, list[Change], str]] = {
     "the engine goes astray": ("sums-async", [ramp("sampler/logprob_gap", 0.01, 0.9)], "sampler drift"),
     "away from the start": ("sums-sync", [ramp("kl/ref", 0.001, 6.0)], "drift"),
     "all is cut": ("sums-bf16-0", [*CUT, held("groups/zero_std", 0.85)], "truncation"),
+    "held-out replies no longer end": ("letters-t0", [measured((0.67, 1.0), 0.0)], "truncation"),
+    "held-out replies never end and none is right": ("sums-sync", [measured((1.0, 1.0), 0.0)], "truncation"),
+    "all is cut and only the reward rises": (
+        "sums-bf16-2",
+        [held("completion/truncated", 1.0), held("accuracy/lenient", 0.0)],
+        "truncation",
+    ),
+    "no completion is right": ("sums-seed-1", [held("accuracy/lenient", 0.0)], "reward without accuracy"),
+    "less and less sure": ("sums-wide-1", [ramp("entropy", 0.5, 1.4), held("reward/mean", 0.2)], "entropy rises"),
     "paid by a growing reward": (
         "sums-bf16-1",
         [ramp("reward/mean", 0.1, 0.9), ramp("accuracy/lenient", 0.6, 0.3)],

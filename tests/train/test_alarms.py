@@ -69,6 +69,13 @@ def test_an_alarm_saves_the_step_where_that_is_asked_for_and_says_nothing_where_
     assert "dead reward" not in (tmp_path / "off/log.txt").read_text()
 
 
+def test_an_alarm_sees_the_evaluation_after_its_step(tmp_path: Path) -> None:
+    words = ["steps=8", "group_size=2", "env.max_completion_tokens=4", "env.eval_limit=4", "eval.enabled=true"]
+    with pytest.raises(DivergedError, match=r"100% -> 100% of the held-out completions were truncated"):
+        train_in(TRAIN_GRPO, tmp_path / "run", [*WORDS, *words, "diagnosis.on_alarm=stop"])
+    verify(tmp_path / "run/checkpoints/step-000008")
+
+
 def test_what_was_told_before_a_stop_is_not_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looping = Symptom("repeated text", (10, 10), "16 of 16 completions repeat themselves", "lower optim.lr")
     monkeypatch.setattr(diagnosing, "repeated_text", lambda step, texts, prompts: looping if step == 10 else None)
