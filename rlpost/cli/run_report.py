@@ -292,7 +292,7 @@ def symptoms(run: Path) -> tuple[list[Symptom], int]:
     from rlpost.runs.diagnosis import Diagnosis, repeated_text
     from rlpost.runs.rollouts import read_rollouts, rollout_steps
 
-    rows = [row for row in read_metrics(run / "metrics.jsonl")[0] if row["step"] > 0]
+    rows = read_metrics(run / "metrics.jsonl")[0]
     found: dict[str, Symptom] = {}
     diagnosis = Diagnosis()
     for row in rows:
@@ -307,12 +307,15 @@ def symptoms(run: Path) -> tuple[list[Symptom], int]:
         texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
         if texts is not None:
             found.setdefault(texts.name, texts)
-    return list(found.values()), len(rows)
+    return list(found.values()), sum(row["step"] > 0 for row in rows)
 
 
 def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:
     """How the run ended, unless well, and the symptoms, for a person."""
+    from rlpost.runs.diagnosis import AT_LEAST
+
     ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
     if not found:
-        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}"]
+        few = "" if steps >= AT_LEAST else f"; most symptoms take {AT_LEAST} steps to show"
+        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}{few}"]
     return ended + [printable(symptom.line()) for symptom in found]

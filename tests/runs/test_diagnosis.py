@@ -182,3 +182,25 @@ def test_the_verb_names_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(capsys.readouterr().out)
     assert expected in [symptom["name"] for symptom in told["symptoms"]]
     assert told["steps"] == 60
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (7, "nothing stands out in 7 steps; most symptoms take 8 steps to show\n"),
+        (
+            8,
+            "truncation (steps 4-8): 67% -> 100% of the held-out completions were truncated; "
+            "raise env.max_completion_tokens\n",
+        ),
+    ],
+)
+def test_the_verb_reads_the_evaluation_before_training(
+    steps: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {"step": 0, "eval/truncated": 0.67, "eval/accuracy_lenient": 0.0}
+    rows = [before, *({"step": step} for step in range(1, steps)), before | {"step": steps, "eval/truncated": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "log.txt").write_text(f"2026-01-01 00:00:00,000 INFO {FINISHED}\n")
+    assert run(["runs", "diagnose", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == said
