@@ -296,7 +296,7 @@ class Run(Stoppable):
     def _restore_held(self, last_step: int) -> None:
         """The line of a step whose evaluation a crash has ended, where that step is kept."""
         file = self.folder / HELD
-        row = metrics_row(file.read_text()) if file.is_file() else None
+        row = metrics_row(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
         if row is not None and 0 < row["step"] <= last_step:
             rows, _ = read_metrics(self.folder / "metrics.jsonl")
             if row["step"] not in {each["step"] for each in rows}:
@@ -383,9 +383,10 @@ def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
     """Leave the lines of a metrics file whose steps `keeps`; whether there was any line."""
     if not file.is_file():
         return False
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     with replaced(file) as making:
-        # a line that a crash cut short counts as after every step
+        # a line that a crash cut short, or garbled, counts as after every step
         steps = [row["step"] if (row := metrics_row(line)) else sys.maxsize for line in lines]
-        making.write_text("".join(line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)))
+        kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)]
+        making.write_text("".join(kept), encoding="utf-8")
     return bool(lines)

@@ -287,6 +287,16 @@ def test_what_later_steps_left_is_dropped(tmp_path: Path, batch: Batch) -> None:
     assert "removed later checkpoints: step-000003" in printed(run)
 
 
+def test_a_metrics_line_that_is_not_utf8_is_dropped_on_resume(tmp_path: Path) -> None:
+    with make(tmp_path) as run:
+        run.record(1, FIGURES)
+        with (tmp_path / "metrics.jsonl").open("ab") as stream:
+            stream.write(b'{"step": 2, "reward/mean": \xff}\n')
+        (tmp_path / ".held-row.json").write_bytes(b'{"step": 2\xff')
+        run.forget_after(2)
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+
+
 def test_forgetting_everything_leaves_an_empty_record(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         run.forget_after(-1)  # nothing there yet
