@@ -49,14 +49,16 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int,
+    every: int = 1,
     best: int | None = None,
 ) -> Path:
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
-    Those that are left beside it keep the model alone. `best` is the step of the best checkpoint so far, perhaps this
-    one: the link `best` points at it, and it is never removed. The folder appears under its name only when complete,
-    and nothing older is touched before. Raises CheckpointError, leaving what was there before, when the disk does not
-    take it.
+    The checkpoint of the step before is removed too, unless it is one of every `every` steps: it was a guard against
+    a crash, and this one replaces it. Those that are left keep the model alone. `best` is the step of the best
+    checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed. The folder appears
+    under its name only when complete, and nothing older is touched before. Raises CheckpointError, leaving what was
+    there before, when the disk does not take it.
     """
     final = folder / f"step-{step:06d}"
     making, aside = folder / f".{final.name}.incomplete", folder / f".{final.name}.before.incomplete"
@@ -82,7 +84,7 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         _point(folder, LATEST, final.name)
         point_best(folder, best)
-        _remove_old(folder, keep_last, step, best)
+        _remove_old(folder, keep_last, every, step, best)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise CheckpointError(
             f"cannot write checkpoint {final}: {error}; free some space or give another --out, then --resume auto"
@@ -166,24 +168,27 @@ def point_best(folder: Path, step: int | None) -> bool:
     return True
 
 
-def mark_best(folder: Path, step: int, keep_last: int) -> None:
+def mark_best(folder: Path, step: int, keep_last: int, every: int) -> None:
     """Let `best` point at the checkpoint of `step`, which was written before it was measured; remove what that frees.
 
     Raises CheckpointError when the disk does not take it.
     """
     try:
         point_best(folder, step)
-        _remove_old(folder, keep_last, step, step)
+        _remove_old(folder, keep_last, every, step, step)
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}; free some space, then --resume auto") from error
 
 
-def _remove_old(folder: Path, keep_last: int, step: int, best: int | None) -> None:
+def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int | None) -> None:
     """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and the best.
 
-    Of those that are left all but that of `step` keep the model alone.
+    The one of the step before goes too, unless it is one of every `every` steps. Of those that are left all but that
+    of `step` keep the model alone.
     """
-    for old in checkpoints(folder)[:-keep_last]:
+    saved = checkpoints(folder)
+    replaced = [old for old in saved if step_of(old) == step - 1 and not (every and step_of(old) % every == 0)]
+    for old in {*saved[:-keep_last], *replaced}:
         if step_of(old) not in (step, best):
             shutil.rmtree(old)
     for older in checkpoints(folder):

@@ -81,6 +81,7 @@ def checkpoint_writer(
             "lr": learning_rate_of(optimizer),
         },
         keep_last=settings.checkpoint.keep_last,
+        every=settings.checkpoint.every,
         best=progress.best_step,
     )
 

@@ -194,7 +194,7 @@ class Session(ABC, Generic[S, P]):
             self.save()
         elif is_best:
             self.saving.wait()
-            mark_best(run.folder / "checkpoints", step, kept.keep_last)
+            mark_best(run.folder / "checkpoints", step, kept.keep_last, kept.every)
         if alarmed and self.settings.diagnosis.on_alarm is OnAlarm.stop:
             raise DivergedError(
                 f"stopped after step {step} by diagnosis.on_alarm=stop: {alarmed}. The step is saved: --resume auto "
@@ -343,7 +343,8 @@ class Session(ABC, Generic[S, P]):
         if progress.step and self._evaluation_due() and run.owes_evaluation(progress.step):  # a signal has ended it
             run.add_evaluation(self._evaluated())
             if progress.best_step == progress.step:
-                mark_best(run.folder / "checkpoints", progress.step, self.settings.checkpoint.keep_last)
+                kept = self.settings.checkpoint
+                mark_best(run.folder / "checkpoints", progress.step, kept.keep_last, kept.every)
         if progress.step >= run.total_steps:
             done = "1 step is" if progress.step == 1 else f"{progress.step} steps are"
             left = f"it ended early: {why}; {self._more()}" if (why := self.why_ended()) else self.remaining()

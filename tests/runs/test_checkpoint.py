@@ -143,6 +143,15 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) 
     assert names(tmp_path) == ["latest", "step-000020", "step-000030"]
 
 
+def test_a_neighbouring_step_is_kept_only_if_every_asks_for_it(tmp_path: Path) -> None:
+    for step in (30, 31, 59, 60):  # 31 and 59 for the time
+        save(tmp_path, step, keep_last=9, every=30)
+    assert names(tmp_path) == ["latest", "step-000030", "step-000031", "step-000060"]
+    save(tmp_path, 75, keep_last=9, every=0, best=75)
+    save(tmp_path, 76, keep_last=9, every=0, best=75)
+    assert names(tmp_path)[-2:] == ["step-000075", "step-000076"]
+
+
 def test_the_one_just_written_is_never_removed(tmp_path: Path) -> None:
     for step in (30, 40, 5):
         save(tmp_path, step, keep_last=1)

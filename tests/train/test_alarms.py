@@ -62,7 +62,7 @@ def test_an_alarm_stops_a_run_whose_step_is_saved_and_that_goes_on_when_told(tmp
 
 
 def test_an_alarm_saves_the_step_where_that_is_asked_for_and_says_nothing_where_it_is_off(tmp_path: Path) -> None:
-    words = rewarded(tmp_path, NOTHING, "checkpoint.keep_last=9", "steps=9")
+    words = rewarded(tmp_path, NOTHING, "checkpoint.keep_last=9", "steps=10")
     assert train_in(TRAIN_GRPO, tmp_path / "saved", [*words, "diagnosis.on_alarm=checkpoint"]) == 0
     assert (tmp_path / "saved/checkpoints/step-000008").is_dir()
     assert train_in(TRAIN_GRPO, tmp_path / "off", [*words, "diagnosis.on_alarm=off"]) == 0

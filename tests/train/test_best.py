@@ -108,17 +108,17 @@ def test_a_run_that_goes_back_is_as_good_as_it_was_then(
     tmp_path: Path, accuracies: dict[str, Sequence[float | None]]
 ) -> None:
     accuracies["all"] = [0.1, 0.25, 0.5, 0.75]
-    folder = tmp_path / "r"
-    assert run(folder, "steps=2", "checkpoint.keep_last=9") == 0
+    folder, kept = tmp_path / "r", ["checkpoint.every=1", "checkpoint.keep_last=9"]
+    assert run(folder, "steps=2", *kept) == 0
     whole = folder / "checkpoints/step-000002"
     shutil.copytree(whole, tmp_path / "whole")
-    assert run(folder, "steps=3", "checkpoint.keep_last=9", resume="latest") == 0
+    assert run(folder, "steps=3", *kept, resume="latest") == 0
     assert best(folder) == "step-000003"
     accuracies["all"] = [0.1, 0.25, 0.5, 0.3]
     assert not (whole / "state").exists()
     shutil.rmtree(whole)
     shutil.move(tmp_path / "whole", whole)
-    assert run(folder, "steps=3", "checkpoint.keep_last=9", resume=f"{folder}/checkpoints/step-000002") == 0
+    assert run(folder, "steps=3", *kept, resume=f"{folder}/checkpoints/step-000002") == 0
     assert best(folder) == "step-000002"
 
 
