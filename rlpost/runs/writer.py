@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from tensordict import TensorDictBase
 
 from rlpost import __version__
 from rlpost.config.paths import MANIFEST, newest_checkpoint, passed_over, unfinished_saves
-from rlpost.errors import CheckpointError, ConfigError, PolicyError, RlpostError
+from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
 from rlpost.extras import installed_version
 from rlpost.files import locked, replaced
 from rlpost.home import expanded
@@ -50,8 +51,8 @@ log = logging.getLogger("rlpost")
 class Run(Stoppable):
     """One run folder, locked while it is open.
 
-    As a context manager it takes the lock, writes what was asked, and takes a signal that has stopped it
-    for its end.
+    As a context manager it takes the lock, writes what was asked, takes a signal that has stopped it
+    for its end, and removes a folder that it made where it was refused before the first step was done.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Run(Stoppable):
         self.numbers: dict[str, str] | None = None  # the formats that it computes in
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
+        self._made_folder = False  # whether the folder is this attempt's, too
         self._tracker_is_lost = False
         self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
@@ -81,6 +83,7 @@ class Run(Stoppable):
 
     def __enter__(self) -> Run:
         with self._writing("give another --out"):
+            self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             begins = self._asked_checkpoint() is None or newest_checkpoint(self.folder) is None
@@ -125,9 +128,24 @@ class Run(Stoppable):
         if self._log_handler is not None:
             log.removeHandler(self._log_handler)
             self._log_handler.close()
+        if error is not None and self._was_refused(error):
+            shutil.rmtree(self.folder)
+            self.screen.note(f"nothing was trained, so {self.folder} is removed")
         if self._lock is not None:
             self._lock.close()
         return error is None
+
+    def _was_refused(self, error: BaseException) -> bool:
+        """Whether a mistake in settings, rows or rewards ended the run before its first step, in a folder of its own.
+
+        An error that points to log.txt keeps the folder, and so does a disk that takes no more: resuming begins there.
+        """
+        refusals = (ConfigError.exit_code, DataError.exit_code)
+        if not self._made_folder or not isinstance(error, RlpostError) or error.exit_code not in refusals:
+            return False
+        if isinstance(error, CheckpointError) or "log.txt" in str(error) or (self.folder / "checkpoints").exists():
+            return False
+        return all(row["step"] == 0 for row in read_metrics(self.folder / "metrics.jsonl")[0])
 
     def look_into(self, error: BaseException, step: int) -> None:
         """Write incident.json for what broke under way, while all is still as it was then.

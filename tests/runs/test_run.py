@@ -24,7 +24,7 @@ from tensordict import TensorDict
 import rlpost
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.errors import CheckpointError, ConfigError
+from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RewardError
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.runs.reader import RunState, read_run
 from rlpost.runs.writer import Run
@@ -158,6 +158,46 @@ def test_a_run_reads_back_as_it_ended(tmp_path: Path) -> None:
     records = [read_run(tmp_path / name) for name in ("finished", "stopped", "failed")]
     assert [record.state for record in records] == [RunState.finished, RunState.stopped, RunState.failed]
     assert records[2].error == "ValueError: broken"
+
+
+def ended_by(error: Exception, folder: Path, step: int = 0) -> Run:
+    """A run that `error` ended after it recorded `step`."""
+    run = make(folder)
+
+    def end() -> None:
+        with run:
+            run.record(step, FIGURES)
+            raise error
+
+    with pytest.raises(type(error)):
+        end()
+    return run
+
+
+def test_a_run_refused_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    run = ended_by(DataError("the prompt of row 3 is too long"), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    assert f"nothing was trained, so {tmp_path / 'new'} is removed\n" in printed(run)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (1, DataError("a later prompt is too long")),
+        (0, PolicyError("the engine does not answer")),
+        (0, CheckpointError("the disk is full; then --resume auto")),
+        (0, RewardError("4 of 8 rewards failed; the run's log.txt says how")),
+    ],
+)
+def test_a_run_that_trained_or_was_not_refused_stays_as_failed(tmp_path: Path, step: int, error: Exception) -> None:
+    ended_by(error, tmp_path / "new", step)
+    assert read_run(tmp_path / "new").state is RunState.failed
+
+
+def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    ended_by(DataError("the prompt of row 3 is too long"), tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 # Who may write
@@ -522,13 +562,13 @@ def test_an_error_of_any_text_is_logged_as_it_can_be_shown_and_leaves_the_run_it
     program = r"""
 import logging, sys
 from pathlib import Path
-from rlpost.errors import ConfigError
+from rlpost.errors import PolicyError
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings.run import RunRequest
 with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()):
     logging.getLogger("rlpost").warning("a reward said: %s", "\x1b[2J\ud800\x07")
-    raise ConfigError("bad: \x1b]0;t\x07 \udfff")
+    raise PolicyError("bad: \x1b]0;t\x07 \udfff")
 """
     folder = tmp_path / "run"
     ended = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, check=False)
