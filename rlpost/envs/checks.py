@@ -14,6 +14,8 @@ from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
 from rlpost.text import counted
 
+COMPLETION = "env.max_completion_tokens"
+
 
 def check_rewards(env: DatasetChatEnv) -> None:
     """Raise ConfigError for an environment whose rewards are one a token: a step takes one a completion."""
@@ -51,9 +53,10 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     if policy is None or not len(rows):
         return None
     most, reason = settings.max_prompt_tokens, f"env.max_prompt_tokens={settings.max_prompt_tokens}"
-    if context is not None and context - settings.max_completion_tokens < most:
-        most = context - settings.max_completion_tokens
-        reason = f"the {most} that the model's {context} leave beside env.max_completion_tokens"
+    completion, by_context = settings.max_completion_tokens, False
+    if context is not None and context - completion < most:
+        most, by_context = context - completion, True
+        reason = f"the {max(0, most)} that the model's context of {context} leaves beside {COMPLETION}={completion}"
     continuation = Continuation(tokenizer)
     suspects = _may_be_longer(env, rows, continuation, most)
     if policy is LongPrompts.error and len(rows) > ALL_UP_TO and len(suspects) > SAMPLE:
@@ -71,7 +74,10 @@ def _look_at(env: DatasetChatEnv, settings: EnvSettings, tokenizer: Any, context
     first = [f"  {env.where(number)}: {length:,} tokens" for number, length in list(long.items())[:SHOWN]]
     more = [f"  and {len(long) - SHOWN:,} more"] if len(long) > SHOWN else []
     skipping = "long_prompts=skip to this source" if env.source_name else "env.long_prompts=skip"
-    advice = f"raise the limit, shorten the rows, or add {skipping}"
+    limit = "raise the limit"
+    if by_context and (room := completion + most - max(long.values())) > 0:
+        limit = f"type {COMPLETION}={room} or less"
+    advice = f"{limit}, shorten the rows, or add {skipping}"
     raise DataError("\n".join([f"{told}: {advice}", *first, *more]))
 
 

@@ -193,8 +193,11 @@ class Policy(ABC):
         prompt = f"the prompt of {place} ({conversation.query[:60]!r}...) has {length} tokens"
         if limit is not None and length > limit:
             raise DataError(f"{prompt}, more than env.max_prompt_tokens={limit}: raise it, or leave the row out")
-        if self.max_model_len is not None and length + conversation.max_completion_tokens > self.max_model_len:
+        context = self.max_model_len
+        if context is not None and length + conversation.max_completion_tokens > context:
+            room = context - length
+            advice = f"type env.max_completion_tokens={room} or less" if room > 0 else "shorten the row or leave it out"
             raise DataError(
                 f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
-                f"{self.max_model_len} the model takes; lower it, or leave the row out"
+                f"model's context of {context} tokens; {advice}"
             )

@@ -178,7 +178,7 @@ FOUND_LATER: dict[str, tuple[str, int, str]] = {
     "prompt longer than the context": (
         f"{QUICK} policy=transformers env.max_completion_tokens=100000",
         3,
-        "that is more than the 2048 the model takes",
+        "than the model's context of 2048 tokens; type env.max_completion_tokens=2003 or less",
     ),
     "too few values": (f"{OWN} env.path=rows.jsonl env.reward=./few.py:score", 3, "few.py:score"),
     "a reward that always raises": (f"{OWN} env.path=rows.jsonl env.reward=./fails.py:score", 3, "fails.py, line 2"),

@@ -182,7 +182,7 @@ FAULTS = {
     "a tokenizer of another model": Case(OWN, "embeddings", make=config(vocab_size=20)),
     "no weights": Case(OWN, "safetensors", 2, make=edited(lambda f: [x.unlink() for x in f.glob("*.safetensors")])),
     "a context that is too short": Case(
-        OWN, "more than the 16 the model takes", make=config(max_position_embeddings=16)
+        OWN, "more than the model's context of 16 tokens", make=config(max_position_embeddings=16)
     ),
     # settings
     "a rate of nothing": Case([*TINY, *SUMS, "optim.lr=0"], "optim.lr=0", 2),

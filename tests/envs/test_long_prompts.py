@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,19 @@ def test_the_order_of_the_other_rows_is_that_without_the_long_one(tmp_path: Path
 def test_what_the_context_has_no_room_for_is_too_long(tmp_path: Path) -> None:
     env, settings = opened(tmp_path, [*SHORT, {"prompt": "x" * 600, "answer": "1"}], max_completion_tokens=500)
     assert look_at_lengths(env, settings, tiny_tokenizer(), None) is None
-    with pytest.raises(DataError, match=r"than the 500 that the model's 1000 leave beside env.max_completion_tokens"):
+    room = r"than the 500 that the model's context of 1000 leaves beside env.max_completion_tokens=500: type "
+    with pytest.raises(DataError, match=room + r"env.max_completion_tokens=\d\d\d or less, shorten the rows"):
         look_at_lengths(env, settings, tiny_tokenizer(), 1000)
+
+
+def test_a_completion_longer_than_the_context_is_told_what_fits(tmp_path: Path) -> None:
+    env, settings = opened(tmp_path, SHORT, max_completion_tokens=5000)
+    with pytest.raises(DataError) as refused:
+        look_at_lengths(env, settings, tiny_tokenizer(), 1000)
+    assert "the 0 that the model's context of 1000 leaves beside env.max_completion_tokens=5000" in str(refused.value)
+    fits = re.search(r"type env.max_completion_tokens=(\d+) or less", str(refused.value))
+    assert fits
+    assert look_at_lengths(env, replace(settings, max_completion_tokens=int(fits[1])), tiny_tokenizer(), 1000) is None
 
 
 def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
