@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 from rlpost.folding import cut
 from rlpost.output import in_front, size_of, where_it_leads
 
-EVERY = 9.0  # seconds without a word, after which there is one
+EVERY = 30.0  # seconds without a line, after which there is one; each further one waits twice as long
+LONGEST = 10  # times EVERY, between two such lines
+SLOWER, PATIENCE = 1.5, 10.0  # the time left grows only beyond so many times what it was, and so many seconds
 LOOK = 0.5  # seconds between two pictures on a terminal: painting competes with the work for the processor
 ERASE_LINE = "\r\x1b[K"
 
@@ -52,7 +56,7 @@ class Ticker:
 
 
 class Heartbeat:
-    """Says what `line` gives whenever nothing has been said for `EVERY` seconds; a context manager.
+    """Says what `line` gives when nothing has been said for `EVERY` seconds, then ever more rarely; a context manager.
 
     `say` raising OSError, as a terminal that has been closed does, ends it.
     """
@@ -71,14 +75,15 @@ class Heartbeat:
 
     def said(self) -> None:
         """Something else was said just now."""
-        self._said = time.monotonic()
+        self._said, self._wait = time.monotonic(), EVERY
 
     def _beat(self) -> None:
-        if time.monotonic() - self._said < EVERY:
+        if time.monotonic() - self._said < self._wait:
             return
+        wait = min(2 * self._wait, LONGEST * EVERY)
         if text := self._line():
             self._say(text)
-        self.said()
+        self._said, self._wait = time.monotonic(), wait
 
 
 class WaitingLine:
@@ -128,22 +133,48 @@ class WaitingLine:
         os.write(self._descriptor, text.encode(errors="replace"))
 
 
-def progress_line(
-    doing: str, seconds: float, *, done: int | None = None, total: int | None = None, tokens: int | None = None
-) -> str:
-    """What is under way, how far it is and how fast: `evaluating 120 of 500, 34 s, 850 tok/s, 0:52 left`.
+@dataclass
+class Pace:
+    """How far something is that began at `since`: a count with its total, and the tokens sampled so far."""
 
-    The time left is that of an even pace.
-    """
-    parts = [doing if total is None else f"{doing} {done or 0} of {total}", f"{seconds:.0f} s"]
-    parts += figures_of_pace(seconds, done, total, tokens)
-    return ", ".join(parts)
+    since: float
+    done: int | None = None
+    total: int | None = None
+    tokens: int | None = None
+    _each: float = math.inf  # tokens, or seconds where no tokens are counted, for one of `total`
+    _end: float = math.inf  # when all of it is done, as was said last
 
+    def count(self, now: float, done: int | None, total: int | None, tokens: int | None) -> None:
+        """This much is done by `now`."""
+        self.done, self.total, self.tokens = done, total, tokens
+        if done:
+            self._each = min(self._each, (now - self.since if tokens is None else tokens) / done)
 
-def figures_of_pace(seconds: float, done: int | None, total: int | None, tokens: int | None) -> list[str]:
-    """Tokens a second and the time left, where they can be told."""
-    figures = [f"{tokens / seconds:.0f} tok/s"] if tokens and seconds > 0 else []
-    if done and total and seconds >= 1:
-        minutes, second = divmod(round(seconds * (total - done) / done), 60)
-        figures.append(f"{minutes}:{second:02d} left")
-    return figures
+    def line(self, doing: str, now: float, unit: str = "") -> str:
+        """What is done, how far it is and how fast: `evaluating 120 of 500, 34 s, 850 tok/s, 0:52 left`."""
+        extent = "" if self.total is None else f" {self.done or 0} of {self.total}{unit}"
+        return ", ".join([f"{doing}{extent}", f"{now - self.since:.0f} s", *self.figures(now)])
+
+    def figures(self, now: float) -> list[str]:
+        """Tokens a second and the time left, where they are known."""
+        seconds = now - self.since
+        figures = [f"{self.tokens / seconds:.0f} tok/s"] if self.tokens and seconds > 0 else []
+        if (left := self._left(now)) is not None:
+            minutes, second = divmod(round(left), 60)
+            figures.append(f"{minutes}:{second:02d} left")
+        return figures
+
+    def _left(self, now: float) -> float | None:
+        """Seconds left; None where nothing has ended yet, or more was sampled than all of it should take.
+
+        By tokens, which go on while the count waits for a long completion. The last completions of a batch are
+        slower, so the end is put off only for a pace that has really changed.
+        """
+        seconds = now - self.since
+        work = seconds if self.tokens is None else self.tokens
+        if not self.done or not self.total or not work or seconds < 1:
+            return None
+        left = seconds * (self._each * self.total / work - 1)
+        if left < self._end - now or left > SLOWER * (self._end - now) + PATIENCE:
+            self._end = now + left
+        return self._end - now if self._end > now else None

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from rich.console import Console
 from rlpost import chat, heartbeat
 from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
-from rlpost.heartbeat import Heartbeat, progress_line
+from rlpost.heartbeat import Heartbeat, Pace
 from rlpost.output import output_into
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
@@ -28,7 +29,7 @@ from rlpost.train import kept
 
 SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
 TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
-EVERY, LOOK = heartbeat.EVERY, heartbeat.LOOK  # as they are where no test changes them
+EVERY = heartbeat.EVERY  # as it is where no test changes it
 
 
 @pytest.fixture(autouse=True)
@@ -58,16 +59,55 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
     return lambda begin: waited.setdefault(begin, threading.Event())
 
 
-def test_ten_seconds_without_a_word_are_too_many() -> None:
-    assert 0 < EVERY < EVERY + LOOK < 10  # a word that is due is said at the next look
+def test_a_long_wait_is_said_after_30_seconds_then_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ticks, said = SimpleNamespace(now=0.0), [], []
+    monkeypatch.setattr(heartbeat, "EVERY", EVERY)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        heartbeat, "Ticker", lambda tick, every: ticks.append(tick) or SimpleNamespace(stop=lambda: None)
+    )
+    with Heartbeat(lambda: "sampling", lambda text: said.append(clock.now)) as beating:
+        for second in range(1200):
+            clock.now = float(second)
+            ticks[0]()
+        assert said == [30.0, 90.0, 210.0, 450.0, 750.0, 1050.0]
+        beating.said()  # a step's line, at 1199 s
+        clock.now = 1229.0
+        ticks[0]()
+        assert said[-1] == 1229.0
+
+
+def paced(done: int, total: int, tokens: int | None, seconds: float) -> Pace:
+    """What began at 0 and is this far after so many seconds."""
+    pace = Pace(0.0)
+    pace.count(seconds, done, total, tokens)
+    return pace
 
 
 def test_a_line_says_how_far_how_fast_and_how_much_longer() -> None:
-    assert progress_line("evaluating", 30.0, done=120, total=500, tokens=6000) == (
-        "evaluating 120 of 500, 30 s, 200 tok/s, 1:35 left"
-    )
-    assert progress_line("evaluating", 12.0, done=0, total=500) == "evaluating 0 of 500, 12 s"
-    assert progress_line("loading packaged:smollm2", 20.4) == "loading packaged:smollm2, 20 s"
+    assert paced(120, 500, 6000, 30.0).line("evaluating", 30.0) == "evaluating 120 of 500, 30 s, 200 tok/s, 1:35 left"
+    assert paced(0, 500, None, 12.0).line("evaluating", 12.0) == "evaluating 0 of 500, 12 s"
+    assert Pace(0.0).line("loading packaged:smollm2", 20.4) == "loading packaged:smollm2, 20 s"
+
+
+def test_the_time_left_falls_while_a_long_completion_is_sampled() -> None:
+    pace = paced(120, 500, 6000, 30.0)
+    left = []
+    for seconds in (40.0, 50.0, 60.0):  # 200 tokens a second, and no other completion ends
+        pace.count(seconds, 120, 500, round(200 * seconds))
+        left += pace.figures(seconds)[1:]
+    assert left == ["1:25 left", "1:15 left", "1:05 left"]
+    by_rows = paced(120, 500, None, 30.0)
+    assert by_rows.figures(40.0) == ["1:25 left"]
+
+
+def test_the_time_left_does_not_grow_where_a_batch_ends_slowly_but_does_at_half_the_pace() -> None:
+    pace = paced(100, 400, 4000, 20.0)
+    assert pace.figures(20.0) == ["200 tok/s", "1:00 left"]
+    pace.count(25.0, 110, 400, 4400)  # 40 tokens each at 176 a second: 65.9 s, and 55 s were left
+    assert pace.figures(25.0) == ["176 tok/s", "0:55 left"]
+    pace.count(60.0, 130, 400, 5200)  # at 86.7 a second: 124.6 s, where 20 s were left
+    assert pace.figures(60.0) == ["87 tok/s", "2:05 left"]
 
 
 def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
@@ -77,7 +117,7 @@ def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
     state.begin(2, 9)
     state.begin_step()
     state.begin_phase("sampling", "64 completions", 40, 64, 600)
-    assert state.under_way() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s"
+    assert state.under_way() == "step 3: sampling 40 of 64 completions, 12 s, 50 tok/s, 0:07 left"
     state.begin_phase("scoring", "64 completions")
     assert state.under_way() == "step 3: scoring 64 completions, 12 s"
 

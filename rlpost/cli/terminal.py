@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rlpost.cli.columns import fitted_table, output_width
 from rlpost.folding import shortened
-from rlpost.heartbeat import WaitingLine, progress_line
+from rlpost.heartbeat import Pace, WaitingLine
 from rlpost.output import descriptors_onto
 from rlpost.text import printable, without_passwords
 
@@ -36,9 +36,10 @@ class StatusLine(WaitingLine):
 
     def now(self, doing: str, done: int | None = None, total: int | None = None, tokens: int | None = None) -> None:
         """From now on this is being done; said again it tells how far it is and how much was sampled."""
+        now = time.monotonic()
         if getattr(self, "_doing", None) != doing:
-            self._doing, self._since = doing, time.monotonic()
-        self._done, self._total, self._tokens = done, total, tokens
+            self._doing, self._pace = doing, Pace(now)
+        self._pace.count(now, done, total, tokens)
 
     def note(self, text: str) -> None:
         """Say something that stays, in a line of its own."""
@@ -52,8 +53,7 @@ class StatusLine(WaitingLine):
             self.note(numbers.warning)
 
     def _progress(self) -> str:
-        seconds = time.monotonic() - self._since
-        return printable(progress_line(self._doing, seconds, done=self._done, total=self._total, tokens=self._tokens))
+        return printable(self._pace.line(self._doing, time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -214,19 +214,22 @@ def play(
             drawn += len(fresh)
             waiting += [replace(c.copy(), sample=i) for c in fresh for i in range(samples)]
         together, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-        if getattr(env, "max_steps", None) == 1:  # else a completion that has ended need not be the last
-            player.on_sampled = _telling(progress, len(played), total)
-        under_way = together
+        under_way, over = together, len(played)
         while under_way:
+            player.on_sampled = _telling(progress, over, total, one_turn=getattr(env, "max_steps", None) == 1)
             player.turn(under_way, sampling)
             under_way = [c for c in under_way if not c.done]
-            progress(len(played) + len(together) - len(under_way), total)
+            over = len(played) + len(together) - len(under_way)
+            progress(over, total)
         played += together
     return played
 
 
-def _telling(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int, int], None]:
-    return lambda ended, of, tokens: progress(before + ended, total)
+def _telling(
+    progress: Callable[[int, int], None], over: int, total: int, *, one_turn: bool
+) -> Callable[[int, int, int], None]:
+    """Tells `progress` while a turn is sampled; a completion that has ended is the last where there is `one_turn`."""
+    return lambda ended, of, tokens: progress(over + (ended if one_turn else 0), total)
 
 
 def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temperature: float = 0.0) -> EvalResult:

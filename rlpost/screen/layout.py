@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from rlpost.folding import fold, one_line
-from rlpost.heartbeat import figures_of_pace
 from rlpost.record import LOSS, interval, main_figure
 from rlpost.screen.curves import area, line, range_around, range_from_zero
 from rlpost.screen.lines import clock
@@ -114,8 +113,8 @@ class Layout:
                 words.append(f" {phase.what}", "bold")
             if phase.total:
                 words.append(f" {phase.done or 0}/{phase.total}", "bold")
-            if (seconds := state.now() - phase.since) >= 1:
-                pace = figures_of_pace(seconds, phase.done, phase.total, phase.tokens) if phase.tokens else []
+            if (seconds := (now := state.now()) - phase.since) >= 1:
+                pace = phase.figures(now) if phase.tokens else []
                 words.append("  ".join(["", _seconds(seconds), *pace]), "dim")
         pace = state.step_seconds()
         elapsed = f"elapsed {clock(state.now() - state.started)}"

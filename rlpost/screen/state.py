@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from rlpost.heartbeat import progress_line
+from rlpost.heartbeat import Pace
 from rlpost.screen.curves import Series
 from rlpost.screen.lines import tokens_per_second
 from rlpost.screen.shown import Shown
@@ -31,15 +31,11 @@ Figures = Mapping[str, float | None]  # of a step, by their names in metrics.jso
 
 
 @dataclass
-class Phase:
+class Phase(Pace):
     """What is being done, since when, and how much of it is done where that can be counted."""
 
-    kind: str
-    what: str
-    since: float
-    done: int | None = None
-    total: int | None = None
-    tokens: int | None = None  # sampled in it so far
+    kind: str = ""
+    what: str = ""
 
 
 @dataclass
@@ -90,9 +86,10 @@ class State:
         now = self.now()
         if self.phase is None or self.phase.kind != kind:
             self._end_phase(now)
-            self.phase = Phase(kind, what, now)
+            self.phase = Phase(now, kind=kind)
             self.revision += 1
-        self.phase.what, self.phase.done, self.phase.total, self.phase.tokens = what, done, total, tokens
+        self.phase.what = what
+        self.phase.count(now, done, total, tokens)
 
     def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
         """`step` is done; step 0 is the evaluation before training."""
@@ -119,13 +116,10 @@ class State:
         phase = self.phase
         if phase is None:
             return ""
-        seconds = self.now() - phase.since
         where = "" if self._step_started is None else f"step {self.done + 1}: "
         if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
-            return progress_line(f"{where}{phase.kind} {phase.done or 0} of {phase.what}", seconds, tokens=phase.tokens)
-        doing = f"{where}{phase.kind} {phase.what}".rstrip()
-        done, total = phase.done, phase.total
-        return progress_line(doing, seconds, done=done, total=total, tokens=phase.tokens)
+            return phase.line(f"{where}{phase.kind}", self.now(), " completions")
+        return phase.line(f"{where}{phase.kind} {phase.what}".rstrip(), self.now())
 
     def left(self) -> float | None:
         """Seconds until the last step is done, at the pace of the last few; None before the first.
