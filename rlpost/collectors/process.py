@@ -272,9 +272,15 @@ def worker_process(
     return popen, Connection(mine.detach())
 
 
+WHY_KILLED: dict[int, str] = {
+    signal.SIGKILL: ", as the kernel does where memory runs out",
+    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give a container more (docker run --shm-size=8g)",
+}
+
+
 def death(code: int) -> str:
     """How a process that was not told to end did, from its return code."""
-    return ending(code) + (", as the kernel does where memory runs out" if code == -signal.SIGKILL else "")
+    return ending(code) + WHY_KILLED.get(-code, "")
 
 
 def kill_worker(popen: subprocess.Popen[Any]) -> None:

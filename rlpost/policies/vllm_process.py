@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from rlpost.errors import PolicyError
 from rlpost.loop_thread import LoopThread
 from rlpost.model.sums import EMBEDDINGS
+from rlpost.text import readable
 
 EXCHANGE = "rlpost-weights-"  # how exchange folders begin
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
@@ -122,7 +123,29 @@ def set_environment(*, in_process: bool) -> None:
 def save_one_by_one(weights: NamedWeights, folder: Path) -> None:
     """Write a file a weight: tensors cannot cross to another process, a folder can, and no two are held at once."""
     for number, (name, weight) in enumerate(weights):
-        save_file({name: weight.detach().contiguous().cpu()}, folder / f"{number:05d}.safetensors")
+        file = with_room(folder / f"{number:05d}.safetensors", weight.nbytes)
+        save_file({name: weight.detach().contiguous().cpu()}, file)
+
+
+def with_room(file: Path, size: int) -> Path:
+    """Where to write a file of an exchange folder: itself, or, where memory is short, a file on disk that it links to.
+
+    Half of what is free stays free, for what others share in memory. Raises PolicyError where the disk is full too.
+    """
+    shared, disk = memory_folder(), Path(tempfile.gettempdir())
+    if 2 * size <= shutil.disk_usage(shared).free:
+        return file
+    if size > shutil.disk_usage(disk).free:
+        raise PolicyError(
+            f"no room for {readable(size)} of weights, neither in {shared} nor in {disk}: give a container more shared "
+            "memory (docker run --shm-size=8g), or set TMPDIR to a folder of a larger disk"
+        )
+    if shared == disk:
+        return file
+    on_disk = disk / file.parent.name / file.name
+    on_disk.parent.mkdir(mode=0o700, exist_ok=True)
+    file.symlink_to(on_disk)
+    return on_disk
 
 
 def first_line(error: Any) -> str:
@@ -142,6 +165,7 @@ def tokenizer_of(folder: Path) -> Any:
 def exchange_folder() -> Iterator[Path]:
     """A folder in memory where there is one, for what goes to an engine; removed afterwards.
 
+    What has no room there lies on disk: see `with_room`.
     One whose owner was killed is removed by the next who asks for one, or calls `sweep_exchange`: its lock is free.
     """
     sweep_exchange()
@@ -153,7 +177,7 @@ def exchange_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_exchange(folder)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -163,9 +187,15 @@ def sweep_exchange() -> None:
     for name in memory_folder().glob(f"{EXCHANGE}*.lock"):
         with contextlib.suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for folder in (name.with_suffix(""), name.with_suffix(".part")):
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove_exchange(name.with_suffix(""))
             name.unlink()
+
+
+def _remove_exchange(folder: Path) -> None:
+    """Remove an exchange folder, whole or in the making, and what of it lies on disk."""
+    for name in (folder.name, f"{folder.name}.part"):
+        for place in (folder.parent, Path(tempfile.gettempdir())):
+            shutil.rmtree(place / name, ignore_errors=True)
 
 
 def memory_folder() -> Path:
@@ -190,5 +220,6 @@ def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Pat
     with exchange_folder() as whole:
         for file in folder.glob("*.safetensors"):
             (whole / file.name).symlink_to(file.resolve())
-        save_file({HEAD: weights[embeddings[0]]}, whole / "tied-head.safetensors")
+        head = weights[embeddings[0]]
+        save_file({HEAD: head}, with_room(whole / "tied-head.safetensors", head.nbytes))
         yield whole

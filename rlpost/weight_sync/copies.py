@@ -11,7 +11,7 @@ from fcntl import LOCK_EX, LOCK_SH, flock
 from pathlib import Path
 from typing import IO, Any
 
-from rlpost.policies.vllm_process import EXCHANGE, memory_folder, sweep_exchange
+from rlpost.policies.vllm_process import EXCHANGE, memory_folder, sweep_exchange, with_room
 
 
 def host_id() -> str:
@@ -37,7 +37,7 @@ def fetched(key: str, files: Callable[[], Mapping[str, Any]]) -> Iterator[Path]:
                     shutil.rmtree(part, ignore_errors=True)
                     part.mkdir(mode=0o700)
                     for name, content in files().items():
-                        (part / name).write_bytes(content)
+                        with_room(part / name, len(content)).write_bytes(content)
                     part.rename(folder)
                 Path(making.name).unlink(missing_ok=True)
             yield folder
