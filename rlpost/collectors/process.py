@@ -274,7 +274,7 @@ def worker_process(
 
 WHY_KILLED: dict[int, str] = {
     signal.SIGKILL: ", as the kernel does where memory runs out",
-    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give a container more (docker run --shm-size=8g)",
+    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give the container more (docker run --shm-size=8g)",
 }
 
 

@@ -34,7 +34,7 @@ from rlpost.policies.vllm_arguments import (
 )
 from rlpost.policies.vllm_engines import VLLMEngine, engine_around, start_engine
 from rlpost.policies.vllm_outputs import completion_of, log_probs_of
-from rlpost.policies.vllm_process import first_line, in_thread, tokenizer_of, wait_for, with_head
+from rlpost.policies.vllm_process import first_line, in_thread, small_memory, tokenizer_of, wait_for, with_head
 from rlpost.policies.vllm_requests import RequestsUnderWay
 from rlpost.policies.vllm_worker import WeightGroup
 from rlpost.settings import SamplingSettings, VLLMSettings
@@ -154,9 +154,9 @@ class vLLMWrapper(Policy):
         except Exception as error:
             adapting = "; if it cannot apply an adapter to this model, leave lora.push=adapter out"
             raise PolicyError(
-                f"vLLM could not start on {self.folder} ({first_line(error)}); if memory ran out, lower "
-                "policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs; if vLLM does not know the "
-                "model, policy=transformers samples from it" + (adapting if self.adapter_rank else "")
+                f"vLLM could not start on {self.folder} ({first_line(error)}){small_memory()}; if memory ran out, "
+                "lower policy.kv_cache_gb, policy.gpu_memory_utilization or policy.max_num_seqs; if vLLM does not know "
+                "the model, policy=transformers samples from it" + (adapting if self.adapter_rank else "")
             ) from error
         finally:
             torch.set_num_threads(threads)  # starting vLLM in this process changes it

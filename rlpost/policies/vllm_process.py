@@ -25,6 +25,8 @@ from rlpost.model.sums import EMBEDDINGS
 from rlpost.text import readable
 
 EXCHANGE = "rlpost-weights-"  # how exchange folders begin
+ENGINE_SHARES = 160 << 20  # bytes of shared memory that vLLM takes for an engine in its own process
+MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
@@ -137,8 +139,8 @@ def with_room(file: Path, size: int) -> Path:
         return file
     if size > shutil.disk_usage(disk).free:
         raise PolicyError(
-            f"no room for {readable(size)} of weights, neither in {shared} nor in {disk}: give a container more shared "
-            "memory (docker run --shm-size=8g), or set TMPDIR to a folder of a larger disk"
+            f"no room for {readable(size)} of weights, neither in {shared} nor in {disk}: {MORE_SHARED}, or set TMPDIR "
+            "to a folder of a larger disk"
         )
     if shared == disk:
         return file
@@ -202,6 +204,16 @@ def memory_folder() -> Path:
     """Where files are kept in memory; the folder of temporary files where there is none."""
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def small_memory() -> str:
+    """What to add to an error where too little memory is left to share with an engine's process; else empty."""
+    shared = memory_folder()
+    free = shutil.disk_usage(shared).free
+    if free >= ENGINE_SHARES:
+        return ""
+    takes = f"an engine in its own process takes {readable(ENGINE_SHARES)} there"
+    return f"; {shared} has {readable(free)} free, and {takes}: {MORE_SHARED}"
 
 
 @contextlib.contextmanager

@@ -8,15 +8,19 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from rlpost.collectors.process import death
 from rlpost.errors import PolicyError
+from rlpost.extras import is_installed
 from rlpost.model.weights import SavedWeights
 from rlpost.policies import vllm_process
+from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+from rlpost.settings import VLLMSettings
 from rlpost.weight_sync import copies
 
 WEIGHTS = {"small": torch.ones(4), "large": torch.arange(100.0)}  # 16 and 400 bytes
@@ -65,8 +69,26 @@ def test_no_room_anywhere_names_shm_size(places: Callable[..., tuple[Path, Path]
         save_one_by_one(WEIGHTS.items(), folder)
 
 
+def test_an_engine_that_cannot_start_names_shm_size(
+    places: Callable[..., tuple[Path, Path]], tiny_folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed("vllm"):
+        pytest.skip("vLLM is not installed")
+
+    def refused(arguments: Any, settings: Any) -> None:
+        raise RuntimeError("Engine core initialization failed.")
+
+    monkeypatch.setattr("rlpost.policies.vllm.start_engine", refused)
+    memory, _ = places(64_000_000, 10**12)
+    with pytest.raises(
+        PolicyError,
+        match=rf"{memory} has 64 MB free, and an engine in its own process takes 168 MB there: .*--shm-size",
+    ):
+        vLLMWrapper(tiny_folder, tiny_tokenizer, settings=VLLMSettings()).start()
+
+
 def test_a_worker_killed_by_a_full_shm_names_shm_size() -> None:
     assert death(-signal.SIGBUS).endswith(
-        "was ended by SIGBUS, as the kernel does where /dev/shm is full: give a "
+        "was ended by SIGBUS, as the kernel does where /dev/shm is full: give the "
         "container more (docker run --shm-size=8g)"
     )
