@@ -108,7 +108,7 @@ def _look_at_writing(
             if isinstance(settings, GRPOSettings):
                 context = context_length(folder)
                 if told := look_at_lengths(env, settings.env, tokenizer, context):
-                    findings.warn("lengths", told, "nothing, if that is meant")
+                    findings.warn("lengths", told, "ignore this if it is intended")
                 else:
                     findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
         with findings.looking("mask"):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil
+from math import ceil, inf
 from typing import Any, Self
 
 import torch
@@ -38,7 +38,8 @@ from rlpost.train.update import Microbatches
 COMPLETIONS = 4  # a prompt, at most
 TOKENS = 4096  # that are sampled, at most, but for two completions of two prompts
 GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: formats explain the one, a fault the other
-PACKED_OFF = {True: 0.1, False: 1e-3}  # nats a token between packed and plain, by whether forwards round to 8 bits
+FLOAT32_OFF = 1e-3  # nats a token between packed and plain log-probs that float32 explains, with room to spare
+LARGE_LOGIT = 32.0  # two forwards may round a logit of this size to neighbouring values of their dtype
 COMPARED = 4  # rows that are read in both ways
 
 
@@ -158,15 +159,31 @@ def _look_at_completions(
     if cut == count:
         findings.warn(
             "completions",
-            f"all {count} were cut at env.max_completion_tokens={limit}: none ends by itself, or the limit is too low",
+            f"all {count} are truncated at env.max_completion_tokens={limit}: none ends by itself, or the limit is too "
+            "low",
             "raise it, or take a model that was taught to end a turn",
         )
     elif cut > count / 2:
-        text = f"{cut} of {count} were cut at env.max_completion_tokens={limit}"
-        findings.warn("completions", text, "raise it, unless short answers are what it should learn")
+        text = f"{cut} of {count} are truncated at env.max_completion_tokens={limit}"
+        findings.warn("completions", text, "raise it, unless the model should learn short answers")
     else:
-        findings.ok("completions", f"{count} of {tokens / count:.0f} tokens on average, {cut} cut")
+        findings.ok(
+            "completions",
+            f"{counted(count, 'completion')}, {tokens / count:.0f} tokens on average, {cut} truncated at the limit",
+        )
+    _look_at_masked(findings, rows_of(batch))
     _look_at_rewards(findings, settings, batch, metrics, heard)
+
+
+def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
+    """How much of what follows the prompts did the environment write, which no loss reads?"""
+    read = sum(row.response.numel() for row in rows)
+    masked = read - sum(row.num_trained for row in rows)
+    findings.ok(
+        "masked",
+        f"{masked / max(read, 1):.0%} of the tokens behind the prompts are the environment's ({masked:,} of {read:,}): "
+        "masked, not trained on",
+    )
 
 
 def _look_at_rewards(
@@ -182,35 +199,48 @@ def _look_at_rewards(
     if metrics["groups/zero_std"] == 1:
         findings.warn(
             "groups",
-            f"none of {counted(groups, 'group')} has completions that earn differently (rewards "
-            f"{metrics['reward/mean']:.3g} on average), and those alone are learned from",
+            f"rewards differ in none of {counted(groups, 'group')} ({metrics['reward/mean']:.3g} on average), and only "
+            "groups whose rewards differ train the model",
             "an easier task, a larger group_size, a higher sampling.temperature, or fine-tune first",
         )
     else:
         spread = round((1 - metrics["groups/zero_std"]) * groups)
         findings.ok(
-            "groups", f"rewards {metrics['reward/mean']:.3g} on average; {spread} of {groups} groups have a spread"
+            "groups",
+            f"rewards differ in {spread} of {counted(groups, 'group')}, {metrics['reward/mean']:.3g} on average",
         )
 
 
 def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Sequence[Row], temperature: float) -> None:
-    """Is a packed row read as the model reads each row alone?"""
+    """Do packed rows get the log-probs of the model's own forward, as far as the dtype's rounding allows?"""
     verdict = verdict_of(model)
     chosen = sorted((row for row in rows if row.num_trained), key=lambda row: row.response.numel())[:COMPARED]
+    dtype = model.dtype if kind is Autocast.none else getattr(torch, kind.value)
+    off = _packed_off(model, kind, chosen, temperature)
+    pair = "packed and plain" if verdict.reads_packed else f"batched ({verdict.reason}) and plain"
+    text = f"{pair} log-probs differ by {off:.2g} nats a token on average"
+    if off <= max(FLOAT32_OFF, LARGE_LOGIT * torch.finfo(dtype).eps):
+        findings.ok("reading", text)
+    elif kind is Autocast.bfloat16 and _packed_off(model, Autocast.none, chosen, temperature) <= FLOAT32_OFF:
+        findings.warn("reading", text, "bfloat16 can do that: try model.autocast=none")
+    elif dtype is torch.float32:
+        findings.fail("reading", text, "rlpost does not read this model right: take another one")
+    else:
+        findings.fail(
+            "reading", text, "try model.dtype=float32 model.autocast=none; if that differs too, another model"
+        )
+
+
+def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: float) -> float:
+    """Nats a token, on average, between the log-probs of packed rows and those of the model's own forward."""
     microbatches = Microbatches(None, model.device, kind)
     rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
-    packed = rank.read_log_probs(chosen, temperature)
-    worst = 0.0
-    for row, read in zip(chosen, packed, strict=True):
-        plain = _plain_log_probs(model, row, temperature, microbatches)
-        worst = max(worst, (plain - read)[row.sampled].abs().mean().item())
-    way = "a packed row" if verdict.reads_packed else f"a row of several ({verdict.reason})"
-    if not worst <= PACKED_OFF[kind is not Autocast.none]:
-        findings.fail(
-            "reading", f"{way} is read {worst:.2g} nats a token off the model's own forward", "take another model"
-        )
-    else:
-        findings.ok("reading", f"{way} is read as the model reads it, within {worst:.1g} nats a token")
+    packed = rank.read_log_probs(rows, temperature)
+    off = [
+        (_plain_log_probs(model, row, temperature, microbatches) - read)[row.sampled].abs()
+        for row, read in zip(rows, packed, strict=True)
+    ]
+    return torch.cat(off).mean().nan_to_num(inf).item()
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -
         )
     elif different < len(looked_at):
         text = f"{len(looked_at) - different:,} of {counted(len(looked_at), 'row')} ask what another one asks"
-        findings.warn(about, text, "remove them, unless it is meant")
+        findings.warn(about, text, "remove them, or ignore this if it is intended")
     elif len(rows) < settings.prompts_per_step and len(env.parts) == 1:
         text = f"{count}, and prompts_per_step={settings.prompts_per_step} takes some of them twice a step"
         findings.warn(about, text, "lower prompts_per_step, or give more rows")
@@ -106,10 +106,10 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
         tasks = [task for _, task in islice(env.all_tasks(), ROWS)]
         replies = {"gold": [env.gold_reply(task) for task in tasks]}
     except DataError as error:
-        findings.warn(about, f"no gold answers to try the rewards with: {error}", "nothing, if that is meant")
+        findings.warn(about, f"no gold answers to try the rewards with: {error}", "ignore this if it is intended")
         return
     if not tasks:
-        findings.warn(about, "no row has a gold answer to try the rewards with", "nothing, if that is meant")
+        findings.warn(about, "no row has a gold answer to try the rewards with", "ignore this if it is intended")
         return
     replies["wrong"] = [env.corrupted_replies(task)[-1] for task in tasks]
     replies["empty"] = ["" for _ in tasks]

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpost.cli.main import run
+from rlpost.doctor import practice
 
 TINY = ["model=tiny", "policy=transformers"]
 SUMS = ["env.digits=1", "env.max_completion_tokens=8"]
@@ -86,6 +87,12 @@ def config(**values: Any) -> Make:
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     return edited(edit)
+
+
+def coarse(held: dict[str, torch.Tensor]) -> None:
+    """Weights so large that bfloat16 rounds log-probs by tenths of a nat."""
+    for name, weight in held.items():
+        weight *= 60 if "embed" in name else 30 if "proj" in name else 1
 
 
 def nan(held: dict[str, torch.Tensor]) -> None:
@@ -190,8 +197,10 @@ FAULTS = {
     "a warm-up without an end": Case([*TINY, *SUMS, "steps=5", "optim.warmup_steps=1000"], "gets to 1e-07", 0),
     "one completion a prompt": Case([*TINY, *SUMS, "group_size=1"], "leaves nothing to compare", 2),
     "no temperature": Case([*TINY, *SUMS, "sampling.temperature=0"], "equal completions", 2),
-    "every answer cut": Case([*TINY, "env.digits=9", "env.max_completion_tokens=1", "seed=3"], "all 32 were cut", 0),
-    "no spread": Case([*TINY, "env.digits=9", "env.max_completion_tokens=2"], "completions that earn differently", 0),
+    "every answer cut": Case(
+        [*TINY, "env.digits=9", "env.max_completion_tokens=1", "seed=3"], "all 32 are truncated", 0
+    ),
+    "no spread": Case([*TINY, "env.digits=9", "env.max_completion_tokens=2"], "rewards differ in none of 8 groups", 0),
     "a part of the distribution": Case([*TINY, *SUMS, "sampling.top_p=0.9"], "draws from a part", 2),
     "a folder that cannot be written": Case(
         [*TINY, *SUMS, "--out", "taken/run"], "cannot be written", make=text("", "taken")
@@ -238,7 +247,7 @@ def test_a_good_training_has_no_error_and_nothing_is_kept(
     assert (told["error"], told["warning"]) == (0, 1 if verb == "grpo" else 0)  # a random model seldom ends a turn
     about = [finding["about"] for finding in told["findings"]]
     common = ["versions", "folder", "rate", "template", "mask", "memory", "disk", "formats", "reading", "learning"]
-    own = ["rows", "seed", "held out", "gold", "lengths", "completions", "groups", "sampler", "push"]
+    own = ["rows", "seed", "held out", "gold", "lengths", "completions", "masked", "groups", "sampler", "push"]
     assert sorted(about) == sorted([*common, "time", *(own if verb == "grpo" else [])])
     assert all(finding["fix"] for finding in told["findings"] if finding["level"] == "warning")
     assert not list(tmp_path.iterdir())
@@ -247,3 +256,47 @@ def test_a_good_training_has_no_error_and_nothing_is_kept(
 def test_another_training_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "expert-iteration"]) == 2
     assert "rlpost doctor examines grpo or sft, not expert-iteration" in capfd.readouterr().err
+
+
+def test_bfloat16_rounding_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights(coarse)(tmp_path)
+    words = ["doctor", *OWN[:2], "model.autocast=bfloat16", "env.digits=1", "env.max_completion_tokens=1"]
+    assert run(words) == 0
+    assert "ok       reading: packed and plain log-probs differ by 0." in capfd.readouterr().out
+    monkeypatch.setattr(practice, "LARGE_LOGIT", 0.1)
+    assert run(words) == 0
+    [line] = [line for line in capfd.readouterr().out.splitlines() if " reading: " in line]
+    assert line.startswith("warning  reading: packed and plain log-probs differ by 0.")
+    assert line.endswith(" nats a token on average; bfloat16 can do that: try model.autocast=none")
+
+
+AGAIN = """
+from dataclasses import dataclass
+import rlpost
+from rlpost.envs.arithmetic import ArithmeticEnv
+from rlpost.settings import ArithmeticSettings
+
+@dataclass
+class AgainSettings(ArithmeticSettings):
+    max_turns: int = 2
+
+class Again(ArithmeticEnv):
+    def next_message(self, conversation):
+        return "Sure?"
+
+rlpost.register_env("again", AgainSettings, Again.of)
+"""
+
+
+def test_the_share_of_masked_tokens_is_among_the_findings(
+    capfd: pytest.CaptureFixture[str], nothing_stays_registered: None
+) -> None:
+    Path("again.py").write_text(AGAIN)
+    words = ["model=tiny", "policy=scripted", "policy.replies=[4,5]", "env=again", "plugin=./again.py", "env.digits=1"]
+    run(["doctor", *words])
+    # 32 completions of two replies of 2 tokens, "4<|im_end|>"; between them "\n<|im_start|>user\nSure?<|im_end|>\n" has
+    # 1 + 6 + 5 + 1 + 1 = 14 tokens, "<|im_start|>assistant\n" 11
+    told = "86% of the tokens behind the prompts are the environment's (800 of 928): masked, not trained on"
+    assert f"ok       masked: {told}" in capfd.readouterr().out.splitlines()
