@@ -159,8 +159,6 @@ def _summary(figures: Figures, max_bad_share: float, coloured: bool) -> list[str
     )
     for line in figures.bad.lines():
         lines += [_painted(part, RED, coloured) for part in _told(f"  {line}")]
-    for sample in figures.bad.first if figures.bad.count > len(figures.bad.counts) else ():
-        lines += [_painted(part, RED, coloured) for part in _told(f"    {sample.where}: {sample.reason}")]
     if figures.bad.count:
         lines += _told(f"--row {row_number(figures.bad.first[0].where)} shows the first of them")
     if figures.bad.count > max_bad_share * figures.rows:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlpost.catalog import EVAL
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from rlpost.rewards.attack import Attack, Check
 
 REPLY_SHOWN = 60  # characters
+NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
+NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
 YELLOW = "\x1b[33m"
 STYLES = {"ok": GREEN, "weak": YELLOW, "fault": RED}
 
@@ -31,18 +34,25 @@ def attack_and_tell(
     Raises ConfigError for a reward, an environment or a setting that is none, DataError for rows that
     cannot be used or that lack a column it takes.
     """
-    from rlpost.rewards.attacks import attack_reward
+    from rlpost.rewards.attack import Verdict
+    from rlpost.rewards.attacks import NEED_GOLD, attack_reward
 
     with _quiet():
         attack, source = _attack(name, words, env, rows, seconds)
         checks = attack_reward(attack)
+    left_out = [] if attack.has_gold else list(NEED_GOLD)
     counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
     if as_json:
         told = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
-        print_json({"reward": name, "rows": source, "checks": told, **counts})
+        print_json({"reward": name, "rows": source, "checks": told, "left_out": left_out, **counts})
     else:
         print(printable(f"{name} on {source}\n"))
         print("\n".join(_lines(checks)))
+        if left_out:
+            why = "env.gold=false" if "env.gold=false" in words else NO_ANSWERS
+            print(f"\nleft out, since they compare with a right reply ({why}): {', '.join(left_out)}")
+        elif not attack.built_in and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
+            print(f"\n{NO_GOLD}")
         total = ", ".join(counted(n, kind) if kind == "fault" else f"{n} {kind}" for kind, n in counts.items())
         print(f"\n{total}")
     return not counts["fault"]
@@ -62,7 +72,7 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
                 f"{word} is no setting of an environment: rlpost reward test takes env=NAME, env.KEY=VALUE, plugin=FILE"
             )
     chosen = [*words, *([f"env={env}"] if env else [])]
-    settings = [word for word in chosen if not word.startswith("plugin=")]
+    settings = [word for word in chosen if not word.startswith(("plugin=", "env.gold="))]
     without_plugins([word for word in chosen if word.startswith("plugin=")])
     reward = _in_a_process(name)
     if not settings:
@@ -71,6 +81,8 @@ def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds
         except DataError as error:
             raise DataError(f"{error}; give rows of your own with env.path=FILE") from error
         attack = sample_attack(reward, built_in=name in BUILT_IN, seconds=seconds)
+        if "env.gold=false" in chosen:
+            attack = replace(attack, has_gold=False)
         return attack, f"{len(attack.cases)} sample sums; for rows of your own: env.path=FILE, or --env NAME"
     if not any(word.startswith("env=") for word in settings):
         chosen.append("env=dataset")
@@ -94,7 +106,7 @@ def _attack_with(
     if isinstance(settings, DatasetSettings) and not any(word.startswith("env.held_out=") for word in words):
         settings.held_out = 0.0  # all rows are there to attack with
     with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
-        cases = cases_of(env, rows)
+        cases, has_gold = cases_of(env, rows), env.has_gold
     named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
     source = settings.path if isinstance(settings, DatasetSettings) else named
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
@@ -102,7 +114,7 @@ def _attack_with(
     if not built_in:
         check_columns(reward, columns, source)
     told = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
-    return Attack(reward, cases, columns, built_in, seconds), told
+    return Attack(reward, cases, columns, built_in, seconds, has_gold), told
 
 
 def _in_a_process(name: str) -> WorkerReward:
@@ -120,7 +132,10 @@ def _in_a_process(name: str) -> WorkerReward:
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Each check on a line, the reply of one that is not well below it."""
+    """Each check on a line, the reply of one that is not well below it; checks that fail alike share one."""
+    from rlpost.rewards.attack import failing_alike
+
+    checks = failing_alike(checks)
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = painted(check.verdict.value.ljust(5), STYLES[check.verdict.value], sys.stdout)

@@ -1,4 +1,4 @@
-"""What is wrong with rows: a complaint each, collected, counted by kind and told in one error."""
+"""What is wrong with rows: a complaint each, collected, counted by cause and raised as one error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlpost.nearest import did_you_mean, nearest
 Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wrong with it)
 Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
 
-SHOWN = 20  # bad rows that an error lists
+SHOWN = 20  # causes that an error lists, and rows that a program is given
+PLACES = 3  # rows that are named for each cause
 OR_MORE = ", or raise max_bad_share"  # what else helps where some rows may be bad
 
 _OWN_TO_A_ROW = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # what two complaints of one kind may differ in
@@ -26,8 +27,83 @@ def told(complaint: Complaint) -> str:
     return f", field {field!r}: {wrong}" if field else f" {wrong}"
 
 
+class Causes:
+    """Bad rows by cause: how many have it, the places of the first ones, and what the first one's message is."""
+
+    def __init__(self) -> None:
+        self._causes: dict[str, tuple[str, list[str]]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, where: str, reason: str) -> None:
+        """Count the row at `where`."""
+        cause = cause_of(reason)
+        self._counts[cause] += 1
+        _, places = self._causes.setdefault(cause, (reason, []))
+        if len(places) < PLACES:
+            places.append(where)
+
+    def state(self) -> list[list[Any]]:
+        """What was counted, as JSON-compatible values."""
+        return [[cause, self._counts[cause], *found] for cause, found in self._causes.items()]
+
+    @classmethod
+    def of(cls, state: Sequence[Sequence[Any]]) -> Causes:
+        """The causes whose `state` that is."""
+        causes = cls()
+        for cause, count, reason, places in state:
+            causes._counts[cause], causes._causes[cause] = count, (reason, list(places))
+        return causes
+
+    @property
+    def count(self) -> int:
+        """How many rows are bad."""
+        return self._counts.total()
+
+    def lines(self, all_rows: int | None = None) -> list[str]:
+        """A line for each cause, the most frequent first; `all_rows` is how many rows there are, bad or not."""
+        lines = []
+        for cause, count in self._counts.most_common(SHOWN):
+            reason, places = self._causes[cause]
+            if count == 1:
+                lines.append(f"{places[0]}: {reason}")
+            elif count == all_rows:
+                lines.append(f"{places[0]}: {reason} (the same in all {count:,} rows)")
+            else:
+                lines.append(f"{count:,} rows{_of_several(reason)} ({_places(places, count)})")
+        more = len(self._counts) - SHOWN
+        return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
+
+
+def cause_of(reason: str) -> str:
+    """What reasons of one cause share: numbers and quoted texts may differ, the name of a field may not."""
+    field, found, wrong = reason.partition("': ") if reason.startswith("field '") else ("", "", reason)
+    return f"{field}{found}{_OWN_TO_A_ROW.sub('..', wrong)}"
+
+
+_PLURALS = {"is": "are", "has": "have", "holds": "hold"}
+
+
+def _of_several(reason: str) -> str:
+    """What is wrong with a row, said behind "6 rows"."""
+    verb, _, rest = reason.partition(" ")
+    return f" {_PLURALS[verb]} {rest}" if verb in _PLURALS else f": {reason}"
+
+
+def _places(places: Sequence[str], count: int) -> str:
+    """The first places of `count`, a file named once: "rows.jsonl, rows 2, 5, 9, ..."."""
+    files: dict[str, list[str]] = {}
+    for place in places:
+        file, _, row = place.rpartition(" row ")
+        files.setdefault(file, []).append(row)
+    named = [
+        ", ".join(rows) if not file else f"{file} row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
+        for file, rows in files.items()
+    ]
+    return ", ".join(named) + (", ..." if count > len(places) else "")
+
+
 class Complaints:
-    """The bad rows of one file: all of them counted by kind, the first `SHOWN` with their places.
+    """The bad rows of one file, by cause.
 
     `malformed` is told each as it is added; without it they are for an error.
     """
@@ -36,45 +112,37 @@ class Complaints:
         self.source = source  # what messages call all of it
         self.malformed = malformed
         self.rows = 0  # looked at, good ones included
-        self.first: list[tuple[str, Complaint]] = []
-        self._kinds: Counter[str] = Counter()
+        self.causes = Causes()
+        self._first = ""
 
     def add(self, file: str, number: int, complaint: Complaint) -> None:
         """Count the row `number` of a file as bad."""
-        if len(self.first) < SHOWN:
-            self.first.append((f"{file}, row {number}", complaint))
+        where, wrong = f"{file}, row {number}", told(complaint).lstrip(", ")
+        self._first = self._first or f"{where}{told(complaint)}"
         if self.malformed is not None:
-            self.malformed(f"{file}, row {number}", told(complaint).lstrip(", "))
-        field, wrong = complaint
-        self._kinds[told((field, _OWN_TO_A_ROW.sub("..", wrong))).lstrip(", ")] += 1
+            self.malformed(where, wrong)
+        self.causes.add(where, wrong)
 
     @property
     def count(self) -> int:
         """How many rows are bad."""
-        return self._kinds.total()
+        return self.causes.count
 
     def error(self, max_bad_share: float | None = None) -> DataError:
-        """What to raise for them: the row where one is bad, else the first, and counts by kind.
+        """What to raise for them: the row where one is bad, else a line for each cause.
 
         `max_bad_share` is how many of the rows may be bad, where there is a setting of that.
         """
-        rows = [f"{where}{told(complaint)}" for where, complaint in self.first]
+        lines = self.causes.lines(self.rows)
+        if len(lines) == 1 and self.count == self.rows > 1:
+            return DataError(f"{self._first} (the same in all {self.rows:,} rows)")
         allowed, otherwise = "", ""
         if max_bad_share is not None and self.count < self.rows:
             allowed, otherwise = f" (more than the {max_bad_share:.0%} allowed)", OR_MORE
         elif self.count == 1:
-            return DataError(rows[0])
-        if len(self._kinds) == 1 and self.count == self.rows:
-            return DataError(f"{rows[0]} (and so are all {self.rows:,} rows)")
+            return DataError(self._first)
         heading = f"{self.source}: {self.count:,} of {self.rows:,} rows are bad{allowed}: correct or remove them"
-        return DataError("\n".join([f"{heading}{otherwise}", *listing(rows, self._kinds)]))
-
-
-def listing(rows: Sequence[str], kinds: Counter[str]) -> list[str]:
-    """Lines that show the first bad rows, how many more there are, and how many there are of each kind."""
-    more = kinds.total() - len(rows)
-    lines = [f"  {row}" for row in rows] + ([f"  and {more:,} more"] if more > 0 else [])
-    return lines + [f"  {count:,} x {kind}" for kind, count in kinds.most_common(SHOWN)]
+        return DataError("\n".join([f"{heading}{otherwise}", *(f"  {line}" for line in lines)]))
 
 
 def text_complaint(row: Any, required: Sequence[str]) -> Complaint | None:

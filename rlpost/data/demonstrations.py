@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from rlpost.data.complaints import SHOWN, listing
+from rlpost.data.complaints import SHOWN, Causes
 from rlpost.errors import DataError
 from rlpost.text import counted
 
@@ -67,12 +67,16 @@ class Sample:
 
 @dataclass
 class BadRows:
-    """How many of `total` rows are bad, by fault, with the first few of all and the first of each fault."""
+    """How many of `total` rows are bad, by fault and cause, with the first few of all."""
 
     total: int = 0
-    counts: Counter[Fault] = field(default_factory=Counter)
+    causes: dict[Fault, Causes] = field(default_factory=dict)
     first: list[Sample] = field(default_factory=list)
-    examples: dict[Fault, Sample] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> Counter[Fault]:
+        """Bad rows by fault."""
+        return Counter({fault: causes.count for fault, causes in self.causes.items()})
 
     @property
     def count(self) -> int:
@@ -83,8 +87,7 @@ class BadRows:
         """Count one row, good or bad."""
         self.total += 1
         if sample.fault is not None:
-            self.counts[sample.fault] += 1
-            self.examples.setdefault(sample.fault, sample)
+            self.causes.setdefault(sample.fault, Causes()).add(sample.where, sample.reason)
             if len(self.first) < SHOWN:
                 self.first.append(sample)
 
@@ -94,17 +97,15 @@ class BadRows:
         return self.count / self.total if self.total else 0.0
 
     def lines(self) -> list[str]:
-        """A line for each fault: how many rows, and the first of them with the reason."""
-        total = counted(self.total, "row")
+        """A line for each cause: the fault, and how many rows, or which, with the reason."""
         return [
-            f"{fault.value}: {count:,} of {total}, such as {self.examples[fault].where}: {self.examples[fault].reason}"
-            for fault, count in self.counts.most_common()
+            f"{fault.value}: {line}"
+            for fault, _ in self.counts.most_common()
+            for line in self.causes[fault].lines(self.total)
         ]
 
     def error(self, allowed: str, otherwise: str = "") -> DataError:
-        """What to raise for them: the first rows, and counts by fault; `otherwise` is said behind what helps."""
-        rows = [f"{s.where}: {s.fault.value if s.fault else ''}: {s.reason}" for s in self.first]
-        kinds = Counter({fault.value: count for fault, count in self.counts.items()})
+        """What to raise for them: a line for each cause; `otherwise` is said behind what helps."""
         advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
         heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}{otherwise}"
-        return DataError("\n".join([heading, *listing(rows, kinds)]))
+        return DataError("\n".join([heading, *(f"  {line}" for line in self.lines())]))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlpost.data import row_store
 from rlpost.data.chat_mask import ChatMask, MaskError
-from rlpost.data.complaints import OR_MORE
+from rlpost.data.complaints import OR_MORE, Causes
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.rendering import text_ids
 
@@ -156,15 +155,11 @@ class LazySamples(Sequence[Sample]):
 
     def state(self) -> dict[str, Any]:
         """What has been found so far, as JSON-compatible values."""
-        found = {
-            f.name: [n, self.bad.examples[f].where, self.bad.examples[f].reason] for f, n in self.bad.counts.items()
-        }
+        found = {fault.name: causes.state() for fault, causes in self.bad.causes.items()}
         return {"skipped": self.skipped, "met": self.met, "total": self.bad.total, "bad": found}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
-        self.skipped, self.met, self.bad = state["skipped"], state["met"], BadRows(total=state["total"])
-        found = {Fault[name]: each for name, each in state["bad"].items()}
-        self.bad.counts = Counter({fault: count for fault, (count, _, _) in found.items()})
-        self.bad.examples = {fault: Sample(w, fault=fault, reason=reason) for fault, (_, w, reason) in found.items()}
-        self.bad.first = list(self.bad.examples.values())
+        self.skipped, self.met = state["skipped"], state["met"]
+        causes = {Fault[name]: Causes.of(found) for name, found in state["bad"].items()}
+        self.bad = BadRows(state["total"], causes)

@@ -224,7 +224,7 @@ def _no_utf8(content: bytes, at: int) -> str:
     if content.count(0) * 4 < len(content) and content[at] == 0:  # of UTF-16 every second byte is 0
         return f"holds a byte 0 (byte {at}), which no text has: is the file whole? Write it again"
     likely = "UTF-16" if b"\0" in content else "Windows-1252 or Latin-1"
-    return f"is not UTF-8 (byte {at}), but likely {likely}: save the file as UTF-8"
+    return f"is not UTF-8 (byte {at}, likely {likely}): save the file as UTF-8"
 
 
 @contextmanager

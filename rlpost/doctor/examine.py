@@ -120,9 +120,7 @@ def _answered(env: DatasetChatEnv) -> list[Demonstration]:
     """A few prompts with their gold answers; none where nobody knows any."""
     try:
         return [
-            Demonstration(
-                where, messages=[*part.opening_messages(task), {"role": "assistant", "content": part.gold_reply(task)}]
-            )
+            Demonstration(where, messages=part.answered(task))
             for part in env.parts
             for where, task in islice(part.all_tasks(), ROWS)
         ]

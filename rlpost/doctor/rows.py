@@ -16,8 +16,8 @@ from rlpost.envs.dataset_chat import DatasetChatEnv
 from rlpost.envs.proof import played, prove
 from rlpost.errors import DataError
 from rlpost.rewards.apart import WorkerReward
-from rlpost.rewards.attack import Attack, Verdict
-from rlpost.rewards.attacks import attack_reward
+from rlpost.rewards.attack import Attack, Verdict, failing_alike
+from rlpost.rewards.attacks import NEED_GOLD, attack_reward
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted
@@ -54,7 +54,13 @@ def look_at_held_out(findings: Findings, env: DatasetChatEnv, held_out: DatasetC
 def look_at_gold(findings: Findings, env: DatasetChatEnv) -> None:
     """Do gold replies earn more than wrong ones, and those of nothing?"""
     for part in env.parts:
-        _prove(findings, part)
+        if part.has_gold:
+            _prove(findings, part)
+        else:
+            about = f"gold of {part.source_name}" if part.source_name else "gold"
+            findings.ok(
+                about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove"
+            )
 
 
 def attack_rewards(findings: Findings, env: DatasetChatEnv) -> bool:
@@ -149,17 +155,15 @@ def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
     columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
     attacked = reward.served_by("rlpost.rewards.probe:serve")
     seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(attacked, cases, columns, built_in=False, seconds=seconds))
-    faults = [check for check in checks if check.verdict is Verdict.fault]
-    weak = [check for check in checks if check.verdict is Verdict.weak]
-    for check in faults:
-        findings.fail(
-            about, f"{check.name}: {check.reason}", f"rlpost reward test {reward.reference} shows the replies"
-        )
-    for check in weak:
-        findings.warn(
-            about, f"{check.name}: {check.reason}", f"rlpost reward test {reward.reference} shows the replies"
-        )
-    if not faults and not weak:
-        findings.ok(about, f"{len(checks)} attacks earn nothing")
+    checks = attack_reward(Attack(attacked, cases, columns, False, seconds, env.has_gold))
+    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    advice = f"rlpost reward test {reward.reference} shows the replies"
+    if any(check.name in NEED_GOLD for check in failing):
+        advice += "; if no reply is right or wrong (length, style): add env.gold=false"
+    for check in failing:
+        tell = findings.fail if check.verdict is Verdict.fault else findings.warn
+        tell(about, f"{check.name}: {check.reason}", advice)
+    if not failing:
+        left_out = "" if env.has_gold else "; those that need a right answer are left out"
+        findings.ok(about, f"it withstands {len(checks)} attacks{left_out}")
     return len(checks) > 1

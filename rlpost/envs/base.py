@@ -219,11 +219,14 @@ class EnvBase(ABC):
         """(where it stands, task) of everything with a gold answer, in this environment's split."""
         raise DataError(f"{type(self).__name__} has no gold answers to test with: give it all_tasks and gold_reply")
 
-    def gold_reply(self, task: Mapping[str, Any]) -> str:
-        """A reply to `task` that earns `max_reward` and both accuracies. Raises DataError where none is known."""
+    def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
+        """A reply to `task` that earns `max_reward` and both accuracies, or a reply for each turn of one.
+
+        Raises DataError where none is known.
+        """
         raise DataError(f"{type(self).__name__} has no gold answers: give it gold_reply")
 
-    def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
+    def corrupted_replies(self, task: Mapping[str, Any]) -> Sequence[str | Sequence[str]]:
         """Replies like the gold one but wrong: less than `max_reward`, and neither accuracy."""
         return [""]
 

@@ -12,7 +12,7 @@ from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.row_store import Row
 from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.envs.row_checks import DemonstrationRows, PromptRows, as_answer, asked
+from rlpost.envs.row_checks import DemonstrationRows, PromptRows, answer_text, as_answer, asked
 from rlpost.envs.rows import order_seed
 from rlpost.envs.scoring import record
 from rlpost.errors import DataError
@@ -155,13 +155,21 @@ class DatasetEnv(DatasetChatEnv):
 
     # What `rlpost env test` needs
 
+    @property
+    def has_gold(self) -> bool:
+        """See `DatasetChatEnv.has_gold`: as `settings.gold` says, else where the rows have an answer."""
+        self.start()
+        return self._prompts.answered if self.settings.gold is None else self.settings.gold
+
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; raises DataError for rows without an answer."""
         self.start()
+        if self.settings.gold is False:
+            raise DataError("env.gold=false: no reply is right or wrong, so there is nothing to prove")
         column = self._prompts.answer_column
         for number, task in enumerate(self.tasks):
             where = self.where(number)
-            if as_answer(task.get(column)) is None:
+            if not answer_text(task.get(column)).strip():
                 raise DataError(
                     f"{where} has no {column}, and a test needs a good reply for each row: name the column that holds "
                     "it with env.answer_column"
@@ -170,13 +178,13 @@ class DatasetEnv(DatasetChatEnv):
 
     def gold_reply(self, task: Mapping[str, Any]) -> str:
         """See `EnvBase.gold_reply`: the row's answer, or its number where that is all the rewards look for."""
-        answer = as_answer(task[self._prompts.answer_column]) or ""
+        answer = answer_text(task[self._prompts.answer_column])
         wanted = {function.reference for function in self.rewards.functions} if self.rewards else set()
         return last_number(answer) or answer if wanted == {"number"} else answer
 
     def corrupted_replies(self, task: Mapping[str, Any]) -> list[str]:
         """See `EnvBase.corrupted_replies`: nothing, and the answer with its last digit changed or written backwards."""
-        answer = as_answer(task[self._prompts.answer_column]) or ""
+        answer = answer_text(task[self._prompts.answer_column])
         number = last_number(answer)
         if number is not None:
             return ["", f"{number[:-1]}{(int(number[-1]) + 1) % 10}"]

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Self
 
 from rlpost.data.complaints import Complaint, Malformed
+from rlpost.data.conversation import Completion, Message
 from rlpost.data.datasets import HELD_OUT, DemonstratedRows, LocatedRows, located_rows
 from rlpost.data.row_store import Row
 from rlpost.data.sources import Dataset, is_path
@@ -210,8 +211,23 @@ class DatasetChatEnv(ChatEnv):
         from rlpost.data.demonstrations import Demonstration
 
         for where, task in self.all_tasks():
-            answer = {"role": self.policy_role, "content": self.gold_reply(task)}
-            yield Demonstration(where, messages=[*self.opening_messages(task), answer])
+            yield Demonstration(where, messages=self.answered(task))
+
+    def answered(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation about `task` in which the policy says `gold_reply`, to which the environment replies."""
+        gold = self.gold_reply(task)
+        if isinstance(gold, str):
+            return [*self.opening_messages(task), {"role": self.policy_role, "content": gold}]
+        conversation = self.begun(task)
+        for text in gold[:-1]:
+            conversation.add_completion(Completion([], [], text, "stop", 0))
+            self.respond([conversation])
+        return [*conversation.messages, {"role": self.policy_role, "content": gold[-1]}]
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether replies to the tasks are right or wrong, and a right one of each is known."""
+        return True
 
     def demonstrated(self) -> DemonstratedRows | None:
         """The demonstrations by number, each made when it is asked for; None where they are only made in turn."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from statistics import fmean
 from typing import Any
 
+from rlpost.data.complaints import Causes
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.base import EnvBase
 
-SHOWN = 10  # failures that are printed
+MOST_TURNS = 100  # in which a reply is repeated, where the environment asks for more
 
 
 @dataclass(slots=True)
@@ -39,10 +40,12 @@ class Proof:
         return not (self.gold and self.corrupted) or fmean(self.gold) > fmean(self.corrupted)
 
     def lines(self) -> list[str]:
-        """The findings for a person, the first ten failures among them."""
-        told = [f"  {failure}" for failure in self.failures[:SHOWN]]
-        if len(self.failures) > SHOWN:
-            told.append(f"  ... and {len(self.failures) - SHOWN} more")
+        """The findings for a person: the verdict, and failures of one cause in a line."""
+        causes = Causes()
+        for failure in self.failures:
+            where, _, reason = failure.partition(": ")
+            causes.add(where, reason)
+        told = [f"  {line}" for line in causes.lines()]
         rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
         verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
         if not self.failures and not self.tells_apart:
@@ -101,11 +104,17 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
     return played.reward < env.max_reward and not any(_accuracies(played))
 
 
-def played(env: EnvBase, task: Mapping[str, Any], reply: str) -> Conversation:
-    """A conversation in which the policy said `reply`, advanced by the environment as in training."""
+def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:
+    """A conversation in which the policy said `reply`, advanced by the environment as in training.
+
+    A text is said in every turn; of several, one a turn.
+    """
     conversation = Conversation(task=task, messages=[{"role": "user", "content": ""}])
-    conversation.add_completion(Completion([], [], reply, "stop", 0))
-    env.advance([conversation])
+    for text in repeat(reply, MOST_TURNS) if isinstance(reply, str) else reply:
+        conversation.add_completion(Completion([], [], text, "stop", 0))
+        env.advance([conversation])
+        if conversation.done:
+            break
     return conversation
 
 
@@ -121,5 +130,7 @@ def _marks(played: Conversation) -> str:
     )
 
 
-def _short(reply: str) -> str:
+def _short(reply: str | Sequence[str]) -> str:
+    if not isinstance(reply, str):
+        return ", ".join(map(_short, reply))
     return repr(reply if len(reply) <= 80 else f"{reply[:30]}...{reply[-45:]}")

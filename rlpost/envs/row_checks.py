@@ -285,6 +285,13 @@ def as_answer(value: Any) -> str | None:
     return str(value) if isinstance(value, int) else format(Decimal(repr(value)), "f")
 
 
+def answer_text(value: Any) -> str:
+    """An answer as the model would write it: an object as JSON, messages as the last one's text; "" for none."""
+    if isinstance(value, list) and value and all(isinstance(m, Mapping) and "content" in m for m in value):
+        value = value[-1]["content"]
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else as_answer(value) or ""
+
+
 def asked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages to answer: role and content of each, a trailing assistant's left out."""
     kept = messages[:-1] if messages[-1]["role"] == "assistant" else messages

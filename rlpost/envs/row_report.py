@@ -45,7 +45,7 @@ class RowReport:
         """For people."""
         lines = [f"form       {self.form}", f"template   {self.template}"]
         for name, split in self.splits.items():
-            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {split.repeated:,} with a prompt that came before")
+            lines.append(f"{name:<10} {counted(split.rows, 'row')}, {_repeating(split.repeated)}")
             lines += [f"             {example}" for example in split.examples]
             if split.tokenised:
                 of = "" if split.tokenised == split.rows else f" (of {split.tokenised:,} rows)"
@@ -55,7 +55,7 @@ class RowReport:
         are = "is" if self.shared == 1 else "are"
         lines.append(f"overlap    {counted(self.shared, 'prompt')} of test {are} in train too")
         lines.append(f"bad rows   {self.bad.count:,} of {self.bad.total:,}")
-        return lines + [f"             {sample.where}: {sample.reason}" for sample in self.bad.first]
+        return lines + [f"             {line}" for causes in self.bad.causes.values() for line in causes.lines()]
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -70,6 +70,16 @@ class RowReport:
                 "first": [{"row": sample.where, "reason": sample.reason} for sample in self.bad.first],
             },
         }
+
+
+def _repeating(rows: int) -> str:
+    return f"{rows:,} {'repeats' if rows == 1 else 'repeat'} a prompt"
+
+
+def _beside(where: str, earlier: str) -> str:
+    """The place `earlier`, without its file where that is the file of `where`."""
+    file, _, row = earlier.rpartition(", ")
+    return row if where.rpartition(", ")[0] == file else earlier
 
 
 def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
@@ -137,7 +147,9 @@ def _split_report(
     return SplitReport(
         rows=len(rows),
         repeated=len(repeated),
-        examples=[f"{rows.where(n)} is that of {rows.where(earlier)}" for n, earlier in repeated[:SHOWN]],
+        examples=[
+            f"{rows.where(n)} repeats {_beside(rows.where(n), rows.where(earlier))}" for n, earlier in repeated[:SHOWN]
+        ],
         tokenised=len(lengths),
         faults=faults.lines(),
         lengths={name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in shares.items()},

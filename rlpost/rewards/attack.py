@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import fmean
 from typing import Any
 
+from rlpost.data.complaints import cause_of
 from rlpost.rewards.apart import WorkerReward, call_apart
 from rlpost.rewards.calls import RowValues
 from rlpost.rewards.functions import Finished, offered
@@ -30,6 +31,21 @@ class Check:
     verdict: Verdict
     reason: str
     reply: str | None = None
+
+
+def failing_alike(checks: Sequence[Check]) -> list[Check]:
+    """The checks, those that end in the same error as one: the first, which names the others."""
+    alike: dict[tuple[Verdict, str], list[Check]] = {}
+    for check in checks:
+        paid = check.verdict is Verdict.ok or check.reason.startswith(
+            "earns "
+        )  # each such reply shows another weakness
+        cause = check.name if paid else cause_of(check.reason)
+        alike.setdefault((check.verdict, cause), []).append(check)
+    return [
+        first if not others else replace(first, reason=f"{first.reason} (and {', '.join(c.name for c in others)})")
+        for first, *others in alike.values()
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,15 +73,23 @@ class Case:
         return next((reply for reply in self.corrupted if reply.strip()), "")
 
 
+STAND_IN = ("Yes.", ["", "No. It depends on what you would like to do, and on how much time there is."])
+"""Two replies for a case without a right one: as its `gold` and its `corrupted`."""
+
+
 @dataclass
 class Attack:
-    """The attacks on one reward with some cases; each call may take `seconds`."""
+    """The attacks on one reward with some cases; each call may take `seconds`.
+
+    Without `has_gold` no reply is right or wrong, and the `gold` of a case is any reply.
+    """
 
     reward: WorkerReward
     cases: Sequence[Case]
     columns: Sequence[str]
     built_in: bool
     seconds: float
+    has_gold: bool = True
     gold: list[float] = field(default_factory=list)  # what each case's gold reply earns, once it is scored
 
     def score_gold(self) -> Check | None:
@@ -114,12 +138,17 @@ class Attack:
             if not math.isfinite(value):
                 return Check(name, Verdict.fault, f"returned {value} for it", replies[place])
             lead = value - self.gold[place]
-            if lead >= 0 and replies[place] != self.cases[place].gold and (worst is None or lead > worst[0]):
+            if (
+                self.has_gold
+                and lead >= 0
+                and replies[place] != self.cases[place].gold
+                and (worst is None or lead > worst[0])
+            ):
                 worst = lead, place
         if worst is None:
             earned = [value for value in said.values if value is not None]
             mean = f"earns {fmean(earned):.3g} on average" if earned else "is not scored"
-            return Check(name, Verdict.ok, f"{mean}, less than the gold reply{less}")
+            return Check(name, Verdict.ok, f"{mean}, less than the gold reply{less}" if self.has_gold else mean)
         lead, place = worst
         than = "as much as the gold reply" if lead == 0 else f"more than the gold reply's {self.gold[place]:.3g}"
         return Check(name, least, f"earns {said.values[place]:.3g}, {than} ({self.cases[place].where})", replies[place])

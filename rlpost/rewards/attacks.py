@@ -30,13 +30,15 @@ ODD = "\x00\x1b[J\x07\r\u202e\u2066\ufeff\u200b\ud800\U0001f600e\u0301"  # what 
 
 
 def attack_reward(attack: Attack) -> list[Check]:
-    """All checks, in order; where gold replies cannot be scored, that one alone.
+    """All checks, in order, but for `NEED_GOLD` where there is no gold; where replies cannot be scored, that one alone.
 
     Raises ConfigError and DataError that the function raises.
     """
     with closing(attack.reward):
         failed = attack.score_gold()
-        return [failed] if failed else [check(attack) for check in (*PAYING, *BREAKING)]
+        if failed:
+            return [failed]
+        return [check(attack) for check in (*PAYING, *BREAKING) if attack.has_gold or check not in NEED_GOLD.values()]
 
 
 def returns(attack: Attack) -> Check:
@@ -204,8 +206,8 @@ def inputs(attack: Attack) -> Check:
         return Check("inputs", Verdict.weak, outcome)
     changed = outcome["changed"]
     if changed:
-        return Check("inputs", Verdict.weak, f"it changes what it is given: {', '.join(changed)} (copies, in rlpost)")
-    return Check("inputs", Verdict.ok, "it leaves what it is given as it is")
+        return Check("inputs", Verdict.weak, f"it changes its inputs: {', '.join(changed)} (in rlpost they are copies)")
+    return Check("inputs", Verdict.ok, "it does not change its inputs")
 
 
 def values(attack: Attack) -> Check:
@@ -216,7 +218,8 @@ def values(attack: Attack) -> Check:
     earned = [value for value in said if value is not None]
     told = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
     if len(set(earned)) == 1:
-        return Check("values", Verdict.fault, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
+        least = Verdict.fault if attack.has_gold else Verdict.weak  # another reply might earn something else
+        return Check("values", least, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
     return Check("values", Verdict.ok, told)
 
 
@@ -238,6 +241,16 @@ def latency(attack: Attack) -> Check:
 
 
 PAYING = (returns, gold, corrupted, values, empty, prompt_echo, everything, hidden, repeated, another_form)
+NEED_GOLD = {
+    "gold": gold,
+    "corrupted": corrupted,
+    "empty": empty,
+    "prompt echo": prompt_echo,
+    "everything": everything,
+    "hidden in thinking": hidden,
+    "repeated": repeated,
+    "another form": another_form,
+}
 BREAKING = (very_long, control_characters, determinism, threads, fork, inputs, latency)
 
 

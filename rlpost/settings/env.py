@@ -134,6 +134,7 @@ class DatasetSettings(RowsSettings):
     prompt_column: str | None = None  # text or messages; None: prompt, messages or question, the first there is
     completion_column: str | None = None  # what a demonstration answers to its prompt; None: completion, if there
     answer_column: str | None = None  # what the built-in rewards compare with; None: answer, where there is one
+    gold: bool | None = None  # whether a reply is right or wrong (false: length, style); None: if rows have an answer
     accuracy: str | None = field(default=None, metadata=CODE_UNLESS_NAMES)  # a reward of 0 and 1; None: exact or number
     reward_timeout_seconds: float = limited(60.0, 0.001, 86400.0)  # of a call: a batch, or a row of one that failed
     test_path: str | None = None  # where the split test is; None: in path, or held out

@@ -99,12 +99,11 @@ def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines() == [
         "form       demonstrations, messages in messages: for rlpost train sft",
         "template   the chat template of tiny-v1",
-        "train      4 rows, 1 with a prompt that came before",
-        "             rows/train.jsonl, row 4 is that of rows/train.jsonl, row 1",
+        "train      4 rows, 1 repeats a prompt",
+        "             rows/train.jsonl, row 4 repeats row 1",
         "             tokens: median 23, 95% up to 24, longest 24",
-        "             nothing to train on: 1 of 4 rows, such as rows/train.jsonl, row 6: no message of the assistant "
-        "is trained",
-        "test       2 rows, 0 with a prompt that came before",
+        "             nothing to train on: rows/train.jsonl, row 6: no message of the assistant is trained",
+        "test       2 rows, 0 repeat a prompt",
         "             tokens: median 23, 95% up to 23, longest 23",
         "overlap    1 prompt of test is in train too",
         "bad rows   2 of 8",
@@ -123,7 +122,7 @@ def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsy
     assert found["form"] == "prompts in prompt, answers in answer: for rlpost train grpo"
     assert found["shared"] == 1
     assert found["splits"]["train"]["repeated"] == 1
-    assert found["splits"]["train"]["examples"] == ["rows/train.jsonl, row 3 is that of rows/train.jsonl, row 1"]
+    assert found["splits"]["train"]["examples"] == ["rows/train.jsonl, row 3 repeats row 1"]
     # <|im_start|>user\n, one letter, <|im_end|>\n: 6 + 1 + 2 tokens of one byte each or special
     assert found["splits"]["test"]["lengths"] == {"median": 9, "95% up to": 9, "longest": 9}
 

@@ -101,13 +101,13 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "rows in UTF-16": (
         "train grpo env=gsm8k env.path=utf16.jsonl",
         3,
-        "utf16.jsonl, row 1 is not UTF-8 (byte 0), but l",
+        "utf16.jsonl, row 1 is not UTF-8 (byte 0, likely ",
     ),
-    "rows in UTF-16 without its mark": ("train sft env=gsm8k env.path=plain16.jsonl", 3, "but likely UTF-16: save the"),
+    "rows in UTF-16 without its mark": ("train sft env=gsm8k env.path=plain16.jsonl", 3, "likely UTF-16): save the"),
     "rows in Latin-1": (
         f"{OWN} env.path=latin1.csv env.reward=number",
         3,
-        "latin1.csv, row 3 is not UTF-8 (byte 3), but likely Windows-1252 or Latin-1: save the file as UTF-8\n",
+        "latin1.csv, row 3 is not UTF-8 (byte 3, likely Windows-1252 or Latin-1): save the file as UTF-8\n",
     ),
     "a model for rows": ("train grpo env=gsm8k env.path=pickled", 3, "it is a model, for model=pickled"),
     "a run for rows": ("train sft env=gsm8k env.path=runs/taken", 3, "it is a run, for model=runs/taken"),
@@ -132,7 +132,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
     "rows of another environment in an evaluation": (
         "eval model=tiny env=gsm8k env.path=rows.jsonl",
         3,
-        "rows.jsonl, row 1, field 'question': missing; the row has prompt, answer (and so are all 20 rows)\n",
+        "rows.jsonl, row 1, field 'question': missing; the row has prompt, answer (the same in all 20 rows)\n",
     ),
     "rows of another environment in Parquet": (
         "train grpo env=math env.path=rows.parquet",

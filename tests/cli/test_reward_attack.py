@@ -98,3 +98,30 @@ def test_a_plugins_reward_is_attacked_in_a_process_of_its_own(capsys: pytest.Cap
     )
     assert run(["reward", "test", "elsewhere", "plugin=./plug.py"]) == 0
     assert capsys.readouterr().out.endswith("17 ok, 0 weak, 0 faults\n")
+
+
+def test_a_reward_without_a_right_answer_skips_the_gold_attacks(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("brief.py").write_text("def brief(completions, **others):\n    return [-len(c) / 100 for c in completions]\n")
+    Path("asks.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
+    words = ["reward", "test", "./brief.py:brief"]
+    names = "gold, corrupted, empty, prompt echo, everything, hidden in thinking, repeated, another form"
+    told = "left out, since they compare with a right reply"
+    assert run([*words, "env.path=rows.jsonl", "env.gold=false"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "9 ok, 0 weak, 0 faults"
+    assert f"{told} (env.gold=false): {names}" in lines
+    assert run([*words, "env.path=asks.jsonl"]) == 0
+    assert f"{told} (the rows have no answer; if they have, name its column with" in capsys.readouterr().out
+
+
+def test_attacks_that_fail_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("fragile.py").write_text(
+        "def fragile(completions, answer, **others):\n"
+        "    return [float(int(c.split()[-1]) == a) for c, a in zip(completions, answer)]\n"
+    )
+    assert run(["reward", "test", "./fragile.py:fragile", "env.path=rows.jsonl"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    [failed] = [line for line in lines if "invalid literal for int()" in line]
+    assert failed.startswith("  fault  prompt echo ")
+    assert failed.endswith(": '11?' (and hidden in thinking, very long, control characters)")
+    assert lines[-3].endswith("leave out what compares with a right one: add env.gold=false")

@@ -263,7 +263,7 @@ def test_a_file_that_is_not_utf8_says_where(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "caf\xe9"}')
     with pytest.raises(
-        DataError, match=r"a.jsonl, row 1 is not UTF-8 \(byte 17\), but likely Windows-1252 or Latin-1: save"
+        DataError, match=r"a.jsonl, row 1 is not UTF-8 \(byte 17, likely Windows-1252 or Latin-1\): save"
     ):
         load_rows(str(path), "train")
 

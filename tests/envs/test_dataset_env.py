@@ -12,7 +12,8 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.build import build_env
-from rlpost.envs.dataset import as_answer
+from rlpost.envs.cases import cases_of
+from rlpost.envs.dataset import DatasetEnv, as_answer
 from rlpost.envs.proof import prove
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.settings import DatasetSettings
@@ -278,6 +279,49 @@ def test_a_reward_that_gives_everything_the_same_proves_nothing(tmp_path: Path) 
     proof = prove(env_of(tmp_path, ROWS[:3], reward=reward_file(tmp_path, "return [0.5 for _ in completions]")))
     assert not proof.holds
     assert proof.lines()[0] == "3 gold answers and 6 corrupted ones: the reward does not tell them apart"
+
+
+def test_answers_that_are_objects_are_gold_replies(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Row {n}", "answer": {"name": "Ann", "ages": [n]}} for n in (1, 2)]
+    tried = reward_file(
+        tmp_path, "return [float(c == __import__('json').dumps(a)) for c, a in zip(completions, columns['answer'])]"
+    )
+    env = env_of(tmp_path, rows, reward=tried)
+    assert [case.gold for case in cases_of(env, 2)] == ['{"name": "Ann", "ages": [1]}', '{"name": "Ann", "ages": [2]}']
+    assert prove(env).lines()[1] == "  on average the gold answers earn 1, the others 0"
+    said = env_of(tmp_path, [{"prompt": "Hi", "answer": [{"role": "assistant", "content": "Ho"}]}], reward=tried)
+    assert [case.gold for case in cases_of(said, 1)] == ["Ho"]
+
+
+def test_a_gold_reply_may_have_several_turns(tmp_path: Path) -> None:
+    class Passwords(DatasetEnv):
+        def next_message(self, conversation: Conversation) -> str | None:
+            return "And the other?" if conversation.turns < 2 else None
+
+        def gold_reply(self, task: Any) -> list[str]:
+            return ["Sesame", task["answer"]]
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Passwords?", "answer": "42"}\n')
+    env = Passwords(DatasetSettings(path=str(rows), reward=["exact"], held_out=0.0), max_steps=2)
+    assert prove(env).lines() == ["1 gold answers and 2 corrupted ones: all scored rightly"]
+    assert [case.gold for case in cases_of(env, 1)] == ["42"]
+    assert [message["content"] for message in env.answered(env.tasks[0])] == [
+        "Passwords?",
+        "Sesame",
+        "And the other?",
+        "42",
+    ]
+
+
+def test_failures_of_one_cause_are_one_line_of_a_proof(tmp_path: Path) -> None:
+    tried = reward_file(tmp_path, "return [float(c == '') for c in completions]")
+    lines = prove(env_of(tmp_path, ROWS[:3], reward=tried)).lines()
+    assert lines[1].strip() == (
+        "3 rows: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None "
+        f"({tmp_path}/rows.jsonl, rows 1, 2, 3)"
+    )
+    assert len(lines) == 3
 
 
 def test_a_proof_needs_answers(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_large_file_of_another_encoding_is_told_from_its_first_row(
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(first_look, "MOST_BYTES", 27)
     path.write_bytes((json.dumps(GOOD) + "\n").encode("utf-16"))
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1 is not UTF-8 \(byte 0\), but likely UTF-16: save the file"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1 is not UTF-8 \(byte 0, likely UTF-16\): save the file"):
         look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False)
 
 
@@ -127,7 +127,7 @@ def test_as_many_malformed_demonstrations_as_are_allowed_pass(tmp_path: Path) ->
         look_at_rows(settings, ["train"], demonstrated=True, max_bad_share=0.49)
     assert str(raised.value).splitlines()[:2] == [
         f"{path}: 1 of 2 rows are bad (more than the 49% allowed): correct or remove them, or raise max_bad_share",
-        f"  {path}, row 2, field 'completion': missing; the row has prompt",
+        f"  {path}, row 2: field 'completion': missing; the row has prompt",
     ]
 
 

@@ -140,7 +140,7 @@ def test_sums_are_given_in_the_form_that_is_wanted(tmp_path: Path, function: str
         ("hashed", attacks.determinism, Verdict.fault, "in a fresh process (PYTHONHASHSEED=1) it earns "),
         ("alone", attacks.threads, Verdict.weak, "RuntimeError: called twice at once"),
         ("at_home", attacks.fork, Verdict.weak, "in a fork of a process that has called it, it gives other values"),
-        ("greedy", attacks.inputs, Verdict.weak, "it changes what it is given: answer (copies, in rlpost)"),
+        ("greedy", attacks.inputs, Verdict.weak, "it changes its inputs: answer (in rlpost they are copies)"),
         ("single", attacks.returns, Verdict.fault, "returned None: it must return a list of 6 numbers"),
         ("slow", attacks.latency, Verdict.weak, "p50 1."),
     ],
