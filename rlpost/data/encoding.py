@@ -40,7 +40,7 @@ class Encoder:
         except MaskError as error:
             return Sample(where, fault=error.fault, reason=str(error))
         if not any(mask):
-            reason = "its text is empty" if demonstration.messages is None else "no message of the assistant is trained"
+            reason = _untrained(demonstration)
             return Sample(where, ids, mask, Fault.empty, reason)
         return self._cut(Sample(where, ids, mask))
 
@@ -69,6 +69,15 @@ class Encoder:
             return Sample(sample.where, ids, mask)
         left = f"{sum(mask)} of its {sample.num_trained} trained are left" if any(mask) else "no trained one is left"
         return Sample(sample.where, ids, mask, Fault.cut, f"{size:,} tokens, more than max_tokens={limit}: {left}")
+
+
+def _untrained(demonstration: Demonstration) -> str:
+    if demonstration.messages is None:
+        return "its text is empty"
+    reason = "no message of the assistant is trained"
+    if demonstration.messages[-1]["role"] == "user":
+        reason += "; it ends with the user's: a prompt, for rlpost train grpo"
+    return reason
 
 
 def encode_all(

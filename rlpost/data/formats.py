@@ -1,9 +1,10 @@
 """The forms in which people keep demonstrations, read into messages.
 
-Five are known, told apart by the columns of the first row: `messages` (role and content, tool calls
+Six are known, told apart by the columns of the first row: `messages` (role and content, tool calls
 as OpenAI writes them) or `conversations` (ShareGPT's from and value); a prompt and a completion,
-each a text or messages; Alpaca's `instruction`, `input` and `output`; plain `text`. A column of messages
-may be JSON written out as text, as a CSV file has it.
+each a text or messages; a question and an answer; Alpaca's `instruction`, `input` and `output`; plain `text`. A
+column of messages may be JSON written out as text, as a CSV file has it. Preferences (`chosen` and `rejected`) are
+recognised, and not trained on as pairs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rlpost.data.row_store import LONE_SURROGATE, Row, has_lone_surrogate
 CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = ("prompt", "question")
 COMPLETION_COLUMN = "completion"
+ANSWER_COLUMN = "answer"  # a completion too, where there is none
+PREFERENCE_COLUMNS = ("chosen", "rejected")
 ALPACA_COLUMNS = ("instruction", "input", "output")  # the second may be missing, or empty
 TEXT_COLUMN = "text"
 TOOLS_COLUMN = "tools"
@@ -60,8 +63,11 @@ class RowFormat:
         self.text: str | None = None
         prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in first_row), None)
         chat = next((name for name in CHAT_COLUMNS if name in first_row), None)
-        if completion_column is not None or (prompt_column is not None and COMPLETION_COLUMN in first_row):
-            self.completion = completion_column or COMPLETION_COLUMN
+        completion = next((name for name in (COMPLETION_COLUMN, ANSWER_COLUMN) if name in first_row), None)
+        if completion == ANSWER_COLUMN and isinstance(first_row.get(prompt_column), list):
+            completion = None  # a conversation, whose answer is for a reward
+        if completion_column is not None or (prompt_column is not None and completion is not None):
+            self.completion = completion_column or completion
             self.prompt = prompt or (None if templated else PROMPT_COLUMNS[0])
         elif prompt_column is not None:
             self.chat = prompt_column
@@ -71,11 +77,17 @@ class RowFormat:
             self.prompt, self.completion = prompt, COMPLETION_COLUMN
         elif is_alpaca(first_row):
             self.prompt, _, self.completion = ALPACA_COLUMNS
+        elif ANSWER_COLUMN in first_row and (prompt is not None or templated):
+            self.prompt, self.completion = prompt, ANSWER_COLUMN
         elif TEXT_COLUMN in first_row:
             self.text = TEXT_COLUMN
+        elif is_preference(first_row):
+            raise FormatError(PREFERENCE_COLUMNS[0], f"{NO_PAIRS}: {chosen_only(first_row)}")
         else:
-            wanted = "a demonstration has messages, prompt and completion, instruction and output, or text: name its "
-            wanted += "columns with env.prompt_column and env.completion_column"
+            wanted = (
+                "a demonstration has messages, prompt and completion, question and answer, instruction and output, "
+            )
+            wanted += "or text: name its columns with env.prompt_column and env.completion_column"
             column = CHAT_COLUMNS[0] if prompt is None else COMPLETION_COLUMN
             raise FormatError(column, f"{missing(column, first_row)}; {wanted}")
 
@@ -128,6 +140,29 @@ class RowFormat:
 def is_alpaca(row: Row) -> bool:
     """Whether a row has an instruction and its output."""
     return ALPACA_COLUMNS[0] in row and ALPACA_COLUMNS[2] in row
+
+
+NO_PAIRS = "these are preferences (chosen, rejected), and rlpost does not train on pairs"
+
+
+def is_preference(row: Row) -> bool:
+    """Whether a row has a chosen and a rejected reply."""
+    return all(name in row for name in PREFERENCE_COLUMNS)
+
+
+def chosen_column(row: Row) -> str:
+    """The setting under which the chosen replies of preferences are demonstrations, `prompt_column` if whole chats."""
+    chosen = row[PREFERENCE_COLUMNS[0]]
+    whole = isinstance(chosen, list) and any(isinstance(m, Mapping) and m.get("role") == "user" for m in chosen)
+    return "prompt_column" if whole else "completion_column"
+
+
+def chosen_only(row: Row) -> str:
+    """What preferences can be used for."""
+    setting = f"env.{chosen_column(row)}={PREFERENCE_COLUMNS[0]}"
+    prompts = f" {setting}" if chosen_column(row) == "prompt_column" else ""
+    fine_tune = f"fine-tune on the chosen ones with rlpost train sft {setting}"
+    return f"{fine_tune}, or use the prompts{prompts} with rlpost train grpo"
 
 
 def with_input(row: Row) -> str:

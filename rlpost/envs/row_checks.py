@@ -16,11 +16,15 @@ from rlpost.data.conversation import Message
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.formats import (
     ALPACA_COLUMNS,
+    ANSWER_COLUMN,
     CHAT_COLUMNS,
     COMPLETION_COLUMN,
+    NO_PAIRS,
     FormatError,
     RowFormat,
+    chosen_only,
     is_alpaca,
+    is_preference,
     with_input,
     written_out,
 )
@@ -32,7 +36,7 @@ from rlpost.rewards.gsm8k import split_solution
 from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings
 
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "question", ALPACA_COLUMNS[0])
-ANSWER_COLUMNS = ("answer", COMPLETION_COLUMN, ALPACA_COLUMNS[2])
+ANSWER_COLUMNS = (ANSWER_COLUMN, COMPLETION_COLUMN, ALPACA_COLUMNS[2])
 ROLES = ("system", "user", "assistant", "tool")
 QUESTIONS = ("problem", "question")  # of MATH: the first of them that a row has
 
@@ -138,6 +142,8 @@ class PromptRows:
         if column not in row:
             if template is not None and named is None:  # it writes the prompt from other fields
                 return template_complaint(template, row)
+            if is_preference(row) and not named:
+                return column, f"missing; {NO_PAIRS}: {chosen_only(row)}"
             return _absent(row, column, "" if named else "; name one of them with env.prompt_column")
         prompt = row[column]
         if _holds_messages(column, prompt) != self.of_messages:
@@ -220,6 +226,11 @@ class DemonstrationRows:
         if settings.system_prompt is not None and told.text is not None:
             raise ConfigError("env.system_prompt is for conversations, and the rows show plain text: leave it out")
         return told
+
+    @property
+    def answers(self) -> bool:
+        """Whether what the rows show are answers, which a reward can compare with too."""
+        return self._format is not None and self._format.completion == ANSWER_COLUMN
 
     @property
     def form(self) -> str:

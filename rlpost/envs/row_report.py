@@ -9,6 +9,7 @@ from typing import Any
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
+from rlpost.data.formats import PREFERENCE_COLUMNS, chosen_column, is_preference
 from rlpost.data.row_store import Row
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, asked
 from rlpost.errors import DataError
@@ -106,12 +107,19 @@ def report_rows(settings: DatasetSettings, tokenizer: Any) -> RowReport:
 
 
 def _demonstrated(settings: DatasetSettings) -> PromptRows | DemonstrationRows:
-    """How the rows are read: as demonstrations where the first one is such, else as prompts."""
-    demonstrations = DemonstrationRows(settings)
+    """How the rows are read: as demonstrations where the first one is such or a preference, else as prompts."""
     first = first_row(settings.path, settings.split, settings.config)
-    if first is None or demonstrations.complaint(first) is None:
-        return demonstrations
-    return PromptRows(replace(settings, reward=[], reward_weights=None))
+    prompts = PromptRows(replace(settings, reward=[], reward_weights=None))
+    if first is None:
+        return DemonstrationRows(settings)
+    demonstrations = DemonstrationRows(settings)
+    if complaint := demonstrations.complaint(first):
+        if complaint[0] != PREFERENCE_COLUMNS[0] or not is_preference(first):
+            return prompts
+        demonstrations = DemonstrationRows(replace(settings, **{chosen_column(first): PREFERENCE_COLUMNS[0]}))
+        return prompts if demonstrations.complaint(first) else demonstrations
+    messages = demonstrations.demonstration("", first).messages
+    return prompts if messages and messages[-1]["role"] == "user" else demonstrations
 
 
 def _read(settings: DatasetSettings, split: str, shown: PromptRows | DemonstrationRows, bad: BadRows) -> LocatedRows:
@@ -168,4 +176,9 @@ def _form_of(shown: PromptRows | DemonstrationRows) -> str:
         messages = " of messages" if shown.of_messages else ""
         answer = f", answers in {shown.answer_column}" if shown.answered else ""
         return f"prompts{messages} in {shown.column}{answer}: for rlpost train grpo"
-    return f"demonstrations, {shown.form}: for rlpost train sft"
+    for setting in ("prompt_column", "completion_column"):
+        if getattr(shown.settings, setting) == PREFERENCE_COLUMNS[0]:
+            word = f"env.{setting}={PREFERENCE_COLUMNS[0]}"
+            return f"preferences ({', '.join(PREFERENCE_COLUMNS)}), no pairs are trained: for rlpost train sft {word}"
+    also = ", or with env.reward for rlpost train grpo" if shown.answers else ""
+    return f"demonstrations, {shown.form}: for rlpost train sft{also}"

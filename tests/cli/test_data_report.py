@@ -12,6 +12,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
+from rlpost.errors import DataError
 
 
 def reported(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def test_all_of_a_report_is_said_in_words(here: Path, capsys: pytest.CaptureFixt
         "train      4 rows, 1 repeats a prompt",
         "             rows/train.jsonl, row 4 repeats row 1",
         "             tokens: median 23, 95% up to 24, longest 24",
-        "             nothing to train on: rows/train.jsonl, row 6: no message of the assistant is trained",
+        "             nothing to train on: rows/train.jsonl, row 6: no message of the assistant is trained; it ends "
+        "with the user's: a prompt, for rlpost train grpo",
         "test       2 rows, 0 repeat a prompt",
         "             tokens: median 23, 95% up to 23, longest 23",
         "overlap    1 prompt of test is in train too",
@@ -119,12 +121,48 @@ def test_repeated_prompts_and_those_of_both_splits_are_counted(here: Path, capsy
     Path("rows/train.jsonl").write_text("\n".join(map(json.dumps, train)))
     Path("rows/test.csv").write_text("prompt;answer\nb;1\nd;2\n")
     found = reported(capsys, "rows")
-    assert found["form"] == "prompts in prompt, answers in answer: for rlpost train grpo"
+    assert found["form"] == (
+        "demonstrations, prompt and answer: for rlpost train sft, or with env.reward for rlpost train grpo"
+    )
     assert found["shared"] == 1
     assert found["splits"]["train"]["repeated"] == 1
     assert found["splits"]["train"]["examples"] == ["rows/train.jsonl, row 3 repeats row 1"]
-    # <|im_start|>user\n, one letter, <|im_end|>\n: 6 + 1 + 2 tokens of one byte each or special
-    assert found["splits"]["test"]["lengths"] == {"median": 9, "95% up to": 9, "longest": 9}
+    # <|im_start|>user\n, one letter, <|im_end|>\n: 6 + 1 + 2 tokens of one byte each or special, and 11 + 1 + 2
+    assert found["splits"]["test"]["lengths"] == {"median": 23, "95% up to": 23, "longest": 23}
+
+
+def test_questions_and_answers_of_a_csv_file_are_fine_tuning_data(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("qa.csv").write_text("question,answer\n" + "".join(f"{n} + {n}?,{2 * n}\n" for n in range(20)))
+    assert reported(capsys, "qa.csv")["form"].startswith("demonstrations, question and answer: for rlpost train sft")
+    assert run(["data", "preview", "model=tiny", "env=dataset", "env.path=qa.csv", "env.shuffle=false"]) == 0
+    assert "0 + 0?<|im_end|>\n<|im_start|>assistant\n»0<|im_end|>«" in capsys.readouterr().out
+
+
+def test_conversations_that_end_with_the_user_are_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [[{"role": role, "content": str(n)} for role in ("user", "assistant", "user")] for n in range(20)]
+    Path("asks.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    assert reported(capsys, "asks.jsonl")["form"] == "prompts of messages in messages: for rlpost train grpo"
+    words = ["env=dataset", "env.path=asks.jsonl", "env.reward=contains", "env.held_out=0", "env.shuffle=false"]
+    with pytest.raises(DataError, match="missing"):  # a built-in reward compares with an answer
+        build_env(compose(TRAIN_GRPO, words).settings.env, num_prompts=1, group_size=1, seed=0).draw()
+    Path("asks.jsonl").write_text("\n".join(json.dumps({"messages": chat, "answer": "1"}) for chat in chats))
+    env = build_env(compose(TRAIN_GRPO, words).settings.env, num_prompts=1, group_size=1, seed=0)
+    assert env.draw()[0].messages == chats[0]
+    env.close()
+
+
+def test_preferences_are_reported_by_that_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = {name: [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": name}] for name in ("a", "b")}
+    rows = [{"prompt": "Hi", "chosen": "Ho", "rejected": "No"}, {"chosen": chats["a"], "rejected": chats["b"]}]
+    for row, setting in zip(rows, ("completion_column", "prompt_column"), strict=True):
+        Path("pairs.jsonl").write_text(json.dumps(row))
+        found = reported(capsys, "pairs.jsonl", "env.held_out=0")
+        assert found["form"] == (
+            f"preferences (chosen, rejected), no pairs are trained: for rlpost train sft env.{setting}=chosen"
+        )
+        assert (found["splits"]["train"]["rows"], found["bad"]["bad"]) == (1, 0)
 
 
 def test_what_the_template_refuses_is_told_with_the_way_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from rlpost.data.encoding import Encoder, encode_all
 from rlpost.errors import DataError
 from tests.chat_templates import FAMILIES, bytes_tokenizer
 
+PROMPT = "row 2: no message of the assistant is trained; it ends with the user's: a prompt, for rlpost train grpo"
 GOOD = Demonstration("row 1", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
 EMPTY = Demonstration("row 2", [{"role": "user", "content": "Hi"}])
 FORBIDDEN = Demonstration("row 3", [{"role": "system", "content": "S"}, *(GOOD.messages or [])])
@@ -58,7 +59,7 @@ def test_bad_rows_are_counted_by_reason_and_left_out(gemma: Any) -> None:
     template, empty = bad.lines()  # the most frequent first
     assert template.startswith("refused by the chat template: 2 rows: the chat template of ")
     assert template.endswith(" (row 3, row 3)")
-    assert empty == "nothing to train on: row 2: no message of the assistant is trained"
+    assert empty == f"nothing to train on: {PROMPT}"
 
 
 def test_a_row_that_is_cut_counts_as_bad_and_is_trained_on_all_the_same(tiny_tokenizer: Any) -> None:
@@ -73,7 +74,7 @@ def test_more_bad_rows_than_allowed_are_an_error_that_names_the_first(gemma: Any
         encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.24)
     assert str(raised.value) == (
         "1 of 4 rows are bad (more than the 24% allowed): correct or remove them, or raise max_bad_share\n"
-        "  nothing to train on: row 2: no message of the assistant is trained"
+        f"  nothing to train on: {PROMPT}"
     )
     assert encode_all([GOOD, EMPTY, GOOD, GOOD], Encoder(gemma), max_bad_share=0.25)[1].count == 1
 

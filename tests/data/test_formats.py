@@ -39,7 +39,31 @@ def test_a_row_of_no_known_format_names_the_nearest_column_and_the_keys_to_set()
     assert wrong.startswith("missing; did you mean mesages?")
     assert wrong.endswith("name its columns with env.prompt_column and env.completion_column")
     with pytest.raises(FormatError, match=r"^completion: missing"):
-        RowFormat({"prompt": "Hi", "answer": "Ho"}, None, None)
+        RowFormat({"prompt": "Hi", "reply": "Ho"}, None, None)
+
+
+def test_a_question_and_its_answer_are_a_demonstration() -> None:
+    assert told({"question": "Hi", "answer": "Ho"}) == (None, "question", "answer", None)
+    assert told({"prompt": "Hi", "answer": "Ho", "text": "x"}) == (None, "prompt", "answer", None)
+    assert told({"prompt": "Hi", "completion": "Ho", "answer": "x"}) == (None, "prompt", "completion", None)
+    assert told({"ask": "Hi", "answer": "Ho"}, "ask") == (None, "ask", "answer", None)
+    assert told({"ask": CHAT, "answer": "Ho"}, "ask") == ("ask", None, None, None)
+
+
+def test_preferences_are_named_with_what_they_can_be_used_for() -> None:
+    def complaint(row: dict[str, Any]) -> str:
+        with pytest.raises(FormatError) as raised:
+            RowFormat(row, None, None)
+        return str(raised.value)
+
+    assert complaint({"prompt": "Hi", "chosen": "Ho", "rejected": "No"}) == (
+        "chosen: these are preferences (chosen, rejected), and rlpost does not train on pairs: fine-tune on the chosen "
+        "ones with rlpost train sft env.completion_column=chosen, or use the prompts with rlpost train grpo"
+    )
+    assert complaint({"chosen": CHAT, "rejected": CHAT}).endswith(
+        "fine-tune on the chosen ones with rlpost train sft env.prompt_column=chosen, or use the prompts "
+        "env.prompt_column=chosen with rlpost train grpo"
+    )
 
 
 def test_share_gpt_becomes_roles() -> None:
