@@ -123,12 +123,13 @@ def located_rows(
     sources = sources_of(dataset, split, config, test_path)
     name = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
     divided = test_path is None and any(source.shared for source in sources)
-    key = (shared_as, *(source.age for source in sources)) if divided and shared_as is not None else None
+    stops = None if limit is None else (split, limit)  # a reading that stops early serves its own split alone
+    key = (shared_as, stops, *(source.age for source in sources)) if divided and shared_as is not None else None
     read = _latest.get(key)
     if read is None:
         told_of = (lambda where, wrong: None) if malformed and divided and split == "test" else malformed
         complaints = Complaints(name, told_of)
-        reading = _Reading(required, check, prepare, prompt, limit, divided=divided)
+        reading = _Reading(required, check, prepare, prompt, limit, held_out, split, divided=divided)
         read = reading.of(sources, complaints, from_path=is_path(dataset))
         _latest.clear()
         if key is not None and not complaints.count:  # bad rows are told each time
@@ -159,6 +160,8 @@ class _Reading:
     prepare: Callable[[Row], Row]
     prompt: Callable[[Row], str] | None
     limit: int | None
+    held_out: float
+    split: str
     divided: bool
 
     def of(
@@ -168,6 +171,7 @@ class _Reading:
         kept: PackedRows | list[Row] = PackedRows() if from_path else []
         numbers, ranks = array("q"), array("d")
         files: list[tuple[int, str]] = []
+        below = 0  # rows that are held out by their rank
         for source in sources:
             files.append((len(numbers), source.name))
             left = None if self.limit is None or self.divided else self.limit - complaints.rows
@@ -175,6 +179,12 @@ class _Reading:
                 numbers.append(number)
                 if self.divided:
                     ranks.append(self._rank(row))
+                    below += ranks[-1] < self.held_out
+                    if self._has_enough(below, len(ranks) - below):
+                        break
+            else:
+                continue
+            break
         if complaints.count and complaints.malformed is None:
             raise complaints.error()
         if not complaints.rows and from_path:
@@ -182,6 +192,15 @@ class _Reading:
         if isinstance(kept, PackedRows):
             kept.finish()
         return LocatedRows(kept, numbers, files), ranks
+
+    def _has_enough(self, below: int, above: int) -> bool:
+        """Whether no later row can change which are the first `limit` of a divided split.
+
+        A row changes sides only where all prompts would be on one side: see `_held_out`.
+        """
+        if self.limit is None or (0 < self.held_out < 1 and not (below and above)):
+            return False
+        return (below if self.split == "test" else above) >= self.limit
 
     def _rank(self, row: Row) -> float:
         prompt = self.prompt(row) if self.prompt else row[self.required[0]] if self.required else ""

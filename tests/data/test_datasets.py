@@ -305,3 +305,22 @@ def test_a_bad_row_is_told_each_time_that_the_file_of_both_splits_is_read(tmp_pa
     assert told == [f"{path}, row 3"] * 2
     with pytest.raises(DataError, match="row 3, field 'question'"):
         load_rows(str(path), "train", shared_as="questions")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_limit_ends_reading_with_the_rows_of_the_whole_file(split: str, tmp_path: Path) -> None:
+    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(300)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = list(located_rows(str(path), split))
+    read = 0
+
+    def count(row: dict[str, Any]) -> None:
+        nonlocal read
+        read += 1
+
+    for limit in (1, 3, 9):
+        read = 0
+        assert list(located_rows(str(path), split, limit=limit, check=count)) == expected[:limit]
+        assert read < 250, limit
+    assert list(located_rows(str(path), split, limit=1000)) == expected
