@@ -143,7 +143,7 @@ def assemble_sampling(
     """What every loop needs that samples: see `SamplingParts`. The policy is not started yet."""
     env = build_training_env(settings)
     check_rewards(env)
-    held_out = replace(settings.env, split="test", limit=None)
+    held_out = settings.env.held_out_for(settings.eval.limit)
     eval_env = build_env(held_out, num_prompts=1, group_size=1, seed=0, tools=settings.tools)
     with ExitStack() as opened:  # what has been started does not outlive what fails behind it
         for each in (env, eval_env) if settings.eval.enabled else (env,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ def assemble_sft(settings: SFTSettings, checkpoint: Path | None = None) -> SFTPa
     `max_bad_share` of the rows cannot be trained on.
     """
     env = build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)
-    eval_env = build_env(replace(settings.env, split="test", limit=None), num_prompts=1, group_size=1, seed=0)
+    eval_env = build_env(settings.env.held_out_for(settings.eval.limit), num_prompts=1, group_size=1, seed=0)
     if settings.eval.accuracy:
         eval_env.start()  # a bad path or row is found here, before a model is loaded
     objective = SFTObjective(settings.loss)

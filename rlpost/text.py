@@ -47,3 +47,12 @@ def readable(size: float) -> str:
 def counted(number: int, thing: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # what two reasons of one cause may differ in
+
+
+def cause_of(reason: str) -> str:
+    """What reasons of one cause share: numbers and quoted texts may differ, the name of a field may not."""
+    field, found, wrong = reason.partition("': ") if reason.startswith("field '") else ("", "", reason)
+    return f"{field}{found}{_OWN.sub('..', wrong)}"

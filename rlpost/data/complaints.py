@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rlpost.data.row_files import ONE_LIST
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
+from rlpost.text import cause_of
 
 Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wrong with it)
 Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
@@ -17,8 +17,6 @@ Malformed = Callable[[str, str], None]  # told the place of a bad row, and what 
 SHOWN = 20  # causes that an error lists, and rows that a program is given
 PLACES = 3  # rows that are named for each cause
 OR_MORE = ", or raise max_bad_share"  # what else helps where some rows may be bad
-
-_OWN_TO_A_ROW = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # what two complaints of one kind may differ in
 
 
 def told(complaint: Complaint) -> str:
@@ -72,12 +70,6 @@ class Causes:
                 lines.append(f"{count:,} rows{_of_several(reason)} ({_places(places, count)})")
         more = len(self._counts) - SHOWN
         return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
-
-
-def cause_of(reason: str) -> str:
-    """What reasons of one cause share: numbers and quoted texts may differ, the name of a field may not."""
-    field, found, wrong = reason.partition("': ") if reason.startswith("field '") else ("", "", reason)
-    return f"{field}{found}{_OWN_TO_A_ROW.sub('..', wrong)}"
 
 
 _PLURALS = {"is": "are", "has": "have", "holds": "hold"}

@@ -64,7 +64,7 @@ class RowFormat:
         prompt = prompt_column or next((name for name in PROMPT_COLUMNS if name in first_row), None)
         chat = next((name for name in CHAT_COLUMNS if name in first_row), None)
         completion = next((name for name in (COMPLETION_COLUMN, ANSWER_COLUMN) if name in first_row), None)
-        if completion == ANSWER_COLUMN and isinstance(first_row.get(prompt_column), list):
+        if completion == ANSWER_COLUMN and isinstance(first_row.get(prompt_column or ""), list):
             completion = None  # a conversation, whose answer is for a reward
         if completion_column is not None or (prompt_column is not None and completion is not None):
             self.completion = completion_column or completion

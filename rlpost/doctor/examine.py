@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -67,7 +66,13 @@ def _examine_grpo(findings: Findings, settings: GRPOSettings) -> bool:
             env.start()
             look_at_rows(findings, env, settings)
             if settings.eval.enabled:
-                held_out = build_env(_held_out(settings.env), num_prompts=1, group_size=1, seed=0, tools=settings.tools)
+                held_out = build_env(
+                    settings.env.held_out_for(settings.eval.limit),
+                    num_prompts=1,
+                    group_size=1,
+                    seed=0,
+                    tools=settings.tools,
+                )
                 opened.callback(held_out.close)
                 look_at_held_out(findings, env, held_out)
         if findings.failed:
@@ -126,7 +131,3 @@ def _answered(env: DatasetChatEnv) -> list[Demonstration]:
         ]
     except DataError:  # which looking at the gold answers has told
         return []
-
-
-def _held_out(env: Any) -> Any:
-    return replace(env, split="test", limit=None)

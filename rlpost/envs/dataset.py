@@ -40,7 +40,7 @@ class DatasetEnv(DatasetChatEnv):
         # what is given by name counts for more than the settings
         self.settings = replace(settings, system_prompt=self.system_prompt, prompt_template=self.prompt_template)
         self._prompts = PromptRows(self.settings)
-        self.config, self.test_path = settings.config, settings.test_path
+        self.config, self.test_path, self.gold = settings.config, settings.test_path, settings.gold
         self.rewards: Rewards | None = None
 
     @classmethod
@@ -159,12 +159,12 @@ class DatasetEnv(DatasetChatEnv):
     def has_gold(self) -> bool:
         """See `DatasetChatEnv.has_gold`: as `settings.gold` says, else where the rows have an answer."""
         self.start()
-        return self._prompts.answered if self.settings.gold is None else self.settings.gold
+        return self._prompts.answered if self.gold is None else self.gold
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; raises DataError for rows without an answer."""
         self.start()
-        if self.settings.gold is False:
+        if self.gold is False:
             raise DataError("env.gold=false: no reply is right or wrong, so there is nothing to prove")
         column = self._prompts.answer_column
         for number, task in enumerate(self.tasks):
@@ -176,7 +176,7 @@ class DatasetEnv(DatasetChatEnv):
                 )
             yield where, task
 
-    def gold_reply(self, task: Mapping[str, Any]) -> str:
+    def gold_reply(self, task: Mapping[str, Any]) -> str | Sequence[str]:
         """See `EnvBase.gold_reply`: the row's answer, or its number where that is all the rewards look for."""
         answer = answer_text(task[self._prompts.answer_column])
         wanted = {function.reference for function in self.rewards.functions} if self.rewards else set()

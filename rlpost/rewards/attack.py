@@ -9,10 +9,10 @@ from enum import Enum
 from statistics import fmean
 from typing import Any
 
-from rlpost.data.complaints import cause_of
 from rlpost.rewards.apart import WorkerReward, call_apart
 from rlpost.rewards.calls import RowValues
 from rlpost.rewards.functions import Finished, offered
+from rlpost.text import cause_of
 
 
 class Verdict(Enum):

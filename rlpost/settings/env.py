@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from string import Formatter
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rlpost.errors import ConfigError
 from rlpost.settings.checks import MISSING, Settings, limited
@@ -54,6 +54,10 @@ class EnvSettings(Settings, group="env"):
         if self.prompt_template is not None:
             _check_template(self.prompt_template)
 
+    def held_out_for(self, plays: int | None) -> Self:
+        """The same for the split test, of which an evaluation plays `plays` prompts (None: `eval_limit`)."""
+        return replace(self, split="test", limit=None)
+
 
 @dataclass
 class RowsSettings(EnvSettings):
@@ -80,6 +84,11 @@ class RowsSettings(EnvSettings):
                 f"env.min_pass_rate={self.min_pass_rate:g} is above env.max_pass_rate={self.max_pass_rate:g}: no "
                 "prompt would be left"
             )
+
+    def held_out_for(self, plays: int | None) -> Self:
+        """See `EnvSettings.held_out_for`: with a `limit`, no more rows than that or an evaluation need."""
+        limit = None if self.limit is None else max(self.limit, plays or self.eval_limit)
+        return replace(super().held_out_for(plays), limit=limit)
 
 
 @dataclass

@@ -346,3 +346,9 @@ def test_it_does_not_resume_with_as_many_other_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"with 1 different row drawn, in order, content \w+, and this dataset gives"):
         env_of(tmp_path, changed).load_state_dict(state)
     env_of(tmp_path, ROWS).load_state_dict(state)
+
+
+def test_a_limit_holds_for_held_out_rows_too() -> None:
+    assert DatasetSettings(path="a", reward=[], limit=5, eval_limit=7).held_out_for(None).limit == 7
+    assert DatasetSettings(path="a", reward=[], limit=5, eval_limit=7).held_out_for(3).limit == 5
+    assert DatasetSettings(path="a", reward=[], eval_limit=7).held_out_for(3).limit is None

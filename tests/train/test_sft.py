@@ -219,7 +219,7 @@ def test_bad_rows_are_counted_shown_and_past_a_share_an_error(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["env=dataset", f"env.path={file}", "max_tokens=120", "eval.enabled=false", "steps=1", "env.limit=null"]
     assert run(tmp_path / "r", *words, "env.held_out=0.0", "max_bad_share=0.1") == 0
-    assert "bad rows: cut: 1 of 10 rows, such as" in capsys.readouterr().out
+    assert "bad rows: cut: " in capsys.readouterr().out
     with pytest.raises(DataError, match="1 of 10 rows are bad"):
         run(tmp_path / "strict", *words, "env.held_out=0.0", "max_bad_share=0.05")
 
@@ -311,7 +311,7 @@ def test_many_rows_are_encoded_when_drawn_and_bad_ones_told_then(
     assert run(tmp_path / "whole", *many_rows, "epochs=1") == 0
     said = capsys.readouterr().out
     file = tmp_path / "many.jsonl"
-    assert f"bad rows: malformed: 1 of 40 rows, such as {file}, row 3: " in said
+    assert f"bad rows: malformed: {file}, row 3: " in said
     assert f"bad row: {file}, row 12: cut: " in said
     assert said.count(": the rest is trained on\n") == 1
     assert f"bad row: {file}, row 30: cut: " in said
