@@ -2,7 +2,8 @@
 
     code lines      of rlpost/, without blank lines, comments and docstrings
     modules, lines  of rlpost that are loaded at the first backward of `rlpost train grpo model=tiny`
-    functions       of rlpost that were entered until then, and how many of those from `learn` on
+    functions       of rlpost that were entered until then, and how many of those from `learn` on in the main thread:
+                    what the screen's thread enters depends on how fast the machine is
 
 Takes about 10 s: the same training is started twice, the first time to fill the caches.
 """
@@ -84,7 +85,8 @@ class Entered:
         if code.co_name == "learn" and code.co_filename.endswith("grpo.py"):
             self.learning = True
         name = (code.co_filename, code.co_qualname, code.co_firstlineno)
-        self.functions[name] = self.functions.get(name, False) or self.learning
+        from_learn = self.learning and threading.current_thread() is threading.main_thread()
+        self.functions[name] = self.functions.get(name, False) or from_learn
 
 
 def train_twice(folder: Path) -> None:

@@ -12,7 +12,7 @@ from test_layers import LATE_DOORS
 SCRIPT = Path(__file__).parents[1] / "scripts" / "figures.py"
 MORE = 1.1  # beyond so many times what is written here, a figure is lowered again or written anew, with the reason
 HELD = {
-    "code lines": 38_000,  # with what runs on a Ray cluster, and rlpost doctor
+    "code lines": 38_300,  # with what runs on a Ray cluster, rlpost doctor, and answers to other tools' words
     "modules": 172,  # with the gate, the diagnosis and incident.json: a run that goes wrong is noticed and says how
     "lines": 22_500,  # with rank.py, ranks.py and sending.py of train/, which one rank goes through too
     "functions": 525,
