@@ -9,7 +9,7 @@ from typing import Any
 from rlpost.data.row_files import ONE_LIST
 from rlpost.errors import DataError
 from rlpost.nearest import did_you_mean, nearest
-from rlpost.text import cause_of
+from rlpost.text import cause_of, counted
 
 Complaint = tuple[str, str]  # (field, or "" for the row as a whole, what is wrong with it)
 Malformed = Callable[[str, str], None]  # told the place of a bad row, and what is wrong with it
@@ -37,7 +37,7 @@ class Causes:
         cause = cause_of(reason)
         self._counts[cause] += 1
         _, places = self._causes.setdefault(cause, (reason, []))
-        if len(places) < PLACES:
+        if where not in places and len(places) <= PLACES:  # one more than is named
             places.append(where)
 
     def state(self) -> list[list[Any]]:
@@ -57,8 +57,11 @@ class Causes:
         """How many rows are bad."""
         return self._counts.total()
 
-    def lines(self, all_rows: int | None = None) -> list[str]:
-        """A line for each cause, the most frequent first; `all_rows` is how many rows there are, bad or not."""
+    def lines(self, all_rows: int | None = None, unit: str = "row") -> list[str]:
+        """A line for each cause, the most frequent first.
+
+        `all_rows` is how many rows there are, bad or not; `unit` is what is counted, where that is not rows.
+        """
         lines = []
         for cause, count in self._counts.most_common(SHOWN):
             reason, places = self._causes[cause]
@@ -67,7 +70,7 @@ class Causes:
             elif count == all_rows:
                 lines.append(f"{places[0]}: {reason} (the same in all {count:,} rows)")
             else:
-                lines.append(f"{count:,} rows{_of_several(reason)} ({_places(places, count)})")
+                lines.append(f"{counted(count, unit)}{_of_several(reason)} ({_places(places)})")
         more = len(self._counts) - SHOWN
         return [*lines, *([f"and {more:,} causes more"] if more > 0 else [])]
 
@@ -81,17 +84,17 @@ def _of_several(reason: str) -> str:
     return f" {_PLURALS[verb]} {rest}" if verb in _PLURALS else f": {reason}"
 
 
-def _places(places: Sequence[str], count: int) -> str:
-    """The first places of `count`, a file named once: "rows.jsonl, rows 2, 5, 9, ..."."""
+def _places(places: Sequence[str]) -> str:
+    """The first `PLACES` places, a file named once: "rows.jsonl, rows 2, 5, 9, ..."."""
     files: dict[str, list[str]] = {}
-    for place in places:
+    for place in places[:PLACES]:
         file, _, row = place.rpartition(" row ")
         files.setdefault(file, []).append(row)
     named = [
         ", ".join(rows) if not file else f"{file} row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
         for file, rows in files.items()
     ]
-    return ", ".join(named) + (", ..." if count > len(places) else "")
+    return ", ".join(named) + (", ..." if len(places) > PLACES else "")
 
 
 class Complaints:

@@ -45,7 +45,7 @@ class Proof:
         for failure in self.failures:
             where, _, reason = failure.partition(": ")
             causes.add(where, reason)
-        told = [f"  {line}" for line in causes.lines()]
+        told = [f"  {line}" for line in causes.lines(unit="wrong score")]
         rightly = "no corrupted one earns more than its gold answer" if self.gold else "all scored rightly"
         verdict = rightly if self.holds else f"{len(self.failures)} scored wrongly"
         if not self.failures and not self.tells_apart:

@@ -149,7 +149,7 @@ VISIBLE: dict[str, tuple[str, int, str]] = {
         3,
         "field 'instruction_id_list': missing",
     ),
-    "rows that show nothing": ("train sft env=dataset env.path=rows.jsonl", 3, "field 'completion': missing"),
+    "rows that show nothing": ("train sft env=dataset env.path=labels.jsonl", 3, "field 'completion': missing"),
     "a template's field": (
         f"{OWN} env.path=rows.jsonl env.reward=number env.prompt_template={{pormpt}}",
         3,
@@ -201,6 +201,7 @@ def place(folder: Path) -> None:
     (folder / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     rows = [json.dumps({"prompt": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(20)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "labels.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": "sum"}\n')
     (folder / "empty.jsonl").write_text("")
     (folder / "line7.jsonl").write_text("\n".join([*rows[:6], '{"prompt": "What', *rows[7:]]))
     (folder / "no-answer.jsonl").write_text("\n".join([rows[0], '{"prompt": "What is 2 + 1?"}', *rows[2:]]))

@@ -58,7 +58,7 @@ def test_bad_rows_are_counted_by_reason_and_left_out(gemma: Any) -> None:
     assert (bad.total, bad.count, bad.counts) == (4, 3, {Fault.empty: 1, Fault.template: 2})
     template, empty = bad.lines()  # the most frequent first
     assert template.startswith("refused by the chat template: 2 rows: the chat template of ")
-    assert template.endswith(" (row 3, row 3)")
+    assert template.endswith(" (row 3)")
     assert empty == f"nothing to train on: {PROMPT}"
 
 

@@ -290,9 +290,7 @@ rlpost.register_env("again", AgainSettings, Again.of)
 """
 
 
-def test_the_share_of_masked_tokens_is_among_the_findings(
-    capfd: pytest.CaptureFixture[str], nothing_stays_registered: None
-) -> None:
+def test_the_share_of_masked_tokens_is_among_the_findings(capfd: pytest.CaptureFixture[str]) -> None:
     Path("again.py").write_text(AGAIN)
     words = ["model=tiny", "policy=scripted", "policy.replies=[4,5]", "env=again", "plugin=./again.py", "env.digits=1"]
     run(["doctor", *words])

@@ -318,7 +318,7 @@ def test_failures_of_one_cause_are_one_line_of_a_proof(tmp_path: Path) -> None:
     tried = reward_file(tmp_path, "return [float(c == '') for c in completions]")
     lines = prove(env_of(tmp_path, ROWS[:3], reward=tried)).lines()
     assert lines[1].strip() == (
-        "3 rows: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None "
+        "3 wrong scores: the corrupted reply '' got reward 1.0, strict accuracy None, lenient accuracy None "
         f"({tmp_path}/rows.jsonl, rows 1, 2, 3)"
     )
     assert len(lines) == 3

@@ -104,7 +104,7 @@ def test_half_a_character_in_json_of_a_csv_cell_is_a_bad_row_among_few_rows_and_
     encoder = Encoder(tiny_tokenizer)
     samples, bad = encode_all(shown.in_turn(), encoder)
     wrong = f"{good[:40]!r} holds half of a character (a lone surrogate): remove it"
-    line = f"malformed: 1 of 3 rows, such as {file}, row 3: field 'messages': {wrong}"
+    line = f"malformed: {file}, row 3: field 'messages': {wrong}"
     assert bad.lines() == [line]
     monkeypatch.setattr(row_store, "SAMPLE", 1)
     lazy = LazySamples(shown, encoder)  # as of more than 100,000 rows

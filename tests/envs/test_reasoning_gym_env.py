@@ -162,5 +162,5 @@ def test_settings_reach_the_environment() -> None:
     assert isinstance(env, ReasoningGymEnv)
     assert env.task_config == {"min_numbers": 2, "operators": ["+", "-"], "name": "some text"}
     assert (env.task, env.answer_in_tags, env._workers.seconds, env.held_out) == ("countdown", False, 1.5, 0.5)
-    with pytest.raises(ConfigError, match=r"env.task_config='min_numbers' names no setting: write env.task_config=\["):
+    with pytest.raises(ConfigError, match=r"env.task_config='min_numbers' names no setting: write 'env.task_config=\["):
         ReasoningGymSettings(task="countdown", task_config=["min_numbers"])

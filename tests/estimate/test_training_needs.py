@@ -111,7 +111,8 @@ def test_a_training_that_the_machine_cannot_hold_is_refused_before_anything_is_l
     assert run(["train", "grpo", *words, "--out", str(tmp_path / "s"), "--plain"]) == 3
     captured = capsys.readouterr()
     assert captured.err == f"error: {text}\n"
-    assert captured.out == ""  # neither an estimate nor the model that would be loaded
+    # neither an estimate nor the model that would be loaded
+    assert captured.out == f"nothing was trained, so {tmp_path / 's'} is removed\n"
     assert assembled == []
     for folder in (tmp_path / "r", tmp_path / "s"):
         assert not (folder / "checkpoints").exists()

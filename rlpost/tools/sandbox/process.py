@@ -182,8 +182,9 @@ class Process:
                 return True
             for pid in fresh:
                 if handle := self._handle_of(pid):
-                    signal.pidfd_send_signal(handle, signal.SIGSTOP)
                     self._frozen.append(handle)
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        signal.pidfd_send_signal(handle, signal.SIGSTOP)
             stopped |= fresh
         return False
 
