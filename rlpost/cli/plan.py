@@ -184,7 +184,7 @@ def data_lines(composed: Composed[Any], more: str = "", label: str = "data") -> 
 
 
 def _rewards_of(env: EnvSettings) -> str:
-    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) else ""
+    return f", reward {' + '.join(env.reward)}" if isinstance(env, DatasetSettings) and env.reward else ""
 
 
 def _needs_lines(settings: Any, folder: Path) -> list[str]:

@@ -218,10 +218,10 @@ def values(attack: Attack) -> Check:
     earned = [value for value in said if value is not None]
     told = f"from {min(earned):.3g} to {max(earned):.3g}, {len(set(earned))} different"
     if len(set(earned)) == 1:
-        alike = f"every reply earns {earned[0]:.3g}"
         if not attack.has_gold:  # another reply might earn something else
-            return Check("values", Verdict.weak, f"{alike} of those tried, and none is known to be right")
-        return Check("values", Verdict.fault, f"{alike}: there is nothing to learn")
+            told = f"each reply tried earns {earned[0]:.3g}, and none of them is known to be right"
+            return Check("values", Verdict.weak, told)
+        return Check("values", Verdict.fault, f"every reply earns {earned[0]:.3g}: there is nothing to learn")
     return Check("values", Verdict.ok, told)
 
 

@@ -138,6 +138,8 @@ def test_questions_and_answers_of_a_csv_file_are_fine_tuning_data(
     assert reported(capsys, "qa.csv")["form"].startswith("demonstrations, question and answer: for rlpost train sft")
     assert run(["data", "preview", "model=tiny", "env=dataset", "env.path=qa.csv", "env.shuffle=false"]) == 0
     assert "0 + 0?<|im_end|>\n<|im_start|>assistant\n»0<|im_end|>«" in capsys.readouterr().out
+    assert run(["train", "sft", "model=tiny", "env=dataset", "env.path=qa.csv", "--dry-run"]) == 0
+    assert "qa.csv, train split, demonstrations of at most 1024 tokens\n" in capsys.readouterr().out
 
 
 def test_conversations_that_end_with_the_user_are_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
