@@ -16,7 +16,7 @@ from rlpost.output import in_front, size_of, where_it_leads
 
 EVERY = 30.0  # seconds without a line, after which there is one; each further one waits twice as long
 LONGEST = 10  # times EVERY, between two such lines
-SLOWER, PATIENCE = 1.5, 10.0  # the time left grows only beyond so many times what it was, and so many seconds
+SLOWER, PATIENCE = 1.5, 10.0  # the estimate grows only if it exceeds 1.5 times the last one plus 10 seconds
 LOOK = 0.5  # seconds between two pictures on a terminal: painting competes with the work for the processor
 ERASE_LINE = "\r\x1b[K"
 
@@ -142,7 +142,7 @@ class Pace:
     total: int | None = None
     tokens: int | None = None
     _each: float = math.inf  # tokens, or seconds where no tokens are counted, for one of `total`
-    _end: float = math.inf  # when all of it is done, as was said last
+    _end: float = math.inf  # estimated end time that was last printed
 
     def count(self, now: float, done: int | None, total: int | None, tokens: int | None) -> None:
         """This much is done by `now`."""

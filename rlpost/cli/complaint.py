@@ -52,7 +52,7 @@ def explain_long_path(error: OSError, arguments: Sequence[str]) -> str:
 
 
 def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
-    """For a flag that the verb has not; with all other words of the command that it does not know."""
+    """The message for an unknown flag, together with all other unknown words of the command."""
     flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
     path = context.command_path
     if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):

@@ -164,7 +164,7 @@ def model_name(composed: Composed[Any]) -> str:
 
 
 def data_lines(composed: Composed[Any], more: str = "", label: str = "data") -> list[str]:
-    """The environment and its rows, a line for each source of a mix too; `more` is said of the whole."""
+    """The environment and its rows, and each source of a mix on its own line; `more` goes behind the first line."""
     env = composed.settings.env
     path = getattr(env, "path", None)
     of_rows = f" from {path}" if isinstance(path, str) else ""

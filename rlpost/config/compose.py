@@ -249,7 +249,7 @@ def _check_known(
     overrides: Sequence[Override],
     wrong: Sequence[tuple[Override, str]],
 ) -> None:
-    """Raise ConfigError for all of `overrides` that are no setting, and the `wrong` options with why they are."""
+    """Raise one ConfigError for all unknown settings and all `wrong` options, each with its reason."""
     keys = _keys(command, config, list(choices))
     unclear = tuple(f"{override.key}." for override, _ in wrong)  # settings of options that nobody can choose
     everywhere = all_keys(command)

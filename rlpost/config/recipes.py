@@ -53,7 +53,7 @@ def read_recipe(name: str, command: Command[Any]) -> list[Override]:
 
 
 def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
-    """What to say of a file without a command that holds settings of another tool; None where it holds none."""
+    """The message for a file without a command that holds another tool's settings; None if it holds none."""
     from rlpost.config.unknown import instead_of, keys_by_default, several
 
     keys, choices = keys_by_default(command)

@@ -38,7 +38,7 @@ def unknown_key(override: Override, command: Command[Any], keys: Mapping[str, Ke
 
 
 def instead_of(override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]) -> str:
-    """What to write instead of a key that is none of `keys`, or why nothing; for a list of several."""
+    """What to write instead of an unknown key, or why rlpost has no such setting: one row of a list."""
     if override.text == NULL:
         return "leave it out, it has no value"
     _, reason, meant = _unknown(override, command, keys, choices)
@@ -54,9 +54,9 @@ def keys_by_default(command: Command[Any]) -> tuple[dict[str, Key], dict[str, st
 
 
 def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before: str = "") -> str:
-    """The message for several words that are wrong, each with its answer, those of a file with their lines.
+    """The message for several unknown words: each with its answer and, in a file, its line number.
 
-    It begins with `before`, or where that is empty with the file.
+    The message begins with `before`, or with the file if `before` is empty.
     """
     groups = groups_of(command.settings)
     file = next((override.source.rpartition(", line ")[0] for override, _ in rows if override.source), "")
@@ -77,7 +77,7 @@ def several(rows: Sequence[tuple[Override, str]], command: Command[Any], before:
 
 
 def _written(meant: str, override: Override, keys: Mapping[str, Key]) -> str:
-    """What to write, with the value that was given where it is one of the key that is meant."""
+    """The suggested word, with the given value if the suggested key accepts it."""
     name, equals, _ = meant.partition("=")
     if equals and override.text == "false":  # lora.enabled=false of use_peft=false
         meant = name
@@ -99,7 +99,7 @@ def _written(meant: str, override: Override, keys: Mapping[str, Key]) -> str:
 def _unknown(
     override: Override, command: Command[Any], keys: Mapping[str, Key], choices: Mapping[str, str]
 ) -> tuple[str, str, str | None]:
-    """Of a key that is none of `keys`: what it is not, why, as far as that is known, and what was meant."""
+    """For an unknown key: the complaint, its reason if known, and the suggested key if there is one."""
     verb = f"rlpost {command.verb}"
     nothing = f"is no setting of {verb}"
     inside = [key for key in keys if key.startswith(f"{override.key}.")]

@@ -1,4 +1,4 @@
-"""What is wrong with rows: a complaint each, collected, counted by cause and raised as one error."""
+"""Complaints about rows, counted by cause and raised as one error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def told(complaint: Complaint) -> str:
 
 
 class Causes:
-    """Bad rows by cause: how many have it, the places of the first ones, and what the first one's message is."""
+    """Bad rows by cause: the count, the places of the first rows and the message of the first."""
 
     def __init__(self) -> None:
         self._causes: dict[str, tuple[str, list[str]]] = {}
@@ -41,12 +41,12 @@ class Causes:
             places.append(where)
 
     def state(self) -> list[list[Any]]:
-        """What was counted, as JSON-compatible values."""
+        """The counts, as JSON-compatible values."""
         return [[cause, self._counts[cause], *found] for cause, found in self._causes.items()]
 
     @classmethod
     def of(cls, state: Sequence[Sequence[Any]]) -> Causes:
-        """The causes whose `state` that is."""
+        """Restore what `state` returned."""
         causes = cls()
         for cause, count, reason, places in state:
             causes._counts[cause], causes._causes[cause] = count, (reason, list(places))
@@ -60,7 +60,7 @@ class Causes:
     def lines(self, all_rows: int | None = None, unit: str = "row") -> list[str]:
         """A line for each cause, the most frequent first.
 
-        `all_rows` is how many rows there are, bad or not; `unit` is what is counted, where that is not rows.
+        `all_rows` is the number of rows, good and bad; `unit` names the counted things if they are not rows.
         """
         lines = []
         for cause, count in self._counts.most_common(SHOWN):
@@ -79,7 +79,7 @@ _PLURALS = {"is": "are", "has": "have", "holds": "hold"}
 
 
 def _of_several(reason: str) -> str:
-    """What is wrong with a row, said behind "6 rows"."""
+    """The reason as it reads after "6 rows"."""
     verb, _, rest = reason.partition(" ")
     return f" {_PLURALS[verb]} {rest}" if verb in _PLURALS else f": {reason}"
 
@@ -124,7 +124,7 @@ class Complaints:
         return self.causes.count
 
     def error(self, max_bad_share: float | None = None) -> DataError:
-        """What to raise for them: the row where one is bad, else a line for each cause.
+        """The error for all bad rows: the row if only one is bad, else a line for each cause.
 
         `max_bad_share` is how many of the rows may be bad, where there is a setting of that.
         """

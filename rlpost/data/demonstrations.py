@@ -105,7 +105,7 @@ class BadRows:
         ]
 
     def error(self, allowed: str, otherwise: str = "") -> DataError:
-        """What to raise for them: a line for each cause; `otherwise` is said behind what helps."""
+        """The error for all bad rows: a line for each cause; `otherwise` follows the advice."""
         advice = "raise max_tokens, or remove them" if set(self.counts) == {Fault.cut} else "correct or remove them"
         heading = f"{self.count:,} of {counted(self.total, 'row')} are bad ({allowed}): {advice}{otherwise}"
         return DataError("\n".join([heading, *(f"  {line}" for line in self.lines())]))

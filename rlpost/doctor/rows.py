@@ -164,6 +164,6 @@ def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
         tell = findings.fail if check.verdict is Verdict.fault else findings.warn
         tell(about, f"{check.name}: {check.reason}", advice)
     if not failing:
-        left_out = "" if env.has_gold else "; those that need a right answer are left out"
+        left_out = "" if env.has_gold else "; attacks that need a right answer are left out"
         findings.ok(about, f"it withstands {len(checks)} attacks{left_out}")
     return len(checks) > 1

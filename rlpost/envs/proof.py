@@ -12,7 +12,7 @@ from rlpost.data.complaints import Causes
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.base import EnvBase
 
-MOST_TURNS = 100  # in which a reply is repeated, where the environment asks for more
+MOST_TURNS = 100  # turns in which a single reply is repeated
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ def _is_corrupted(env: EnvBase, played: Conversation, best: float | None) -> boo
 def played(env: EnvBase, task: Mapping[str, Any], reply: str | Sequence[str]) -> Conversation:
     """A conversation in which the policy said `reply`, advanced by the environment as in training.
 
-    A text is said in every turn; of several, one a turn.
+    A single text is repeated in every turn; a list gives one text for each turn.
     """
     conversation = Conversation(task=task, messages=[{"role": "user", "content": ""}])
     for text in repeat(reply, MOST_TURNS) if isinstance(reply, str) else reply:

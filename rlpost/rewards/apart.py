@@ -128,7 +128,7 @@ def call_apart(rewards: Sequence[WorkerReward], offer: Offer, count: int, second
     for reward, outcome in zip(distinct.values(), outcomes, strict=True):
         [whole] = reward.said(outcome, [count], seconds)
         if whole.failed and count > 1:
-            log.info("%d rows are scored one by one, to find those that fail", count)
+            log.info("scoring %d rows one by one to find the rows that fail", count)
             whole = _one_by_one(reward, offer, count, seconds, together=not outcome.lost)
         said[reward.reference] = whole
     return [said[reward.reference] for reward in rewards]

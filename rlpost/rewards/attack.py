@@ -34,7 +34,7 @@ class Check:
 
 
 def failing_alike(checks: Sequence[Check]) -> list[Check]:
-    """The checks, those that end in the same error as one: the first, which names the others."""
+    """The checks, with all checks that end in the same error merged into the first, which names the others."""
     alike: dict[tuple[Verdict, str], list[Check]] = {}
     for check in checks:
         paid = check.verdict is Verdict.ok or check.reason.startswith(

@@ -54,8 +54,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-NNNNNN, point `latest` at it, then remove all but the newest `keep_last`.
 
-    The checkpoint of the step before is removed too, unless it is one of every `every` steps: it was a guard against
-    a crash, and this one replaces it. Those that are left keep the model alone. `best` is the step of the best
+    The checkpoint of the step before is removed too, unless that step is a multiple of `every`: it guarded against a
+    crash, and this one replaces it. Those that are left keep the model alone. `best` is the step of the best
     checkpoint so far, perhaps this one: the link `best` points at it, and it is never removed. The folder appears
     under its name only when complete, and nothing older is touched before. Raises CheckpointError, leaving what was
     there before, when the disk does not take it.
@@ -183,8 +183,8 @@ def mark_best(folder: Path, step: int, keep_last: int, every: int) -> None:
 def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int | None) -> None:
     """Remove all but the newest `keep_last` checkpoints, the one of `step`, which was written last, and the best.
 
-    The one of the step before goes too, unless it is one of every `every` steps. Of those that are left all but that
-    of `step` keep the model alone.
+    The checkpoint of the step before goes too, unless that step is a multiple of `every`. Those left, except
+    the one of `step`, keep the model alone.
     """
     saved = checkpoints(folder)
     replaced = [old for old in saved if step_of(old) == step - 1 and not (every and step_of(old) % every == 0)]

@@ -55,7 +55,7 @@ class EnvSettings(Settings, group="env"):
             _check_template(self.prompt_template)
 
     def held_out_for(self, plays: int | None) -> Self:
-        """The same for the split test, of which an evaluation plays `plays` prompts (None: `eval_limit`)."""
+        """Settings for the test split, where an evaluation plays `plays` prompts (None: `eval_limit`)."""
         return replace(self, split="test", limit=None)
 
 

@@ -81,7 +81,7 @@ def say_stopped(run: Run) -> None:
     saved = newest_checkpoint(run.folder)
     where = "" if says_where(run.request.command) else f" --out {shlex.quote(str(run.folder))}"
     again = f"the same command with --resume auto{where}"
-    if saved is not None:  # there is a checkpoint, and with it the settings but for those that name code
+    if saved is not None:  # the checkpoint's run keeps all settings except those that name code
         code = [word for word in run.request.overrides if is_code(Override(*word.split("=", 1)))]
         verb = " ".join(run.request.command[:3])
         again = f"{verb} --resume {shlex.join([str(run.folder), *code])}"
@@ -126,9 +126,9 @@ MEASURES = {"loss per token": LOSS, "accuracy": ACCURACY, "accuracy, strict": ST
 
 
 def say_before_and_after(run: Run, progress: Progress) -> None:
-    """What was measured held out, before and after training, and how many prompts it rests on.
+    """Print the held-out figures before and after training, and the number of prompts.
 
-    Strict accuracy and reward stand there where they say something beside the accuracy.
+    Strict accuracy and reward are printed only if they differ from the accuracy.
     """
     both = progress.eval_before, progress.eval_after
     if None in both:
