@@ -1,8 +1,18 @@
-"""How large the package is, and how much of it a training passes through: `scripts/check` prints this.
+"""How large the package is, how it hangs together, and how much of it a training passes through.
 
-    code lines      of rlpost/, without blank lines, comments and docstrings
-    modules, lines  of rlpost that are loaded at the first backward of `rlpost train grpo model=tiny`
-    functions       of rlpost that were entered until then, and how many of those from `learn` on in the main thread:
+`scripts/check` prints these figures, and tests/test_figures.py holds them:
+
+    files           of rlpost/, and those of them above 900 lines
+    code lines      lines without blank lines, comments and docstrings, of the package and on average of a file
+    import share    code lines that are imports, of all code lines, in percent; those inside functions count
+    errors          `raise` statements, and calls of functions that do nothing but raise, for 1,000 code lines
+    floors          rooms (folders and modules of rlpost/) on the longest way down along imports; a circle is one floor
+    circles         sets of rooms that reach each other along imports; imports inside functions and late doors count
+    late doors      imports of LATE_DOORS: inside a function, to what a plain training does not load
+    processes       files that start a process or speak to one: they import a module of PROCESS
+    road modules    modules of rlpost that are loaded at the first backward of `rlpost train grpo model=tiny`
+    road code lines of those modules
+    road functions  of rlpost entered until then, and how many of them from `learn` on in the main thread:
                     what the screen's thread enters depends on how fast the machine is
 
 Takes about 10 s: the same training is started twice, the first time to fill the caches.
@@ -19,7 +29,9 @@ import sys
 import tempfile
 import threading
 import tokenize
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -51,10 +63,123 @@ def code_lines(source: str) -> int:
     return len(used - documented)
 
 
-def size() -> dict[str, int]:
-    """Files and code lines of the package."""
-    files = sorted(PACKAGE.rglob("*.py"))
-    return {"files": len(files), "code lines": sum(code_lines(file.read_text()) for file in files)}
+# file -> what it imports inside a function alone: beside the road of a training, and opened when it is asked for.
+# Lazy public names of a package's __init__.py are no late doors.
+LATE_DOORS = {
+    "policies/base.py": ["rlpost.torchrl.calling"],
+    "policies/categorical.py": ["rlpost.torchrl.reading"],
+    "envs/base.py": ["rlpost.torchrl.turns", "rlpost.torchrl.replies"],
+    "envs/chat.py": ["rlpost.tools.calls"],
+    "envs/build.py": ["rlpost.tools.choice"],
+    "envs/transforms/dataloading.py": ["rlpost.torchrl.tensors"],
+    "data/history.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
+    "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
+    "data/continuation.py": ["rlpost.data.chat_mask"],
+    "collectors/llm.py": ["rlpost.torchrl.called"],
+    "collectors/async_plan.py": ["rlpost.torchrl.called"],
+    "collectors/base.py": ["rlpost.collectors.background", "rlpost.collectors.ray"],
+    "model/families.py": ["rlpost.model.family_probe"],
+}
+
+PROCESS = {"subprocess", "multiprocessing", "socket", "ray", "rlpost.child"}  # who imports one speaks to a process
+
+
+def sources() -> dict[str, str]:
+    """File under rlpost/ -> its text."""
+    return {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def import_lines(source: str) -> int:
+    """Code lines of `source` that import, those inside functions included."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return len({line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)})
+
+
+def only_raises(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether every call of `function` ends in an error: it ends in `raise` and never returns."""
+    inside = list(ast.walk(function))
+    gives = any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in inside)
+    return isinstance(function.body[-1], ast.Raise) and not gives
+
+
+def errors(files: dict[str, str]) -> int:
+    """`raise` statements, and calls of functions at the top of a module that only raise."""
+    trees = [ast.parse(text) for text in files.values()]
+    top = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    raising = {function.name for function in top if only_raises(function)}
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in raising]
+    return sum(isinstance(node, ast.Raise) for node in nodes) + len(calls)
+
+
+def imports(source: str) -> Iterator[str]:
+    """Full names of what a source imports, wherever in it; `from a import b` counts as `a.b`, whatever b is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(name: str, package: str) -> bool:
+    """Whether a full name is `package` or lies below it."""
+    return name == package or name.startswith(package + ".")
+
+
+def rooms(files: dict[str, str]) -> dict[str, set[str]]:
+    """Room -> the rooms that it imports; what an __init__.py imports, lazy public names for the most part, is left out.
+
+    A room is a folder of rlpost/, or a module that lies in rlpost/ itself.
+    """
+    found = {file.split("/")[0].removesuffix(".py"): set[str]() for file in files if file != "__init__.py"}
+    for file, text in files.items():
+        room = file.split("/")[0].removesuffix(".py")
+        if file.rpartition("/")[2] != "__init__.py":
+            parts = [name.split(".") for name in imports(text)]
+            found[room] |= {p[1] for p in parts if p[0] == "rlpost" and len(p) > 1 and p[1] in found} - {room}
+    return found
+
+
+def floors_and_circles(graph: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
+    """How many floors `graph` has from top to ground, and its circles: sets of rooms that reach each other."""
+
+    @cache
+    def reached(room: str) -> frozenset[str]:
+        seen, waiting = set[str](), [room]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return frozenset(seen)
+
+    circle = {room: frozenset(o for o in reached(room) if room in reached(o)) | {room} for room in graph}
+
+    @cache
+    def height(rooms: frozenset[str]) -> int:
+        below = {circle[other] for room in rooms for other in graph[room]} - {rooms}
+        return 1 + max(map(height, below), default=0)
+
+    circles = sorted(sorted(rooms) for rooms in set(circle.values()) if len(rooms) > 1)
+    return max(map(height, circle.values())), circles
+
+
+def size() -> dict[str, float]:
+    """Files and code lines of the package, and how its rooms hang together."""
+    files = sources()
+    lines = sum(map(code_lines, files.values()))
+    floors, circles = floors_and_circles(rooms(files))
+    return {
+        "files": len(files),
+        "files above 900 lines": sum(len(text.splitlines()) > 900 for text in files.values()),
+        "code lines": lines,
+        "code lines a file": round(lines / len(files), 1),
+        "import share": round(100 * sum(map(import_lines, files.values())) / lines, 1),
+        "errors": round(1000 * errors(files) / lines, 1),
+        "floors": floors,
+        "circles": len(circles),
+        "late doors": sum(map(len, LATE_DOORS.values())),
+        "processes": sum(any(is_within(n, p) for n in imports(text) for p in PROCESS) for text in files.values()),
+    }
 
 
 def passed_through() -> tuple[dict[str, int], list[str]]:
@@ -124,10 +249,10 @@ def train(folder: Path) -> NoReturn:
         threading.setprofile(None)
         loaded = [m for name, m in sys.modules.items() if name.split(".")[0] == "rlpost" and m.__file__]
         figures = {
-            "modules": len(loaded),
-            "lines": sum(len(Path(m.__file__ or "").read_text().splitlines()) for m in loaded),
-            "functions": len(entered.functions),
-            "functions from learn on": sum(entered.functions.values()),
+            "road modules": len(loaded),
+            "road code lines": sum(code_lines(Path(m.__file__ or "").read_text()) for m in loaded),
+            "road functions": len(entered.functions),
+            "road functions from learn on": sum(entered.functions.values()),
         }
         seen = {"figures": figures, "modules": sorted(m.__name__ for m in loaded)}
         folder.with_suffix(".json").write_text(json.dumps(seen))
@@ -148,7 +273,7 @@ def main() -> None:
         train_twice(Path(sys.argv[2]))
     figures, _ = passed_through()
     for name, value in (size() | figures).items():
-        print(f"{value:>7,}  {name}")
+        print(f"{value:>8,}  {name}")
 
 
 if __name__ == "__main__":

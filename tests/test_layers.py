@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from figures import LATE_DOORS, is_within
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlpost"
@@ -113,24 +114,6 @@ NEVER = {
     "tracking": ["rlpost.objectives", "transformers"],
 }
 
-# what is beside the road of a training, and is reached from it only when it is asked for: test_figures.py holds that
-# no plain training does
-LATE_DOORS = {
-    "policies/base.py": ["rlpost.torchrl.calling"],
-    "policies/categorical.py": ["rlpost.torchrl.reading"],
-    "envs/base.py": ["rlpost.torchrl.turns", "rlpost.torchrl.replies"],
-    "envs/chat.py": ["rlpost.tools.calls"],
-    "envs/build.py": ["rlpost.tools.choice"],
-    "envs/transforms/dataloading.py": ["rlpost.torchrl.tensors"],
-    "data/history.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
-    "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
-    "data/continuation.py": ["rlpost.data.chat_mask"],
-    "collectors/llm.py": ["rlpost.torchrl.called"],
-    "collectors/async_plan.py": ["rlpost.torchrl.called"],
-    "collectors/base.py": ["rlpost.collectors.background", "rlpost.collectors.ray"],
-    "model/families.py": ["rlpost.model.family_probe"],
-}
-
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if "_builtin" not in path.parts)
 KNOWN = set(FILES)
 
@@ -155,10 +138,6 @@ def rooms_imported(file: Path) -> set[str]:
     late = LATE_DOORS.get(str(file), ())
     parts = [name.split(".") for name in imports(file) if not any(is_within(name, door) for door in late)]
     return {p[1] for p in parts if p[0] == "rlpost" and len(p) > 1 and p[1] != "__version__"}
-
-
-def is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
 
 
 def test_every_file_belongs_to_a_layer() -> None:
