@@ -481,7 +481,8 @@ def test_a_worker_receives_what_its_receiver_is_offered() -> None:
     pytest.importorskip("gymnasium")
     from rlpost.collectors import Collector, RayWeightSyncScheme
     from rlpost.envs import GymEnv
-    from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+    from rlpost.policies.vllm_exchange import exchange_folder
+    from rlpost.policies.vllm_process import save_one_by_one
 
     worker = Collector(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), frames_per_batch=2)
     worker.register_scheme_receiver({"policy": RayWeightSyncScheme()})

@@ -17,7 +17,7 @@ from typing import Any
 from rlpost.child import kill_group
 from rlpost.collectors.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
 from rlpost.errors import PolicyError
-from rlpost.policies.vllm_process import sweep_exchange
+from rlpost.policies.vllm_exchange import sweep_exchange
 from rlpost.weight_sync.copies import fetched
 
 LOOK_SECONDS = 1.0

@@ -14,7 +14,8 @@ from rlpost.errors import PolicyError
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.model.sums import EngineSums
 from rlpost.policies.base import Policy, Request
-from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+from rlpost.policies.vllm_exchange import exchange_folder
+from rlpost.policies.vllm_process import save_one_by_one
 from rlpost.settings import SamplingSettings
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 

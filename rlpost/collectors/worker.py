@@ -129,7 +129,7 @@ class Host:
         closing.start()
         closing.join(END_SECONDS)
         with suppress(Exception):  # whatever happens, this process ends
-            from rlpost.policies.vllm_process import sweep_exchange
+            from rlpost.policies.vllm_exchange import sweep_exchange
 
             sweep_exchange()  # the owner may have been killed in the middle of a push
         kill_group(os.getpid())

@@ -23,11 +23,11 @@ import torch
 
 from rlpost.loop_thread import LoopThread
 from rlpost.orphans import guard
+from rlpost.policies.vllm_exchange import exchange_folder
 from rlpost.policies.vllm_process import (
     SOCKETS,
     NamedWeights,
     environment,
-    exchange_folder,
     in_thread,
     save_one_by_one,
     set_environment,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -22,11 +21,10 @@ from safetensors.torch import save_file
 from rlpost.errors import PolicyError
 from rlpost.loop_thread import LoopThread
 from rlpost.model.sums import EMBEDDINGS
+from rlpost.policies.vllm_exchange import MORE_SHARED, exchange_folder, memory_folder, with_room
 from rlpost.text import readable
 
-EXCHANGE = "rlpost-weights-"  # how exchange folders begin
 ENGINE_SHARES = 160 << 20  # bytes of shared memory that vLLM takes for an engine in its own process
-MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
 
 HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
@@ -129,27 +127,6 @@ def save_one_by_one(weights: NamedWeights, folder: Path) -> None:
         save_file({name: weight.detach().contiguous().cpu()}, file)
 
 
-def with_room(file: Path, size: int) -> Path:
-    """Where to write a file of an exchange folder: itself, or, where memory is short, a file on disk that it links to.
-
-    Half of what is free stays free, for what others share in memory. Raises PolicyError where the disk is full too.
-    """
-    shared, disk = memory_folder(), Path(tempfile.gettempdir())
-    if 2 * size <= shutil.disk_usage(shared).free:
-        return file
-    if size > shutil.disk_usage(disk).free:
-        raise PolicyError(
-            f"no room for {readable(size)} of weights, neither in {shared} nor in {disk}: {MORE_SHARED}, or set TMPDIR "
-            "to a folder of a larger disk"
-        )
-    if shared == disk:
-        return file
-    on_disk = disk / file.parent.name / file.name
-    on_disk.parent.mkdir(mode=0o700, exist_ok=True)
-    file.symlink_to(on_disk)
-    return on_disk
-
-
 def first_line(error: Any) -> str:
     """Why vLLM failed; of pydantic's errors, whose own first line is the number of them, what the first one says."""
     text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error).strip()
@@ -161,49 +138,6 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-@contextlib.contextmanager
-def exchange_folder() -> Iterator[Path]:
-    """A folder in memory where there is one, for what goes to an engine; removed afterwards.
-
-    What has no room there lies on disk: see `with_room`.
-    One whose owner was killed is removed by the next who asks for one, or calls `sweep_exchange`: its lock is free.
-    """
-    sweep_exchange()
-    descriptor, name = tempfile.mkstemp(prefix="rlpost-making-", dir=memory_folder())
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    lock = Path(name).rename(memory_folder() / f"{EXCHANGE}{uuid.uuid4()}.lock")
-    folder = lock.with_suffix("")
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        _remove_exchange(folder)
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def sweep_exchange() -> None:
-    """Remove the exchange folders of processes that ended before they could."""
-    for name in memory_folder().glob(f"{EXCHANGE}*.lock"):
-        with contextlib.suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_exchange(name.with_suffix(""))
-            name.unlink()
-
-
-def _remove_exchange(folder: Path) -> None:
-    """Remove an exchange folder, whole or in the making, and what of it lies on disk."""
-    for name in (folder.name, f"{folder.name}.part"):
-        for place in (folder.parent, Path(tempfile.gettempdir())):
-            shutil.rmtree(place / name, ignore_errors=True)
-
-
-def memory_folder() -> Path:
-    """Where files are kept in memory; the folder of temporary files where there is none."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def small_memory() -> str:

@@ -11,7 +11,7 @@ from fcntl import LOCK_EX, LOCK_SH, flock
 from pathlib import Path
 from typing import IO, Any
 
-from rlpost.policies.vllm_process import EXCHANGE, memory_folder, sweep_exchange, with_room
+from rlpost.policies.vllm_exchange import EXCHANGE, memory_folder, sweep_exchange, with_room
 
 
 def host_id() -> str:

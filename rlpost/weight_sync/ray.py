@@ -33,7 +33,8 @@ from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.extras import require
 from rlpost.model.lora import is_adapted, save_adapter
-from rlpost.policies.vllm_process import exchange_folder, first_line, save_one_by_one
+from rlpost.policies.vllm_exchange import exchange_folder
+from rlpost.policies.vllm_process import first_line, save_one_by_one
 from rlpost.weight_sync.base import WeightSource, named_weights
 from rlpost.weight_sync.copies import fetched, host_id
 from rlpost.weight_sync.schemes import MODEL_ID, TakesWeights, WeightReceiver, WeightSyncScheme, Worker, WorkersFailed

@@ -10,7 +10,8 @@ from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.lora import is_adapted, save_adapter
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_process import exchange_folder, in_thread, wait_for
+from rlpost.policies.vllm_exchange import exchange_folder
+from rlpost.policies.vllm_process import in_thread, wait_for
 from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, stateless_init_process_group
 from rlpost.weight_sync.base import ModelMetadata, WeightSource, WeightUpdater, named_weights
 

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from rlpost.collectors import Collector, LLMCollector, RayWeightSyncScheme
 from rlpost.model.load import load_model
 from rlpost.policies import TransformersWrapper
-from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+from rlpost.policies.vllm_exchange import exchange_folder
+from rlpost.policies.vllm_process import save_one_by_one
 from rlpost.settings import DType, ModelSettings, SamplingSettings
 from rlpost.weight_sync.ray import RayWeightReceiver
 from rlpost.weight_sync.schemes import WeightReceiver

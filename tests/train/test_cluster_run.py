@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlpost.extras import is_installed
-from rlpost.policies.vllm_process import EXCHANGE, memory_folder
+from rlpost.policies.vllm_exchange import EXCHANGE, memory_folder
 from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 
 pytestmark = [

@@ -13,7 +13,7 @@ from rlpost.collectors import Collector
 from rlpost.data import FrameBuffer, LazyTensorStorage, RayReplayBuffer, ReplayBuffer
 from rlpost.errors import DataError, MissingExtraError, PolicyError
 from rlpost.extras import is_installed
-from rlpost.policies.vllm_process import EXCHANGE, memory_folder
+from rlpost.policies.vllm_exchange import EXCHANGE, memory_folder
 from rlpost.weight_sync.ray import WeightSender
 from rlpost.weight_sync.schemes import WorkersFailed
 from tests.collectors.here import wait_until

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from rlpost.collectors import GroupWeightSyncScheme, RayWeightSyncScheme
 from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
-from rlpost.policies.vllm_process import memory_folder
+from rlpost.policies.vllm_exchange import memory_folder
 from rlpost.weight_sync import copies
 from rlpost.weight_sync.ray import WeightSender, default_schemes
 from rlpost.weight_sync.schemes import Worker, WorkersFailed

@@ -19,7 +19,8 @@ from rlpost.extras import is_installed
 from rlpost.model.weights import SavedWeights
 from rlpost.policies import vllm_process
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_process import exchange_folder, save_one_by_one
+from rlpost.policies.vllm_exchange import exchange_folder
+from rlpost.policies.vllm_process import save_one_by_one
 from rlpost.settings import VLLMSettings
 from rlpost.weight_sync import copies
 
