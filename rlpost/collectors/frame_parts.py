@@ -83,23 +83,6 @@ def asked_of(env: Any, name: str, needed: str) -> Any:
     return getattr(env, name)
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into `model`, those of a module that a TensorDictModule wraps too, by their names there.
-
-    Raises ValueError where they do not fit, and changes nothing then.
-    """
-    own = model.state_dict()
-    if own.keys() != weights.keys():
-        inner = {name.removeprefix("module."): value for name, value in own.items()}
-        own = inner if inner.keys() == weights.keys() else own
-    wrong = sorted(own.keys() ^ weights.keys()) or [n for n, value in own.items() if weights[n].shape != value.shape]
-    if wrong:
-        raise ValueError(f"the weights do not fit the policy at {wrong[0]}: give those of a module like it")
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(weights[name])
-
-
 def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
     """The environment. Raises TypeError for what is none that a Collector plays."""
     kwargs = create_env_kwargs

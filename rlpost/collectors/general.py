@@ -14,22 +14,12 @@ from tensordict import TensorDictBase, lazy_stack
 from tensordict.nn import InteractionType, set_interaction_type
 
 from rlpost.collectors.base import CollectorBase, postprocessed
-from rlpost.collectors.frame_parts import (
-    Device,
-    Pool,
-    TDPolicy,
-    as_policy,
-    asked_of,
-    load_weights,
-    made_env,
-    one_device,
-    whole_steps,
-)
+from rlpost.collectors.frame_parts import Device, Pool, TDPolicy, as_policy, asked_of, made_env, one_device, whole_steps
 from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.data.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
 from rlpost.envs.transforms.policy_version import PolicyVersion
 from rlpost.errors import CheckpointError
-from rlpost.model.weights import SavedWeights
+from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.weight_sync.base import WeightSource, named_weights
 
 

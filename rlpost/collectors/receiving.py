@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from rlpost.collectors.frame_parts import load_weights
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.model.weights import SavedWeights
+from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.weight_sync.base import WeightSource, named_weights
 from rlpost.weight_sync.schemes import MODEL_ID, WeightReceiver, WeightSyncScheme
 

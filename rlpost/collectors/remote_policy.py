@@ -11,7 +11,8 @@ from rlpost.collectors.players import Players, Seat
 from rlpost.collectors.process import RemoteObject
 from rlpost.data.conversation import Completion, PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.lora import save_adapter
+from rlpost.model.shards import is_adapted
 from rlpost.model.sums import EngineSums
 from rlpost.policies.base import Policy, Request
 from rlpost.policies.vllm_exchange import exchange_folder

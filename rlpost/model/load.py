@@ -45,8 +45,8 @@ from rlpost.config.paths import (
 from rlpost.data.rendering import template_name
 from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
-from rlpost.model.lora import MergedWeights, is_adapted, merged_with
-from rlpost.model.shards import is_sharded
+from rlpost.model.lora import MergedWeights, merged_with
+from rlpost.model.shards import is_adapted, is_sharded
 from rlpost.settings import ModelSettings
 from rlpost.settings.chat_template import template_variables
 from rlpost.text import first_line

@@ -53,11 +53,6 @@ def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
     model.eval()  # the new layers too
 
 
-def is_adapted(model: Any) -> bool:
-    """Whether `model` has an adapter of `add_adapter`'s."""
-    return isinstance(model, nn.Module) and hasattr(model, "peft_config")
-
-
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
     """Meanwhile `model` computes what it did before it was given its adapter."""

@@ -77,3 +77,8 @@ def announced(model: nn.Module, name: str) -> None:
 
 
 _ANNOUNCE: weakref.WeakKeyDictionary[nn.Module, Announce] = weakref.WeakKeyDictionary()
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether `model` has an adapter of `add_adapter`'s."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config")

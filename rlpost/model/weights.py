@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rlpost.errors import PolicyError
-from rlpost.model.lora import is_adapted
+from rlpost.model.shards import is_adapted
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -75,3 +75,20 @@ def _places(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list
             raise PolicyError(f"{' and '.join(tied)} are one tensor in the policy's model, and two here: tie them")
         places.append((mine, given[0]))
     return places
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into `model`, those of a module that a TensorDictModule wraps too, by their names there.
+
+    Raises ValueError where they do not fit, and changes nothing then.
+    """
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        inner = {name.removeprefix("module."): value for name, value in own.items()}
+        own = inner if inner.keys() == weights.keys() else own
+    wrong = sorted(own.keys() ^ weights.keys()) or [n for n, value in own.items() if weights[n].shape != value.shape]
+    if wrong:
+        raise ValueError(f"the weights do not fit the policy at {wrong[0]}: give those of a module like it")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(weights[name])

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from rlpost.errors import ConfigError
 from rlpost.model.load import save_model
-from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.lora import save_adapter
 from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
+from rlpost.model.shards import is_adapted
 from rlpost.model.trainable import Reference
 from rlpost.runs.checkpoint import load_checkpoint, restore_moments, save_checkpoint
 from rlpost.settings import ExpertIterationSettings, GRPOSettings, SFTSettings

@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 from rlpost.catalog import opened
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.model.lora import MergedWeights, is_adapted
-from rlpost.model.shards import is_sharded
+from rlpost.model.lora import MergedWeights
+from rlpost.model.shards import is_adapted, is_sharded
 from rlpost.model.weights import copy_weights
 from rlpost.policies.base import Policy
 

@@ -32,7 +32,8 @@ import numpy as np
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
 from rlpost.extras import require
-from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.lora import save_adapter
+from rlpost.model.shards import is_adapted
 from rlpost.policies.vllm_exchange import exchange_folder
 from rlpost.policies.vllm_process import first_line, save_one_by_one
 from rlpost.weight_sync.base import WeightSource, named_weights

@@ -7,7 +7,8 @@ import socket
 import torch
 
 from rlpost.errors import ConfigError, PolicyError
-from rlpost.model.lora import is_adapted, save_adapter
+from rlpost.model.lora import save_adapter
+from rlpost.model.shards import is_adapted
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.policies.vllm_exchange import exchange_folder

@@ -22,12 +22,12 @@ from rlpost.model.lora import (
     adapter_off,
     add_adapter,
     describe_adapter,
-    is_adapted,
     load_adapter,
     merged_with,
     save_adapter,
 )
 from rlpost.model.packing import Row, pack
+from rlpost.model.shards import is_adapted
 from rlpost.settings import LoRASettings, ModelSettings, Push
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")
