@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpost.lazy import lazy_names
+from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
     from rlpost.catalog import register_env as register_env
-    from rlpost.settings.registered import register_reward as register_reward
-    from rlpost.settings.registered import register_tool as register_tool
+    from rlpost.settings.base import register_reward as register_reward
+    from rlpost.settings.base import register_tool as register_tool
 
 __version__ = "0.1.0"
 

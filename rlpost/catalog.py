@@ -15,12 +15,9 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.commands import GRPOSettings
+from rlpost.settings.base import check_name, shown
+from rlpost.settings.commands import EvalSettings, ExpertIterationSettings, GRPOSettings, SFTSettings
 from rlpost.settings.env import EnvSettings
-from rlpost.settings.evaluation import EvalSettings
-from rlpost.settings.expert_iteration import ExpertIterationSettings
-from rlpost.settings.registered import check_name, shown
-from rlpost.settings.sft import SFTSettings
 
 S = TypeVar("S")
 
@@ -141,7 +138,7 @@ CHOICES: dict[str, dict[str, Choice]] = {
     "env": {
         "arithmetic": Choice("env:ArithmeticSettings", builds="envs.arithmetic:ArithmeticEnv.of"),
         "countdown": Choice(
-            "more_envs:CountdownSettings",
+            "env:CountdownSettings",
             "Countdown: make a target out of a few numbers, each used once; made on the spot",
             "envs.countdown:CountdownEnv.of",
         ),
@@ -156,32 +153,32 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "envs.gsm8k:GSM8KEnv.of",
         ),
         "math": Choice(
-            "more_envs:MathSettings",
+            "env:MathSettings",
             "MATH and its like, answered in boxes and compared as expressions; rows of your own too (env.path)",
             "envs.math_problems:MathEnv.of",
         ),
         "mix": Choice(
-            "mix:MixSettings",
+            "env:MixSettings",
             "Several environments at once, in shares: 'env.sources=[arithmetic,gsm8k]'",
             "envs.mix:MixEnv.of",
         ),
         "reasoning_gym": Choice(
-            "more_envs:ReasoningGymSettings",
+            "env:ReasoningGymSettings",
             "Puzzles of any of reasoning-gym's generators, made on the spot: env.task=leg_counting",
             "envs.reasoning:ReasoningGymEnv.of",
         ),
         "text_game": Choice(
-            "more_envs:TextGameSettings",
+            "env:TextGameSettings",
             "Games of gymnasium's registry, several turns of text each: env.id=FrozenLake-v1",
             "envs.text_game:TextGameEnv.of",
         ),
         "ifbench": Choice(
-            "instructions:IFBenchSettings",
+            "env:IFBenchSettings",
             "Prompts with instructions of 58 more kinds that a program checks (IFBench), from hub, folder or file",
             "envs.ifeval:IFBenchEnv.of",
         ),
         "ifeval": Choice(
-            "instructions:IFEvalSettings",
+            "env:IFEvalSettings",
             "Prompts with instructions that a program checks (IFEval), from the hub, a folder or a file (env.path)",
             "envs.ifeval:IFEvalEnv.of",
         ),
@@ -205,12 +202,12 @@ CHOICES: dict[str, dict[str, Choice]] = {
         ),
     },
     "collector": {
-        "async": Choice("collector:AsyncCollectorSettings", "Beside training, in a process with an engine of its own"),
-        "sync": Choice("collector:SyncCollectorSettings", "In turn with training: completions are never old"),
+        "async": Choice("policy:AsyncCollectorSettings", "Beside training, in a process with an engine of its own"),
+        "sync": Choice("policy:SyncCollectorSettings", "In turn with training: completions are never old"),
     },
     "cluster": {
-        "none": Choice("cluster:NoClusterSettings", "This machine alone"),
-        "ray": Choice("cluster:RayClusterSettings", "Workers of a Ray cluster sample, this machine trains"),
+        "none": Choice("policy:NoClusterSettings", "This machine alone"),
+        "ray": Choice("policy:RayClusterSettings", "Workers of a Ray cluster sample, this machine trains"),
     },
     # the functions stand in rlpost/objectives/variants.py and supervised.py, by the same names
     "loss": {
@@ -234,35 +231,37 @@ CHOICES: dict[str, dict[str, Choice]] = {
             "loss:GSPOTokenLossSettings", "GSPO-token: GSPO's ratio with advantages that may differ from token to token"
         ),
         "minor_sft": Choice(
-            "sft:MinorSFTLossSettings",
+            "commands:MinorSFTLossSettings",
             "Demonstrated replies, weighing less the further the model has left its reference (arXiv:2408.10642)",
         ),
         "reinforce": Choice(
             "loss:ReinforceLossSettings", "REINFORCE: the plain policy gradient, without a ratio or a clip"
         ),
-        "sft": Choice("sft:SFTLossSettings", "Cross entropy of demonstrated replies, with an optional KL penalty"),
+        "sft": Choice("commands:SFTLossSettings", "Cross entropy of demonstrated replies, with an optional KL penalty"),
         "two_sided": Choice(
             "loss:TwoSidedLossSettings", "INTELLECT-2: GRPO's loss with the ratio bounded for negative advantages too"
         ),
     },
     "optim": {
-        "adamw": Choice("learning:OptimSettings", "AdamW with warm-up, schedule and gradient clipping"),
+        "adamw": Choice("training:OptimSettings", "AdamW with warm-up, schedule and gradient clipping"),
         "adamw_8bit": Choice(
-            "learning:AdamW8bitSettings",
+            "training:AdamW8bitSettings",
             "AdamW with its running means in 8 bits (bitsandbytes): a quarter of the optimizer's memory",
         ),
     },
     "tracking": {
         "mlflow": Choice(
-            "tracking:MLflowSettings", "MLflow, in the run's folder or on a server", "tracking.choice:mlflow"
+            "training:MLflowSettings", "MLflow, in the run's folder or on a server", "tracking.trackers:mlflow"
         ),
-        "none": Choice("tracking:NoTrackingSettings", "No tracker: the run folder alone"),
+        "none": Choice("training:NoTrackingSettings", "No tracker: the run folder alone"),
         "tensorboard": Choice(
-            "tracking:TensorBoardSettings", "TensorBoard event files in the run's folder", "tracking.choice:tensorboard"
+            "training:TensorBoardSettings",
+            "TensorBoard event files in the run's folder",
+            "tracking.trackers:tensorboard",
         ),
-        "trackio": Choice("tracking:TrackioSettings", "trackio, local: trackio show", "tracking.choice:trackio"),
+        "trackio": Choice("training:TrackioSettings", "trackio, local: trackio show", "tracking.trackers:trackio"),
         "wandb": Choice(
-            "tracking:WandbSettings", "Weights & Biases, offline unless tracking.mode=online", "tracking.choice:wandb"
+            "training:WandbSettings", "Weights & Biases, offline unless tracking.mode=online", "tracking.trackers:wandb"
         ),
     },
 }

@@ -1,4 +1,7 @@
-"""Files: written whole or not at all, kept to be read again, locked, and how much they take."""
+"""Files: written whole or not at all, kept to be read again, locked, and how much they take.
+
+Paths as people write them: with `~`, and several as a list.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import fcntl
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
+
+from rlpost.errors import DataError
 
 T = TypeVar("T")
 
@@ -97,3 +103,26 @@ def bytes_of(folder: Path) -> int:
             with suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(where, name)).st_size
     return total
+
+
+_ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with a leading `~` written out. Raises DataError where that home folder is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"{path} begins with a home folder that is not known here: set HOME (for the cache, XDG_CACHE_HOME will do)"
+        ) from error
+
+
+def paths_in(text: str) -> list[str]:
+    """The paths of a list written as text, "[a.jsonl,b.jsonl]"; of any other text the path that it is.
+
+    A path with a comma is quoted.
+    """
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    return [path.strip().strip("\"'") for path in _ELEMENT.findall(text[1:-1]) if path.strip()]

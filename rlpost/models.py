@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpost.lazy import lazy_names
+from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
     from rlpost.model.load import load_model as load_model

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpost.lazy import lazy_names
+from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
-    from rlpost.tools.sandbox.execution import Answer as Answer
-    from rlpost.tools.sandbox.execution import Execution as Execution
-    from rlpost.tools.sandbox.execution import KilledBy as KilledBy
-    from rlpost.tools.sandbox.limits import Limits as Limits
+    from rlpost.tools.sandbox.process import Answer as Answer
+    from rlpost.tools.sandbox.process import Execution as Execution
+    from rlpost.tools.sandbox.process import KilledBy as KilledBy
+    from rlpost.tools.sandbox.process import Limits as Limits
     from rlpost.tools.sandbox.sandbox import Sandbox as Sandbox
     from rlpost.tools.sandbox.sandbox import SandboxMode as SandboxMode
     from rlpost.tools.sandbox.sandbox import Session as Session

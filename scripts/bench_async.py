@@ -25,21 +25,18 @@ from typing import Any
 
 import torch
 
-from rlpost.collectors.driver import GroupDriver
-from rlpost.collectors.group_player import GroupPlayer
-from rlpost.collectors.player import Player
-from rlpost.collectors.players import Players
-from rlpost.collectors.process import WorkerProcess
-from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.player import GroupPlayer, Player
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import DatasetChatEnv
-from rlpost.loop_thread import LoopThread
 from rlpost.model.load import load_tokenizer, locate_model, tiny_tokenizer
 from rlpost.model.memory import frozen_heap
 from rlpost.objectives.advantage import has_spread
 from rlpost.policies import ScriptedPolicy
 from rlpost.policies.base import Request
+from rlpost.remote.loop import LoopThread
+from rlpost.remote.process import WorkerProcess
 from rlpost.rewards.score import Score
 from rlpost.settings import SamplingSettings
 

@@ -175,14 +175,14 @@ def settings_words(work: Work) -> list[str]:
 
 def trl_request(work: Work, folder: Path, microbatch: int) -> dict[str, Any]:
     """Everything that bench_trl.py needs, read from rlpost's own settings for the work and its first prompts."""
-    from rlpost.assemble import resolve_numbers
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
     from rlpost.envs.build import build_env
     from rlpost.model.load import locate_model
-    from rlpost.policies.sampling import training_sampling
+    from rlpost.policies.base import training_sampling
     from rlpost.settings import Autocast
     from rlpost.settings.loss import ClippedLossSettings
+    from rlpost.train.assemble import resolve_numbers
 
     settings, _ = resolve_numbers(compose(TRAIN_GRPO, settings_words(work)).settings)
     prompts = settings.prompts_per_step

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rlpost.rewards.arithmetic import score
+from rlpost.rewards.numbers import score
 
 PACKAGES = ("trl", "torch", "transformers", "accelerate", "datasets")
 

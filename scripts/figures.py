@@ -66,22 +66,23 @@ def code_lines(source: str) -> int:
 # file -> what it imports inside a function alone: beside the road of a training, and opened when it is asked for.
 # Lazy public names of a package's __init__.py are no late doors.
 LATE_DOORS = {
-    "policies/base.py": ["rlpost.torchrl.calling"],
-    "policies/categorical.py": ["rlpost.torchrl.reading"],
-    "envs/base.py": ["rlpost.torchrl.turns", "rlpost.torchrl.replies"],
+    "policies/base.py": ["rlpost.torchrl.face"],
+    "envs/base.py": ["rlpost.torchrl.face"],
     "envs/chat.py": ["rlpost.tools.calls"],
     "envs/build.py": ["rlpost.tools.choice"],
-    "envs/transforms/dataloading.py": ["rlpost.torchrl.tensors"],
-    "data/history.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
-    "data/template_choice.py": ["rlpost.data.chat_templates", "rlpost.data.chat_mask"],
-    "data/continuation.py": ["rlpost.data.chat_mask"],
-    "collectors/llm.py": ["rlpost.torchrl.called"],
-    "collectors/async_plan.py": ["rlpost.torchrl.called"],
-    "collectors/base.py": ["rlpost.collectors.background", "rlpost.collectors.ray"],
+    "data/history.py": ["rlpost.data.chat_templates"],
+    "data/template_choice.py": ["rlpost.data.chat_templates"],
+    "collectors/llm.py": ["rlpost.torchrl.face"],
     "model/families.py": ["rlpost.model.family_probe"],
 }
 
-PROCESS = {"subprocess", "multiprocessing", "socket", "ray", "rlpost.child"}  # who imports one speaks to a process
+PROCESS = {
+    "subprocess",
+    "multiprocessing",
+    "socket",
+    "ray",
+    "rlpost.remote.child",
+}  # who imports one speaks to a process
 
 
 def sources() -> dict[str, str]:
@@ -232,7 +233,7 @@ def train(folder: Path) -> NoReturn:
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
     from rlpost.envs.arithmetic import ArithmeticEnv
-    from rlpost.settings.run import RunRequest
+    from rlpost.settings.commands import RunRequest
     from rlpost.train import grpo
 
     entered, backward, score = Entered(), torch.Tensor.backward, ArithmeticEnv.score

@@ -49,7 +49,7 @@ KINDS: dict[str, list[str]] = {
 }
 ECHO = """
 from rlpost import register_tool
-from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 
 
 class Echo(ToolTransform):

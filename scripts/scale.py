@@ -80,13 +80,13 @@ def limits(figures: Figures, most: int) -> None:
 
 def player() -> Any:
     """A player whose turns wait, `AT_ONCE` at a time; built in its worker."""
-    from rlpost.collectors.group_player import GroupPlayer
+    from rlpost.collectors.player import GroupPlayer
     from rlpost.data.conversation import Completion
     from rlpost.envs import DatasetChatEnv
-    from rlpost.loop_thread import LoopThread
     from rlpost.model.load import tiny_tokenizer
     from rlpost.policies import ScriptedPolicy
     from rlpost.policies.base import Request
+    from rlpost.remote.loop import LoopThread
     from rlpost.rewards.score import Score
     from rlpost.settings import SamplingSettings
 
@@ -115,12 +115,10 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
     """Seconds of playing all tickets, of each push, and the conversations that came back."""
     import torch
 
-    from rlpost.collectors.driver import GroupDriver
-    from rlpost.collectors.players import Players
-    from rlpost.collectors.ray_worker import Copies, RayWorker
-    from rlpost.collectors.remote_policy import RemotePolicy
+    from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
     from rlpost.data import ReplayBuffer
     from rlpost.model.load import tiny_tokenizer
+    from rlpost.remote.cluster import Copies, RayWorker
     from rlpost.settings import SamplingSettings
 
     def new_worker(seat: int) -> RayWorker:
@@ -160,8 +158,8 @@ def measured(ray: Any, workers: int) -> tuple[float, list[float], int]:
 
 def measure() -> int:
     """Print what was measured beside what the formulas say; 1 where scaling is below `NEEDED` of linear."""
-    from rlpost.cluster import connect
     from rlpost.model.memory import frozen_heap
+    from rlpost.remote.cluster import connect
 
     ray = connect("local", num_cpus=4, object_store_memory=200 * 2**20)
     first, least = 0.0, 1.0
@@ -196,9 +194,7 @@ def length_rows() -> list[str]:
     """The lines of the table: a line a model, number of GPUs and way; nothing is measured for it."""
     from rlpost.catalog import TRAIN_GRPO
     from rlpost.config.compose import compose
-    from rlpost.config.hub_sizes import HUB_MODELS
-    from rlpost.estimate.needs import longest_that_fits, work_of
-    from rlpost.estimate.shape import shape_of_config
+    from rlpost.estimate.needs import HUB_MODELS, longest_that_fits, shape_of_config, work_of
 
     lines = ["| model | GPUs | what a rank holds | 24 GB | 80 GB |", "|---|---|---|---|---|"]
     shapes = {known.option: shape_of_config(known.config) for known in HUB_MODELS.values()}

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.child import python_module
 from rlpost.config.compose import compose
-from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, sampled
+from rlpost.remote.child import python_module
+from rlpost.settings.commands import RunRequest
+from rlpost.train import expert_iteration, grpo, session
 from tests.processes import children
 
 REWARD = '''
@@ -83,7 +83,7 @@ def check_accounts(folder: Path, steps: int, per_step: int = 2) -> None:
 
 def players() -> list[int]:
     """The players' processes that this one, or what it started, has under it."""
-    return [process.pid for process, command in children().items() if "rlpost.collectors.worker" in command]
+    return [process.pid for process, command in children().items() if "rlpost.remote.worker" in command]
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
@@ -95,14 +95,14 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 def hold_in_step(step: int, until: threading.Event, patch: pytest.MonkeyPatch) -> None:
     """Let a training in this process end its step `step`, counted from now on, once `until` is set."""
-    original, seen = sampled.batch_metrics, []
+    original, seen = session.batch_metrics, []
 
     def held(*args: Any) -> dict[str, float]:
         seen.append(None)
         assert len(seen) != step or until.wait(120)
         return original(*args)
 
-    patch.setattr(sampled, "batch_metrics", held)
+    patch.setattr(session, "batch_metrics", held)
 
 
 @contextmanager

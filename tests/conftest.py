@@ -57,7 +57,7 @@ def tiny_tokenizer() -> Any:
 def user_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Undo what a test's user files left in this process: modules, folders to import from, registered names."""
     from rlpost.catalog import CHOICES
-    from rlpost.settings.registered import REWARD_FILES, REWARDS, TOOLS
+    from rlpost.settings.base import REWARD_FILES, REWARDS, TOOLS
 
     registries: list[dict[str, Any]] = [CHOICES["env"], REWARDS, REWARD_FILES, TOOLS]
     before, modules, folders = [dict(registry) for registry in registries], set(sys.modules), set(sys.path)

@@ -16,7 +16,9 @@ def children(of: int | None = None) -> dict[psutil.Process, str]:
     for process in psutil.Process(of).children(recursive=True):
         try:
             command = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and "rlpost/orphans.py" not in command:  # it ends with this one
+            if (
+                process.status() != psutil.STATUS_ZOMBIE and "rlpost/remote/orphans.py" not in command
+            ):  # it ends with this one
                 found[process] = command
         except psutil.NoSuchProcess:  # it ended meanwhile; a zombie is one too
             continue

@@ -1,4 +1,4 @@
-"""What `rlpost.child` says of processes and pipes."""
+"""What `rlpost.remote.child` says of processes and pipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import subprocess
 
 import pytest
 
-from rlpost.child import ending, framed, kill_group, put, python_module, readable_within, shell_code, taken, unframed
+from rlpost.remote.child import (
+    ending,
+    framed,
+    kill_group,
+    put,
+    python_module,
+    readable_within,
+    shell_code,
+    taken,
+    unframed,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost import assemble, assemble_policy
 from rlpost.catalog import COMMANDS, EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.config.registry import all_keys, options
+from rlpost.config.keys import all_keys, options
 from rlpost.envs.build import build_env
 from rlpost.errors import DataError
-from rlpost.estimate.needs import work_of
-from rlpost.estimate.shape import Shape
-from rlpost.extras import is_installed
+from rlpost.estimate.needs import Shape, work_of
+from rlpost.imports import is_installed
 from rlpost.model import trainable
 from rlpost.model.load import locate_model
 from rlpost.model.sharding import ShardingPlan
-from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.policies import vllm, vllm_arguments, vllm_engines
-from rlpost.policies.sampling import training_sampling
-from rlpost.settings.more_envs import TextGameSettings
-from rlpost.settings.run import RunRequest
-from rlpost.tracking import choice
-from rlpost.train import expert_iteration, joining, sft
+from rlpost.objectives.policy_loss import PolicyObjective
+from rlpost.policies import vllm, vllm_engine
+from rlpost.policies.base import training_sampling
+from rlpost.settings.commands import RunRequest
+from rlpost.settings.env import TextGameSettings
+from rlpost.tracking import trackers
+from rlpost.train import assemble, assemble_policy, expert_iteration, ranks, sft
 from rlpost.train.grpo import train
 from tests.settings_read import Read, fields_of, reads_noted, settings_classes
 
@@ -153,9 +151,9 @@ def plan_ranks(folder: Path, command: Command[Any]) -> None:
         work = work_of(settings, Shape(1000, 10, 2, 4, 20, 50, {}), gpu_bytes=None)
         assert work.ranks == 2
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rlpost.collectors.process.WorkerProcess.start", no_ranks)
+            patch.setattr("rlpost.remote.process.WorkerProcess.start", no_ranks)
             with pytest.raises(NoRanksError):
-                joining.join_ranks(settings, None, folder)
+                ranks.join_ranks(settings, None, folder)
 
 
 class NoRanksError(Exception):
@@ -173,7 +171,7 @@ def assemble_beside(command: Command[Any], make: Callable[[Any], Any]) -> None:
     assert parts.collector.max_policy_lag == 1
     assert parts.policy.players.new_worker(0).environment == {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlpost.cluster.connect", lambda address, own_gpus: NoCluster())
+        patch.setattr("rlpost.remote.cluster.connect", lambda address, own_gpus: NoCluster())
         parts = make(compose(command, [*small, "cluster=ray", "policy=vllm"]).settings)
         parts.policy.players.new_worker(0)
         parts.policy.players.close()
@@ -235,10 +233,10 @@ def start_vllm(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, EngineArgs=arguments_of))
-        patch.setattr(vllm_engines, "InProcessEngine", Engine)
-        patch.setattr(vllm_engines, "OwnProcessEngine", Engine)
+        patch.setattr(vllm_engine, "InProcessEngine", Engine)
+        patch.setattr(vllm_engine, "OwnProcessEngine", Engine)
         patch.setattr(vllm, "require_vllm", lambda: None)
-        patch.setattr(vllm_arguments, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
+        patch.setattr(vllm, "bfloat16_is_fast", lambda device: (True, ""))  # there may be no CUDA to ask
         patch.setattr(vllm, "checkpoint_names", lambda folder: set())
         for engine, on_gpu in (("in_process", True), ("own_process", False)):
             patch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
@@ -278,7 +276,7 @@ def make_tracker(folder: Path, name: str) -> None:
     """A tracker chosen and made, not started: whether its package is installed is not asked."""
     settings = compose(TRAIN_GRPO, [f"tracking={name}"]).settings.tracking
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_require", lambda *packages: None)
+        patch.setattr(trackers, "_require", lambda *packages: None)
         assemble.build_tracker(settings, RunRequest(folder, None, [], [], "steps: 1\n"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from rlpost.folding import cut, fold, one_line
+from rlpost.text import cut, fold, one_line
 
 
 def test_a_cut_line_says_how_much_is_missing() -> None:

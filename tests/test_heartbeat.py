@@ -15,26 +15,25 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlpost import chat, heartbeat
+from rlpost import chat, output
 from rlpost.cli.main import run
 from rlpost.data.conversation import Completion
-from rlpost.heartbeat import Heartbeat, Pace
-from rlpost.output import output_into
+from rlpost.output import Heartbeat, Pace, output_into
 from rlpost.policies.base import Request
 from rlpost.policies.scripted import ScriptedPolicy
 from rlpost.screen import Screen
-from rlpost.screen.state import State
+from rlpost.screen.layout import State
 from rlpost.settings import SamplingSettings
-from rlpost.train import kept
+from rlpost.train import session
 
 SMALL = ["model=tiny", "policy=scripted", "env.max_completion_tokens=4"]
 TRAIN = [*SMALL, "prompts_per_step=1", "group_size=2", "env.eval_limit=2", "steps=1", "checkpoint.every=0"]
-EVERY = heartbeat.EVERY  # as it is where no test changes it
+EVERY = output.EVERY  # as it is where no test changes it
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    monkeypatch.setattr(output, "EVERY", 0.02)
 
 
 @pytest.fixture
@@ -61,11 +60,9 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
 
 def test_a_long_wait_is_said_after_30_seconds_then_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, ticks, said = SimpleNamespace(now=0.0), [], []
-    monkeypatch.setattr(heartbeat, "EVERY", EVERY)
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(
-        heartbeat, "Ticker", lambda tick, every: ticks.append(tick) or SimpleNamespace(stop=lambda: None)
-    )
+    monkeypatch.setattr(output, "EVERY", EVERY)
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(output, "Ticker", lambda tick, every: ticks.append(tick) or SimpleNamespace(stop=lambda: None))
     with Heartbeat(lambda: "sampling", lambda text: said.append(clock.now)) as beating:
         for second in range(1200):
             clock.now = float(second)
@@ -136,7 +133,7 @@ def test_loading_is_said_though_other_output_goes_elsewhere(
 
 
 def test_whatever_is_printed_puts_the_next_word_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY", 60.0)
+    monkeypatch.setattr(output, "EVERY", 60.0)
     screen = Screen(Console(file=io.StringIO()))
     with screen:
         screen.open(title="a run", about="", total_steps=1, log=tmp_path / "log.txt")
@@ -219,7 +216,7 @@ def test_a_step_that_is_written_for_long_is_said_to_be(
 ) -> None:
     closed = threading.Event()
     said = beats(waits := "step 2: saving checkpoint, " if step == 1 else "saving checkpoint, ")
-    save_model = kept.save_model
+    save_model = session.save_model
 
     def slow(model: Any, tokenizer: Any, folder: Path) -> None:
         if folder.parent.name.startswith(f".step-{step:06d}."):
@@ -229,7 +226,7 @@ def test_a_step_that_is_written_for_long_is_said_to_be(
             assert said.wait(60)
         save_model(model, tokenizer, folder)
 
-    monkeypatch.setattr(kept, "save_model", slow)
+    monkeypatch.setattr(session, "save_model", slow)
     monkeypatch.setattr(ScriptedPolicy, "close", lambda self: closed.set())
     words = ["steps=2", "checkpoint.every=1", "eval.enabled=false"]
     assert run(["train", "grpo", *TRAIN, *words, "--out", str(tmp_path / "r")]) == 0

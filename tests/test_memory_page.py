@@ -9,9 +9,9 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.hub_sizes import HUB_MODELS
 from rlpost.estimate.needs import (
     FEWEST_ON_CPU,
+    HUB_MODELS,
     KV_BLOCK,
     LARGEST_KV_CACHE,
     LOGITS_TOGETHER,
@@ -19,12 +19,13 @@ from rlpost.estimate.needs import (
     ON_GPU,
     PROGRAM,
     VLLM_PROGRAM,
+    Shape,
     Work,
     _cast_weights,
     parts_of,
+    shape_of_config,
     work_of,
 )
-from rlpost.estimate.shape import Shape, shape_of_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
 PROSE = " ".join(PAGE.split())

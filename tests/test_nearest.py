@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.nearest import edit_distance, nearest, nearest_key, one_edit_apart
+from rlpost.text import edit_distance, nearest, nearest_key, one_edit_apart
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from figures import code_lines
 from test_docs import blocks
-from test_figures import figures  # noqa: F401  a fixture
 
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 
 LOOPS = {name: text for _, name, text in blocks("python.md") if name}
 VLLM = [
@@ -23,8 +23,8 @@ VLLM = [
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_has_forty_lines_and_public_names(name: str, figures: Any) -> None:  # noqa: F811
-    assert figures.code_lines(LOOPS[name]) <= 40
+def test_a_loop_has_forty_lines_and_public_names(name: str) -> None:
+    assert code_lines(LOOPS[name]) <= 40
     nodes = list(ast.walk(ast.parse(LOOPS[name])))
     statements = [node.lineno for node in nodes if isinstance(node, ast.stmt)]
     assert len(statements) == len(set(statements))  # each on a line of its own
@@ -93,7 +93,7 @@ def gradient_of_the_command(model: Any, batch: Any) -> list[torch.Tensor]:
     from rlpost.config.compose import compose
     from rlpost.model.packing import pack, rows_of
     from rlpost.objectives.advantage import give_advantages
-    from rlpost.objectives.policy_objective import PolicyObjective
+    from rlpost.objectives.policy_loss import PolicyObjective
 
     rows, settings = rows_of(batch), compose(TRAIN_GRPO, ["model=tiny"]).settings
     give_advantages(settings, batch, rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, set_list_to_stack
 
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from tests.bubblewrap import needs_bubblewrap
 
 SYSTEM_PROMPT = "You are an assistant that can execute Python code. Decorate your code with ```python``` tags."

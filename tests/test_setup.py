@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rlpost.rewards.checkers import INSTALL_NLTK_DATA
+from rlpost.rewards.ifeval import INSTALL_NLTK_DATA
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ["3.11", "3.12", "3.13"]

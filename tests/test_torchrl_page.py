@@ -464,7 +464,7 @@ def test_a_game_of_mlgyms_kind_is_a_conversation() -> None:
 def test_a_collector_in_ray_needs_ray() -> None:
     from rlpost.collectors import LLMCollector
     from rlpost.errors import MissingExtraError
-    from rlpost.extras import is_installed
+    from rlpost.imports import is_installed
 
     if is_installed("ray"):
         assert callable(LLMCollector.as_remote({"num_cpus": 1}).remote)
@@ -481,8 +481,8 @@ def test_a_worker_receives_what_its_receiver_is_offered() -> None:
     pytest.importorskip("gymnasium")
     from rlpost.collectors import Collector, RayWeightSyncScheme
     from rlpost.envs import GymEnv
-    from rlpost.policies.vllm_exchange import exchange_folder
-    from rlpost.policies.vllm_process import save_one_by_one
+    from rlpost.model.weights import save_one_by_one
+    from rlpost.remote.exchange import exchange_folder
 
     worker = Collector(lambda: GymEnv("Pendulum-v1"), torch.nn.Linear(3, 1), frames_per_batch=2)
     worker.register_scheme_receiver({"policy": RayWeightSyncScheme()})
@@ -518,7 +518,7 @@ def test_collectors_in_actors_refuse_what_is_not_one_workers() -> None:  # tests
 def test_a_buffer_in_an_actor_asks_no_collector() -> None:
     from rlpost.data import RayReplayBuffer
     from rlpost.errors import MissingExtraError
-    from rlpost.extras import is_installed
+    from rlpost.imports import is_installed
 
     with pytest.raises(TypeError if is_installed("ray") else MissingExtraError, match=r"draw_limit|rlpost.ray"):
         RayReplayBuffer(draw_limit=3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.errors import ConfigError
-from rlpost.user_file import check_defines, check_file, functions_of, import_file
+from rlpost.imports import check_defines, check_file, functions_of, import_file
 
 
 def written(folder: Path, text: str, name: str = "mine.py") -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.config.compose import compose
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.train import expert_iteration, grpo, sft
 
 LOOPS: dict[Command[Any], Any] = {TRAIN_GRPO: grpo, TRAIN_SFT: sft, TRAIN_EXPERT_ITERATION: expert_iteration}

@@ -37,8 +37,8 @@ def check(
 
     Ends with exit code 5 where a node does not answer or has other versions.
     """
-    from rlpost.cluster import connect, differences, report, versions, what_there_is
     from rlpost.errors import PolicyError
+    from rlpost.remote.cluster import connect, differences, report, versions, what_there_is
 
     ray = connect(address, seconds=seconds)
     try:
@@ -60,7 +60,7 @@ def check(
 
 
 def _print_nodes(nodes: list[Any], megabytes: int) -> None:
-    from rlpost.cli.columns import fitted_table, output_width
+    from rlpost.cli.terminal import fitted_table, output_width
 
     rows = [["node", "address", "state", "CPUs", "GPUs", "memory", f"reads {megabytes} MB", "devices"]]
     for node in nodes:

@@ -3,6 +3,11 @@
 Typer's own machinery does the rest: the scripts for bash, zsh and fish, and the verbs and flags.
 bash alone takes `=` and `:` for the ends of words, so `env=gs` reaches Typer as three words, and an
 answer may hold only what follows the last of those signs.
+
+What a half-typed setting can become: keys, options, values. Without Hydra, since a person waits for each answer.
+
+The files of conf/ are read as plain YAML here. Where one cannot be read it is passed over: the
+command itself will say what is wrong with it.
 """
 
 from __future__ import annotations
@@ -10,17 +15,38 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.config.registry import describe, options
+from rlpost.config.keys import (
+    NULL,
+    Key,
+    as_text,
+    class_of,
+    classes_of,
+    conf_file,
+    default_choices,
+    describe,
+    description,
+    docs_of,
+    groups_of,
+    keys_of,
+    options,
+    read_yaml,
+    recipes,
+    types_of,
+)
+from rlpost.config.paths import RUNS, evaluation_names, is_run_folder
 from rlpost.errors import RlpostError
-
-if TYPE_CHECKING:
-    from rlpost.config.candidates import Candidate
+from rlpost.files import expanded
+from rlpost.imports import check_file, functions_of
+from rlpost.settings.base import BUILT_IN_REWARDS, MISSING
 
 ASKED = "_RLPOST_COMPLETE"  # set by the shell's script, to complete_bash or another shell
 NOTHING_TO_OFFER = 1
@@ -98,9 +124,6 @@ def complete_eval(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_evaluation(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of an evaluation, or a path."""
-    from rlpost.config.candidates import file_candidates
-    from rlpost.config.paths import evaluation_names
-
     files = file_candidates(incomplete, (".parquet",)) if incomplete.startswith((".", "~", "/")) else []
     return _answers(ctx, dict.fromkeys(evaluation_names(), "") | _texts(files), incomplete)
 
@@ -115,7 +138,6 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
     words = _words(ctx)
     if words:
         return _verb_and_settings(ctx, words[1:], incomplete)
-    from rlpost.config.candidates import key_candidates
 
     keys = _texts(c for command in COMMANDS for c in key_candidates(command, incomplete))
     return _answers(ctx, keys, incomplete)
@@ -123,21 +145,18 @@ def complete_explain(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_side(ctx: typer.Context, incomplete: str) -> Answers:
     """A recipe or a run, as `config diff` compares them."""
-    from rlpost.config.candidates import recipe_candidates, run_candidates
 
     return _answers(ctx, _texts([*recipe_candidates(incomplete), *run_candidates(incomplete)]), incomplete)
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> Answers:
     """The name of a run."""
-    from rlpost.config.candidates import run_names
 
     return _answers(ctx, dict.fromkeys(run_names(), ""), incomplete)
 
 
 def complete_model(ctx: typer.Context, incomplete: str) -> Answers:
     """A run, or an option of model."""
-    from rlpost.config.candidates import run_names
 
     return _answers(ctx, _options("model") | dict.fromkeys(run_names(), "a run"), incomplete)
 
@@ -154,7 +173,6 @@ def complete_env(ctx: typer.Context, incomplete: str) -> Answers:
 
 def complete_env_settings(ctx: typer.Context, incomplete: str) -> Answers:
     """Settings `env.KEY=VALUE` of the environment that the line names."""
-    from rlpost.config.candidates import setting_candidates
 
     words = [*_words(ctx), *([f"env={name}"] if (name := ctx.params.get("name")) else [])]
     before = _before(ctx)
@@ -174,8 +192,6 @@ def _verb_and_settings(ctx: typer.Context, words: list[str], incomplete: str) ->
 
 
 def _settings(command: Command[Any], ctx: typer.Context, words: list[str], incomplete: str) -> Answers:
-    from rlpost.config.candidates import setting_candidates
-
     before = _before(ctx)
     in_bash = os.environ.get(ASKED) == "complete_bash"  # which completes files itself, after a = too
     found = setting_candidates(command, words, before + incomplete, files=not in_bash)
@@ -211,3 +227,196 @@ def _before(ctx: typer.Context) -> str:
 def _words(ctx: typer.Context) -> list[str]:
     """The settings before the current word."""
     return list(ctx.params.get("overrides") or ctx.params.get("words") or [])
+
+
+PYTHON, YAML = (".py",), (".yaml", ".yml")
+PATHS: dict[str, Sequence[str]] = {  # keys whose values are files -> the endings of those files; none: all
+    "plugin": PYTHON,
+    "recipe": YAML,
+    "model.path": (),
+    "env.path": (),
+    "env.test_path": (),
+    "env.reward": PYTHON,
+    "env.accuracy": PYTHON,
+}
+REWARDS = ("env.reward", "env.accuracy")
+SOME_VALUES = {"env.split": ("train", "test", "validation"), "model.device": ("auto", "cpu", "cuda")}
+MOST_FILES = 200  # of one folder
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A word that the typed one can become, and a few words about it."""
+
+    text: str
+    about: str = ""
+
+
+def setting_candidates(
+    command: Command[Any], given: Sequence[str], typed: str, *, files: bool = True
+) -> list[Candidate]:
+    """The settings of `command` that begin with `typed`, after the words `given` on the same line.
+
+    `files` False leaves out files, for a shell that completes those itself.
+    """
+    line = _Line(command, dict(word.split("=", 1) for word in given if "=" in word), files)
+    name, equals, value = typed.partition("=")
+    if equals:
+        return line.values(name, value)
+    fitting = [c for c in line.names if c.text.startswith(typed)]
+    if len(fitting) == 1:
+        # a word that is alone is taken as finished and a space put after it; its values keep the cursor at the =
+        return [*fitting, *line.values(fitting[0].text[:-1], "")]
+    return fitting
+
+
+def key_candidates(command: Command[Any], typed: str) -> list[Candidate]:
+    """The keys, groups and parts of `command` that begin with `typed`, under any option."""
+    groups = groups_of(command.settings)
+    docs = docs_of(command.settings)
+    found: dict[str, str] = {}
+    classes = [(cls, f"{group}.") for group in groups for cls in classes_of(command, group).values()]
+    for settings, prefix in [(command.settings, ""), *classes]:
+        for key in keys_of(settings, prefix):
+            part, dot, field = key.name.partition(".")
+            found.setdefault(part, docs.get(part, ""))
+            if dot:
+                found.setdefault(
+                    key.name, docs_of(settings).get(field, "") if prefix else _part_doc(command, part, field)
+                )
+    names = [name for name in found if name.startswith(typed) and name not in command.without]
+    return [Candidate(name, found[name]) for name in names]
+
+
+def run_candidates(typed: str) -> list[Candidate]:
+    """The runs in ./runs, as paths, that begin with `typed`."""
+    return _beginning(typed, [Candidate(f"{RUNS}/{name}", "a run") for name in run_names()])
+
+
+def run_names() -> list[str]:
+    """The names of the runs in ./runs."""
+    try:
+        return sorted(folder.name for folder in RUNS.iterdir() if is_run_folder(folder))
+    except OSError:  # there is no such folder, or it is closed
+        return []
+
+
+def recipe_candidates(typed: str, command: Command[Any] | None = None) -> list[Candidate]:
+    """The recipes that begin with `typed`; those of `command` only, where one is given."""
+    return [
+        Candidate(name, description(file))
+        for name, file in recipes().items()
+        if name.startswith(typed) and (command is None or read_yaml(file).get("command") == command.verb)
+    ]
+
+
+def file_candidates(typed: str, endings: Sequence[str] = ()) -> list[Candidate]:
+    """Files (of these `endings`) and folders whose paths begin with `typed`; a lone folder with what is in it."""
+    head, slash, tail = typed.rpartition("/")
+    try:
+        entries = sorted(expanded(f"{head}{slash}" or ".").iterdir())[:MOST_FILES]
+        kept = [e for e in entries if e.name.startswith(tail) and e.name.startswith(".") == tail.startswith(".")]
+        kept = [e for e in kept if e.is_dir() or not endings or e.suffix in endings]
+        found = [Candidate(f"{head}{slash}{e.name}{'/' if e.is_dir() else ''}") for e in kept]
+    except (OSError, RuntimeError):  # a folder that is missing or closed, or a ~ of nobody's, holds nothing to offer
+        return []
+    if len(found) == 1 and found[0].text.endswith("/"):
+        return [*found, *file_candidates(found[0].text, endings)]
+    return found
+
+
+class _Line:
+    """A command line under way: the options that its words choose, and the keys they bring."""
+
+    def __init__(self, command: Command[Any], given: Mapping[str, str], files: bool) -> None:
+        self.command = command
+        self.given = given
+        self.files = files
+        self.groups = groups_of(command.settings)
+        recipe = read_yaml(_recipe_file(given["recipe"])) if "recipe" in given else {}
+        self.said = {**{str(key): as_text(value) for key, value in recipe.items()}, **given}
+        self.choices = {**default_choices(command), **{g: self.said[g] for g in self.groups if g in self.said}}
+        classes = {group: class_of(group, option) for group, option in self.choices.items()}
+        self.classes = {group: cls for group, cls in classes.items() if cls is not None}
+
+    @cached_property
+    def keys(self) -> dict[str, Key]:
+        """The keys under the chosen options."""
+        keys = keys_of(self.command.settings, chosen=self.classes)
+        return {key.name: key for key in keys if key.name not in self.command.without}
+
+    @property
+    def names(self) -> list[Candidate]:
+        """Everything that can stand before a `=` and is not on the line yet."""
+        docs = docs_of(self.command.settings)
+        about = {group: docs.get(group, "") for group in self.groups}
+        about["recipe"] = "a file of settings"
+        about |= {name: self._about(key) for name, key in self.keys.items()}
+        return [Candidate(f"{name}=", text) for name, text in about.items() if name not in self.given]
+
+    def values(self, name: str, typed: str) -> list[Candidate]:
+        """Everything that begins with `name=typed`."""
+        found = [*self._words(name), *(self._paths(name, typed) if name in PATHS and self.files else [])]
+        if name == "model" and typed.startswith((".", "~", "/")) and self.files:
+            found += file_candidates(typed)
+        if name in REWARDS and ":" in typed:
+            found = _functions(typed.rpartition(":")[0])
+        return [Candidate(f"{name}={c.text}", c.about) for c in _beginning(typed, found)]
+
+    def _words(self, name: str) -> list[Candidate]:
+        if name in self.groups:
+            runs = [Candidate(f"{RUNS}/{run}", "a run") for run in run_names()] if name == "model" else []
+            return [*(Candidate(option, describe(name, option)) for option in options(name, self.command)), *runs]
+        if name == "recipe":
+            return recipe_candidates("", self.command)
+        key = self.keys.get(name)
+        return [] if key is None else self._words_of(key)
+
+    def _words_of(self, key: Key) -> list[Candidate]:
+        present = self._present(key)
+        words = ["true", "false"] if key.element is bool else list(key.choices or SOME_VALUES.get(key.name, ()))
+        words += BUILT_IN_REWARDS if key.name in REWARDS else []
+        words += [NULL] if key.optional else []
+        first = [present] if present and present not in words else []
+        return [Candidate(word, "as it is" if word == present else "") for word in [*first, *words]]
+
+    def _paths(self, name: str, typed: str) -> list[Candidate]:
+        return [] if ":" in typed else file_candidates(typed, PATHS[name])
+
+    def _about(self, key: Key) -> str:
+        part, dot, field = key.name.partition(".")
+        owner = self.classes.get(part)
+        about = docs_of(owner).get(field) if owner else _part_doc(self.command, part, field) if dot else ""
+        return about or docs_of(self.command.settings).get(key.name) or key.type_name
+
+    def _present(self, key: Key) -> str:
+        """The value that holds where nothing is said; empty where there is none."""
+        part, _, field = key.name.partition(".")
+        in_conf = read_yaml(conf_file(f"{part}/{self.choices[part]}")).get(field) if part in self.choices else None
+        value = self.said.get(key.name, key.default if in_conf is None else in_conf)
+        return "" if value == MISSING else as_text(value)
+
+
+def _beginning(typed: str, found: Iterable[Candidate]) -> list[Candidate]:
+    """Those that begin with `typed`, each once."""
+    return list({c.text: c for c in reversed([*found]) if c.text.startswith(typed)}.values())[::-1]
+
+
+def _part_doc(command: Command[Any], part: str, field: str) -> str:
+    """The comment beside a field of a part without options, `sampling.top_p`."""
+    declared = types_of(command.settings)[part]
+    return docs_of(declared).get(field, "")
+
+
+def _functions(path: str) -> list[Candidate]:
+    """`path:NAME` for each function of a Python file."""
+    try:
+        return [Candidate(f"{path}:{name}") for name in functions_of(check_file(path, path))]
+    except (
+        RlpostError
+    ):  # no such file yet, or it is not finished: nothing to offer, and the prompt is no place to say so
+        return []
+
+
+def _recipe_file(name: str) -> Path:
+    return recipes().get(name, expanded(name))

@@ -16,11 +16,11 @@ from rlpost.cli.completion import complete_training
 from rlpost.cli.terminal import GREEN, RED, StatusLine, painted, print_json, stdout_on_stderr
 from rlpost.cli.usage import AsJson
 from rlpost.errors import ConfigError
-from rlpost.output import where_it_leads
+from rlpost.output import output_aside, where_it_leads
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
-    from rlpost.doctor.findings import Finding
+    from rlpost.doctor.examine import Finding
 
 FAILED = 3
 YELLOW = "\x1b[33m"
@@ -50,8 +50,7 @@ def doctor(
 
     Takes what rlpost train takes; writes nothing. Ends with 3 where there is an error.
     """
-    from rlpost.cli.checks import compose_and_check
-    from rlpost.cli.plan import stem_of
+    from rlpost.cli.plan import compose_and_check, stem_of
     from rlpost.cli.run_folder import first_free
 
     verb, given = _verb_of(words or [])
@@ -71,9 +70,7 @@ def doctor(
         StatusLine("loading torch") as status,
         stdout_on_stderr() if as_json else nullcontext(),
     ):
-        from rlpost.doctor.examine import examine
-        from rlpost.doctor.findings import Findings
-        from rlpost.output import output_aside
+        from rlpost.doctor.examine import Findings, examine
 
         findings = Findings(tell)
         with output_aside():

@@ -1,31 +1,91 @@
-"""`rlpost env`: the environments, their settings, and the proof that their rewards are right."""
+"""`rlpost env`: the environments, their settings, and the proof that their rewards are right.
+
+Writing a starter: a copy of a file in rlpost/starters with names of the user's own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
-from collections.abc import Sequence
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import rlpost
 from rlpost.catalog import EVAL, TRAIN_GRPO
-from rlpost.cli.columns import output_width, paragraph
 from rlpost.cli.completion import complete_env, complete_env_settings
-from rlpost.cli.starter_file import tell_starter, write_starter
-from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.terminal import output_width, paragraph, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
-from rlpost.config.keys import as_text, docs_of
-from rlpost.config.registry import describe, options
-from rlpost.errors import ConfigError
-from rlpost.folding import width_of
+from rlpost.config.keys import as_text, describe, docs_of, options
+from rlpost.errors import ConfigError, DataError
+from rlpost.files import expanded
 from rlpost.settings import EnvSettings
-from rlpost.settings.checks import MISSING
-from rlpost.text import printable
+from rlpost.settings.base import MISSING
+from rlpost.text import printable, width_of
 
 if TYPE_CHECKING:
     from rlpost.envs.proof import Proof
+
+
+def write_starter(kind: str, name: str, out: Path | None) -> str:
+    """Write the starter `kind` (env or reward) as `out`, else as NAME.py here; returns the path as a command says it.
+
+    Raises ConfigError for a name that Python or rlpost cannot use and for a file that exists,
+    DataError where the disk does not take it.
+    """
+    _check_name(kind, name)
+    file = Path(f"{name}.py") if out is None else expanded(out)
+    if file.suffix != ".py":
+        raise ConfigError(f"--out {file} is no Python file: give it a name that ends in .py")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--out {file}: there is no folder {file.parent}; make it first")
+    template = (Path(rlpost.__file__).parent / "starters" / f"{kind}.py").read_text(encoding="utf-8")
+    shown = str(file) if len(file.parts) > 1 else f"./{file}"
+    camel = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    names = {
+        f"./my_{kind}.py": shlex.quote(shown),
+        f"python my_{kind}.py": f"python {shlex.quote(str(file))}",
+        f"my_{kind}": name,
+        f"My{kind.capitalize()}": camel,
+    }
+    text = re.sub("|".join(map(re.escape, names)), lambda found: names[found.group()], template)
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{file} exists already: give another name, or --out FILE") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror}; give --out FILE") from error
+    return shlex.quote(shown)
+
+
+def tell_starter(file: str, commands: Mapping[str, str], *, as_json: bool) -> None:
+    """Say what was written (as `write_starter` returned it), and what can be done with it."""
+    if as_json:
+        named = {what.partition(" ")[0]: command for what, command in commands.items()}
+        print_json({"file": shlex.split(file)[0], **named})
+        return
+    lines = [f"wrote {file}", *(f"{what}:  {command}" for what, command in commands.items())]
+    print("\n".join(printable(line) for line in lines))
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raise ConfigError for a name that is no Python name, or that would hide something of that name."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.ASCII) or keyword.iskeyword(name):
+        fitting = re.sub(r"\W+", "_", name.removesuffix(".py"), flags=re.ASCII).strip("_").lower() or kind
+        fitting = fitting if fitting[0].isalpha() and not keyword.iskeyword(fitting) else f"my_{fitting}"
+        raise ConfigError(f"{name!r} is no Python name, which the file and its code need; write {fitting}")
+    installed = name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
+    if installed and not Path(f"{name}.py").exists():
+        raise ConfigError(f"{name} is a Python module already, which {name}.py would hide; write my_{name}")
+
 
 FAILED = 3
 SPLITS = ("train", "test")
@@ -69,7 +129,7 @@ def list_envs(words: Plugins = None, as_json: AsJson = False) -> None:
 def show(name: Name, words: Plugins = None, as_json: AsJson = False) -> None:
     """Print what an environment is and its settings: type, default, meaning."""
     from rlpost.config.compose import merge_all
-    from rlpost.config.provenance import owner_of, value_of
+    from rlpost.config.explain import owner_of, value_of
 
     take_plugins(words or [], "show")
     merged = merge_all(TRAIN_GRPO, [f"env={name}"])
@@ -164,7 +224,7 @@ def new(
 
 def take_plugins(words: list[str], verb: str) -> None:
     """Load the plugins that `words` name. Raises ConfigError for a word that is none."""
-    from rlpost.config.plugins import without_plugins
+    from rlpost.config.code import without_plugins
 
     if wrong := without_plugins(words):
         raise ConfigError(f"{wrong[0]} is no plugin: rlpost env {verb} takes plugin=FILE only")

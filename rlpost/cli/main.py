@@ -1,4 +1,7 @@
-"""`rlpost`: the verbs, and the one place where an error becomes a message and an exit code."""
+"""`rlpost`: the verbs, and the one place where an error becomes a message and an exit code.
+
+What Typer refuses in a command line, said in one line: what, where, and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,179 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from rlpost import __version__
+from rlpost.catalog import COMMANDS
 from rlpost.cli import chat as chat_verb
 from rlpost.cli import cluster, completion, config, data, env, info, reward, rollouts, runs, train
 from rlpost.cli import doctor as doctor_verb
 from rlpost.cli import eval as eval_verb
-from rlpost.cli.complaint import explain_long_path, explain_usage
+from rlpost.cli.run_folder import LONGEST_NAME
 from rlpost.cli.terminal import print_error
-from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App
+from rlpost.cli.usage import LOOK, PREPARE, TRAIN, App, as_typed, command_of, is_argument, is_setting
+from rlpost.config.keys import all_keys, groups_of
+from rlpost.config.other_words import NOT_HERE, OTHER_FLAGS, meant_by
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.output import is_closed, lead_nowhere, leave_dead_terminals
-from rlpost.text import PrintableFormatter
+from rlpost.text import PrintableFormatter, did_you_mean, nearest, nearest_key
+
+WANTED = {"int_parsing": "a whole number", "float_parsing": "a number"}  # by the name of Pydantic's complaint
+
+
+def explain_usage(error: typer.TyperException, root: Any, arguments: Sequence[str]) -> str:
+    """Typer's complaint about the command line `arguments` of `root` as one line.
+
+    Where a verb is missing it is the help, of many lines.
+    """
+    context: Any = getattr(error, "ctx", None)
+    kind = type(error).__name__
+    if kind == "BadOptionUsage":
+        return _without_value(getattr(error, "option_name", ""), command_of(root, arguments)) or error.format_message()
+    if context is None:
+        return error.format_message()
+    if kind == "NoSuchOption":
+        return _unknown_flag(getattr(error, "option_name", ""), context, arguments)
+    parameter: Any = getattr(error, "param", None)
+    if kind == "MissingParameter" and parameter is not None:
+        return _missing(parameter, context)
+    if kind == "BadParameter" and parameter is not None:
+        return _unfit(parameter, error) or error.format_message()
+    if extra := getattr(error, "message", "").partition("unexpected extra argument(s) ")[2]:
+        return f"{_line(context)} does not take {extra.strip('()')}; see {context.command_path} --help"
+    return error.format_message()
+
+
+def explain_long_path(error: OSError, arguments: Sequence[str]) -> str:
+    """The system's complaint about a path that no file can have as one line, with the word it stands in."""
+    from rlpost.config.overrides import shown
+
+    path = str(error.filename or "")
+    name = max(path.split("/"), key=len)[:LONGEST_NAME]
+    word = next((word for word in arguments if name and name in word), path)
+    return f"{shown(word)}: that is too long for the name of a file, at most {LONGEST_NAME} bytes; give a shorter path"
+
+
+def _unknown_flag(flag: str, context: Any, arguments: Sequence[str]) -> str:
+    """The message for an unknown flag, together with all other unknown words of the command."""
+    flags = [name for parameter in context.command.params for name in parameter.opts if name.startswith("-")]
+    path = context.command_path
+    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
+        from rlpost.config.unknown import several
+
+        rows = list(_unknown_words(command, flags, arguments))
+        if len(rows) > 1:
+            return several(rows, command)
+    known = OTHER_FLAGS.get(flag)
+    if known is not None and (known in flags or (known.startswith("recipe=") and _takes_settings(context))):
+        return f"{path} has no option {flag}{did_you_mean(known)}"
+    near = nearest(flag, [*flags, "--help"]) if flag.startswith("--") else None
+    meant = _setting_of(_key(flag), _behind(flag, arguments), path, guess=near is None)
+    if meant in flags:
+        near = meant
+    elif meant is not None and meant.startswith(NOT_HERE):
+        return f"{path} has no option {flag}: {meant.removeprefix(NOT_HERE)}"
+    elif meant is not None:
+        return f"{flag}: settings are written without dashes; write {meant}"
+    return f"{path} has no option {flag}{did_you_mean(near, f'see {path} --help')}"
+
+
+def _unknown_words(command: Any, flags: Sequence[str], arguments: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """The flags and settings of a command line that `command` does not know, each with what to write instead."""
+    from rlpost.config.overrides import Override, shown
+    from rlpost.config.unknown import instead_of, keys_by_default
+
+    keys, choices = keys_by_default(command)
+    known = [*all_keys(command), *choices, "recipe"]
+    for word in arguments:
+        name, equals, text = word.partition("=")
+        if word.startswith("--") and name not in flags:
+            given = Override(_key(name), text if equals else _behind(name, arguments))
+            meant = OTHER_FLAGS.get(name) or nearest(name, flags)
+            if given.key in known:
+                meant = f"{given.key}={shown(given.text) or 'VALUE'}"
+            elif meant is None or meant_by(given.key):
+                meant = instead_of(given, command, keys, choices)
+            yield Override(name, text), meant
+        elif equals and not word.startswith("-") and name not in known:
+            yield Override(name, text), instead_of(Override(name, text), command, keys, choices)
+
+
+def _key(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _behind(flag: str, arguments: Sequence[str]) -> str:
+    """The value that was given to a flag, glued to it or behind it; empty where there is none."""
+    place = next((i for i, word in enumerate(arguments) if word.partition("=")[0] == flag), len(arguments))
+    _, equals, glued = "".join(arguments[place : place + 1]).partition("=")
+    following = "".join(arguments[place + 1 : place + 2])
+    return glued if equals else "" if following.startswith("-") or "=" in following else following
+
+
+def _setting_of(key: str, value: str, path: str, *, guess: bool) -> str | None:
+    """What a flag of the verb at `path` is as a setting: `optim.lr=1e-5` of `--learning_rate 1e-5`; None for none.
+
+    With `guess` the nearest setting, where the key is none and no other tool's.
+    """
+    from rlpost.config.overrides import Override, shown
+    from rlpost.config.unknown import said_as
+
+    meant = key if is_setting(key) else None
+    if command := next((command for command in COMMANDS if path == f"rlpost {command.verb}"), None):
+        keys = list(all_keys(command))
+        known = [*keys, *groups_of(command.settings)]
+        if key not in known:
+            meant = (
+                said_as(Override(key, value), command, keys) or (nearest_key(key, known) if guess else None) or meant
+            )
+    if meant is None or meant.startswith(("--", NOT_HERE)) or "=" in meant or " " in meant:
+        return meant
+    return f"{meant}={shown(value) if value else 'VALUE'}"
+
+
+def _takes_settings(context: Any) -> bool:
+    return any(parameter.name == "overrides" for parameter in context.command.params)
+
+
+def _without_value(flag: str, command: Any) -> str:
+    """For an option that stands last and wants a value; empty where `command` has no such option."""
+    parameter = next((p for p in command.params if flag in p.opts), None)
+    return f"{flag} needs a value: write {flag} {parameter.metavar}" if parameter is not None else ""
+
+
+def _unfit(parameter: Any, error: typer.TyperException) -> str:
+    """For a value of the wrong type or out of range; empty where what Typer says is all there is."""
+    causes: Any = getattr(error.__cause__ or error.__context__, "errors", list)()
+    if len(causes) != 1:
+        return ""
+    cause, flag = causes[0], parameter.opts[-1] if len(parameter.opts) == 1 else "/".join(parameter.opts)
+    given, limits = f"{flag} {cause['input']}", cause.get("ctx", {})
+    known = (parameter.metavar or "").split("|")
+    if len(known) > 1:
+        return f"{given} is unknown: it is one of {', '.join(known)}{did_you_mean(nearest(str(cause['input']), known))}"
+    if cause["type"] in WANTED:
+        return f"{given} is of the wrong type: it takes {WANTED[cause['type']]}"
+    if "ge" in limits or "le" in limits:
+        bound = f"at least {limits['ge']:g}" if "ge" in limits else f"at most {limits['le']:g}"
+        return f"{given} is out of range: it must be {bound}"
+    return ""
+
+
+def _missing(parameter: Any, context: Any) -> str:
+    path = context.command_path
+    name = parameter.metavar or parameter.name.upper() if is_argument(parameter) else parameter.opts[0]
+    return f"{path} needs {name}: write {_line(context)}; see {path} --help"
+
+
+def _line(context: Any) -> str:
+    """The verb and its arguments as they are typed."""
+    return " ".join([context.command_path, *(as_typed(p) for p in context.command.params if is_argument(p))])
+
 
 BEGIN = """\b
 Begin with:

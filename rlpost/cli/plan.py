@@ -1,28 +1,39 @@
-"""What a training would do, as `--dry-run` says it."""
+"""What a training would do, as `--dry-run` says it.
+
+Everything that can be checked before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlpost.catalog import opened
-from rlpost.cli.resume import point_of
-from rlpost.cli.run_folder import slug
+from rlpost.catalog import Command, S, opened
+from rlpost.cli.run_folder import point_of, slug
+from rlpost.cli.terminal import stdout_on_stderr
+from rlpost.imports import require_bitsandbytes, require_peft, require_vllm
 from rlpost.settings import (
+    AdamW8bitSettings,
     DatasetSettings,
     DType,
     EnvSettings,
+    EvalSettings,
     ExpertIterationSettings,
     GRPOSettings,
     MixSettings,
     SFTSettings,
     VLLMSettings,
 )
-from rlpost.settings.evaluation import EvalDuringTrainingSettings, samples_per_prompt
+from rlpost.settings.commands import EvalDuringTrainingSettings, samples_per_prompt
 from rlpost.text import counted, printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
+    from rlpost.config.overrides import Override
+    from rlpost.rewards.functions import Rewards
 
 
 def plan_dict(composed: Composed[Any], folder: Path, resume: str | None) -> dict[str, Any]:
@@ -73,7 +84,7 @@ def sampling_lines(composed: Composed[Any]) -> list[str]:
 
 
 def _policy(composed: Composed[Any]) -> str:
-    from rlpost.policies.sampling import training_sampling
+    from rlpost.policies.base import training_sampling
 
     beside = ", beside training" if composed.choices["collector"] == "async" else ""
     return f"policy  {composed.choices['policy']}{beside}, {training_sampling(composed.settings)}"
@@ -189,7 +200,7 @@ def _rewards_of(env: EnvSettings) -> str:
 
 def _needs_lines(settings: Any, folder: Path) -> list[str]:
     """What is fetched, and whether memory and disk suffice, by estimate."""
-    from rlpost.estimate.hub import fetches
+    from rlpost.estimate.needs import fetches
 
     lines = [fetch.line() for fetch in fetches(settings)]
     needs = _needs(settings, folder)
@@ -201,7 +212,7 @@ def _needs_lines(settings: Any, folder: Path) -> list[str]:
 
 def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
     """The same for `--json`."""
-    from rlpost.estimate.hub import fetches
+    from rlpost.estimate.needs import fetches
 
     needs = _needs(settings, folder)
     found = [
@@ -212,10 +223,68 @@ def _needs_dict(settings: Any, folder: Path) -> dict[str, Any]:
 
 
 def _needs(settings: Any, folder: Path) -> Any:
-    from rlpost.estimate.hub import shape_of_model
     from rlpost.estimate.machine import gpu_memory
-    from rlpost.estimate.report import needs_of
+    from rlpost.estimate.needs import needs_of, shape_of_model
 
     shape = shape_of_model(settings.model.path, settings.model.revision)
     asks_for_gpu = settings.model.device == "auto" or settings.model.device.startswith("cuda")
     return needs_of(settings, shape, folder, gpu_memory() if asks_for_gpu else None)
+
+
+_checked: list[Rewards | None] = []  # their processes stay warm for the environments that this command makes
+
+
+def compose_and_check(
+    command: Command[S], words: Sequence[str], kept: Sequence[Override] = (), *, as_json: bool
+) -> Composed[S]:
+    """The configuration, its files of rewards imported, its engine and tracker looked for.
+
+    `kept` is what a run was asked that is to go on.
+    What the user's files print while they are imported goes to stderr where stdout is for JSON.
+    Raises what `compose` raises, and MissingExtraError for what is not installed.
+    """
+    from rlpost.config.compose import compose, environments_of
+    from rlpost.data.template_choice import named_template
+    from rlpost.estimate.machine import check_device
+    from rlpost.rewards.functions import load_rewards
+    from rlpost.tracking.trackers import chosen_tracker
+
+    with stdout_on_stderr() if as_json else nullcontext():
+        composed = compose(command, words, kept)
+        settings: Any = composed.settings
+        env = settings.env
+        if "env.reward" not in command.optional or getattr(env, "reward", None):
+            _checked[:] = [load_rewards(each) for each in environments_of(env)]
+            _look_at_rows(settings, _checked)
+        else:
+            _look_at_rows(settings, [])
+    check_device(settings.model.device)
+    if settings.model.chat_template is not None:
+        named_template(settings.model.chat_template)
+    if settings.uses_policy and settings.policy.needs_vllm:
+        require_vllm()
+    if not isinstance(settings, EvalSettings):
+        chosen_tracker(settings.tracking)
+        if settings.lora.enabled:
+            require_peft("lora.enabled=true")
+        if isinstance(settings.optim, AdamW8bitSettings):
+            require_bitsandbytes()
+    return composed
+
+
+def _look_at_rows(settings: Any, rewards: Sequence[Rewards | None]) -> None:
+    """Raise DataError for rows on this machine that cannot be used, or lack a column that a reward takes.
+
+    `rewards` are those of each environment, where they matter.
+    """
+    from rlpost.config.compose import environments_of
+    from rlpost.envs.row_checks import look_at_rows
+
+    measures = not isinstance(settings, EvalSettings) and settings.eval.enabled
+    shown = isinstance(settings, SFTSettings)
+    share = settings.max_bad_share if shown else None
+    for env, own in zip_longest(environments_of(settings.env), rewards):
+        splits: list[str] = [env.split, *(["test"] if measures and env.split != "test" else [])]
+        columns = look_at_rows(env, splits, demonstrated=shown, max_bad_share=share)
+        if columns is not None and own is not None and isinstance(env, DatasetSettings):
+            own.offer_columns(columns, env.path)

@@ -1,17 +1,33 @@
-"""`rlpost reward`: what scores the replies to rows of one's own."""
+"""`rlpost reward`: what scores the replies to rows of one's own.
+
+`rlpost reward test`: what a reward function is attacked with, and how what came of it is told.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlpost.catalog import EVAL
 from rlpost.cli.completion import complete_env
-from rlpost.cli.starter_file import tell_starter, write_starter
-from rlpost.cli.terminal import print_json, print_lines, table
+from rlpost.cli.env import tell_starter, write_starter
+from rlpost.cli.terminal import GREEN, RED, painted, print_json, print_lines, table
 from rlpost.cli.usage import App, AsJson
+from rlpost.errors import ConfigError, DataError
+from rlpost.settings import DatasetSettings
+from rlpost.text import counted, printable
+
+if TYPE_CHECKING:
+    from rlpost.rewards.attacks import Attack, Check
+    from rlpost.rewards.functions import WorkerReward
 
 NEW_EXAMPLES = """\b
 Examples:
@@ -76,7 +92,150 @@ def attack(
 
     Without rows of yours (env.path=FILE, or --env NAME) it is attacked with a few sums.
     """
-    from rlpost.cli.reward_attack import attack_and_tell
 
     if not attack_and_tell(name, words or [], env, rows, timeout, as_json=as_json):
         raise typer.Exit(FAULTS)
+
+
+REPLY_SHOWN = 60  # characters
+NO_GOLD = "if no reply is right or wrong (length, style), leave out what compares with a right one: add env.gold=false"
+NO_ANSWERS = "the rows have no answer; if they have, name its column with env.answer_column"
+YELLOW = "\x1b[33m"
+STYLES = {"ok": GREEN, "weak": YELLOW, "fault": RED}
+
+
+def attack_and_tell(
+    name: str, words: Sequence[str], env: str | None, rows: int, seconds: float, *, as_json: bool
+) -> bool:
+    """Attack the reward and print what came of it; whether there is no fault.
+
+    Raises ConfigError for a reward, an environment or a setting that is none, DataError for rows that
+    cannot be used or that lack a column it takes.
+    """
+    from rlpost.rewards.attacks import NEED_GOLD, Verdict, attack_reward
+
+    with _quiet():
+        attack, source = _attack(name, words, env, rows, seconds)
+        checks = attack_reward(attack)
+    left_out = [] if attack.has_gold else list(NEED_GOLD)
+    counts = {kind: sum(check.verdict.value == kind for check in checks) for kind in STYLES}
+    if as_json:
+        told = [{"name": c.name, "verdict": c.verdict.value, "reason": c.reason, "reply": _short(c)} for c in checks]
+        print_json({"reward": name, "rows": source, "checks": told, "left_out": left_out, **counts})
+    else:
+        print(printable(f"{name} on {source}\n"))
+        print("\n".join(_lines(checks)))
+        if left_out:
+            why = "env.gold=false" if "env.gold=false" in words else NO_ANSWERS
+            print(f"\nleft out, since they compare with a right reply ({why}): {', '.join(left_out)}")
+        elif not attack.built_in and any(c.verdict is Verdict.fault and c.name in NEED_GOLD for c in checks):
+            print(f"\n{NO_GOLD}")
+        total = ", ".join(counted(n, kind) if kind == "fault" else f"{n} {kind}" for kind, n in counts.items())
+        print(f"\n{total}")
+    return not counts["fault"]
+
+
+def _attack(name: str, words: Sequence[str], env: str | None, rows: int, seconds: float) -> tuple[Attack, str]:
+    """The attack on the reward, and what its rows are."""
+    from rlpost.config.code import without_plugins
+    from rlpost.config.compose import compose
+    from rlpost.rewards.attacks import COLUMNS, sample_attack
+    from rlpost.rewards.builtin import BUILT_IN
+    from rlpost.rewards.functions import check_columns
+
+    for word in words:
+        if not word.startswith(("env=", "env.", "plugin=")):
+            raise ConfigError(
+                f"{word} is no setting of an environment: rlpost reward test takes env=NAME, env.KEY=VALUE, plugin=FILE"
+            )
+    chosen = [*words, *([f"env={env}"] if env else [])]
+    settings = [word for word in chosen if not word.startswith(("plugin=", "env.gold="))]
+    without_plugins([word for word in chosen if word.startswith("plugin=")])
+    reward = _in_a_process(name)
+    if not settings:
+        try:
+            check_columns(reward, COLUMNS, "the sample rows")
+        except DataError as error:
+            raise DataError(f"{error}; give rows of your own with env.path=FILE") from error
+        attack = sample_attack(reward, built_in=name in BUILT_IN, seconds=seconds)
+        if "env.gold=false" in chosen:
+            attack = replace(attack, has_gold=False)
+        return attack, f"{len(attack.cases)} sample sums; for rows of your own: env.path=FILE, or --env NAME"
+    if not any(word.startswith("env=") for word in settings):
+        chosen.append("env=dataset")
+    if "env=dataset" in chosen and not any(word.startswith("env.reward=") for word in settings):
+        chosen.append(f"env.reward={name}")
+    return _attack_with(reward, compose(EVAL, chosen).settings.env, chosen, rows, seconds)
+
+
+def _attack_with(
+    reward: WorkerReward, settings: Any, words: Sequence[str], rows: int, seconds: float
+) -> tuple[Attack, str]:
+    """The attack with rows of the environment of `settings`, which `words` chose."""
+    from rlpost.envs.build import build_env
+    from rlpost.envs.proof import cases_of
+    from rlpost.rewards.attacks import Attack
+    from rlpost.rewards.builtin import BUILT_IN
+    from rlpost.rewards.functions import check_columns
+
+    if not any(word.startswith("env.split=") for word in words):
+        settings.split = "train"
+    if isinstance(settings, DatasetSettings) and not any(word.startswith("env.held_out=") for word in words):
+        settings.held_out = 0.0  # all rows are there to attack with
+    with contextlib.closing(build_env(settings, num_prompts=1, group_size=1, seed=0)) as env:
+        cases, has_gold = cases_of(env, rows), env.has_gold
+    named = next(word.removeprefix("env=") for word in words if word.startswith("env="))
+    source = settings.path if isinstance(settings, DatasetSettings) else named
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    built_in = reward.reference in BUILT_IN
+    if not built_in:
+        check_columns(reward, columns, source)
+    told = f"{counted(len(cases), 'row')} of {source}, {settings.split} split"
+    return Attack(reward, cases, columns, built_in, seconds, has_gold), told
+
+
+def _in_a_process(name: str) -> WorkerReward:
+    """The reward in a process of its own, a built-in one too, with what the attacks need in there."""
+    from rlpost.rewards.builtin import BUILT_IN
+    from rlpost.rewards.functions import WorkerReward, load_reward
+
+    reward = WorkerReward(name, name, "", name) if name in BUILT_IN else load_reward(name)
+    if not isinstance(reward, WorkerReward):
+        raise ConfigError(f"{name} is registered by code that no other process can import: give FILE.py:FUNCTION")
+    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
+    attacked.limit = "--timeout"
+    return attacked
+
+
+def _lines(checks: Sequence[Check]) -> Iterator[str]:
+    """Each check on a line, the reply of one that is not well below it; checks that fail alike share one."""
+    from rlpost.rewards.attacks import failing_alike
+
+    checks = failing_alike(checks)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = painted(check.verdict.value.ljust(5), STYLES[check.verdict.value], sys.stdout)
+        yield f"  {verdict}  {check.name.ljust(width)}  {printable(check.reason)}"
+        if check.verdict.value != "ok" and check.reply is not None:
+            yield f"         {' ' * width}  reply: {_short(check)}"
+
+
+def _short(check: Check) -> str | None:
+    """The reply as a Python text, its middle left out where it is long."""
+    reply = check.reply
+    if reply is None:
+        return None
+    half = REPLY_SHOWN // 2
+    cut = reply if len(reply) <= REPLY_SHOWN else f"{reply[:half]}...{reply[-half:]}"
+    return f"{cut!a}" + (f" ({len(reply)} characters)" if len(reply) > REPLY_SHOWN else "")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the log is told of failing calls off the screen: the checks tell it."""
+    handler = logging.NullHandler()
+    logging.getLogger("rlpost").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("rlpost").removeHandler(handler)

@@ -1,17 +1,67 @@
-"""`rlpost runs`: the runs on this machine, how they went, and how the one under way is going."""
+"""`rlpost runs`: the runs on this machine, how they went, and how the one under way is going.
+
+What `rlpost runs list` and `rlpost runs show` print.
+
+What `rlpost runs tail` prints: the steps of a run, those still to come included.
+
+What `rlpost runs gc` prints and does.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
+import math
+import shlex
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlpost.cli.completion import complete_run
-from rlpost.cli.terminal import print_json
+from rlpost.cli.run_folder import code_words, slug
+from rlpost.cli.terminal import BOLD, DIM, GREEN, RED, curve, fitted_table, output_width, painted, paragraph, print_json
 from rlpost.cli.usage import App
-from rlpost.config.paths import RUNS
+from rlpost.config.paths import RUNS, is_checkpoint_folder
+from rlpost.errors import DataError
+from rlpost.files import bytes_of
+from rlpost.record import (
+    ACCURACY,
+    LOSS,
+    REWARD,
+    STRICT,
+    Interval,
+    MetricsFile,
+    has_evaluation,
+    interval,
+    main_figures,
+    number,
+    read_metrics,
+    says_more,
+)
+from rlpost.runs.reader import (
+    Rule,
+    RunRecord,
+    RunState,
+    command_of,
+    find_run,
+    find_runs,
+    is_running,
+    read_run,
+    removals,
+    remove,
+)
+from rlpost.text import counted, printable, readable
+
+if TYPE_CHECKING:
+    from rlpost.runs.diagnosis import Symptom
+    from rlpost.runs.reader import Removal, Rule
 
 LIST_EXAMPLES = """\b
 Examples:
@@ -53,9 +103,6 @@ def list_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List runs: state, steps, last reward, held-out accuracy before and after; the newest first."""
-    from rlpost.cli.run_report import list_lines, summary
-    from rlpost.runs.reader import find_runs, read_run
-
     found = [] if folder == RUNS and not folder.exists() else find_runs(folder)
     records = [read_run(run) for run in found]
     if as_json:
@@ -71,9 +118,6 @@ def show(
     run: Run = None, as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False
 ) -> None:
     """Show what was asked, versions, progress, curves, evaluations, checkpoints and size of a run."""
-    from rlpost.cli.run_report import details, show_lines
-    from rlpost.runs.reader import find_run, read_run
-
     record = read_run(find_run(run))
     if as_json:
         print_json(details(record))
@@ -89,9 +133,6 @@ def tail(
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as in metrics.jsonl.")] = False,
 ) -> None:
     """Print the last steps of a run as training prints them; the run itself is not touched."""
-    from rlpost.cli.run_tail import print_tail
-    from rlpost.runs.reader import find_run
-
     print_tail(find_run(run), lines=lines, follow=follow, as_json=as_json)
 
 
@@ -103,9 +144,6 @@ def diagnose(
 
     A training says the same when it first shows; diagnosis.on_alarm=checkpoint|stop makes it do something.
     """
-    from rlpost.cli.run_report import diagnosis_lines, symptoms
-    from rlpost.runs.reader import find_run, read_run
-
     folder = find_run(run)
     record = read_run(folder)
     found, steps = symptoms(folder)
@@ -132,9 +170,414 @@ def gc(
 
     the last and the best, what finished runs would need to go on, and old rollouts. A run in use is left alone.
     """
-    from rlpost.cli.runs_gc import collect
-    from rlpost.runs.gc import Rule
-
     kept = {Rule.unstarted: keep_unstarted, Rule.checkpoint: keep_checkpoints, Rule.state: keep_state}
     rules = frozenset(rule for rule in Rule if not kept.get(rule, False))
     collect(rules, keep_rollouts, do_it=yes, as_json=as_json)
+
+
+FIGURES = ("steps", "reward", "loss", "held-out", "age")
+CUTTABLE = ("env", "model", "run")
+STYLES = {RunState.running: GREEN, RunState.failed: RED, RunState.killed: RED}
+LABEL = 12  # columns of the labels in `show`
+CURVE = 40  # blocks of a curve at most
+COURSES = (
+    ("reward", "reward/mean", 1.0, ""),
+    ("accuracy", "accuracy/lenient", 100.0, "%"),
+    ("loss", "loss/sft", 1.0, ""),
+)
+UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def list_lines(records: Sequence[RunRecord], folder: Path) -> list[str]:
+    """The table of runs in `folder`, and what is wrong with any."""
+    cells = [_cells(record, folder) for record in records]
+    empty = [name for name in ("loss", "reward") if all(row[name] == "-" for row in cells)]
+    names = [name for name in cells[0] if name not in empty[:1]]  # one of the two is always there
+    rows = [names, *([row[name] for name in names] for row in cells)]
+    width = output_width(0) or None  # a pipe takes them whole
+    right = [i for i, name in enumerate(names) if name in FIGURES]
+    heading, *lines = fitted_table(rows, width, right=right, cuttable=[names.index(name) for name in CUTTABLE])
+    shown = [painted(heading, DIM, sys.stdout)]
+    for record, line in zip(records, lines, strict=True):
+        state = record.state.value
+        shown.append(line.replace(f" {state} ", f" {painted(state, STYLES.get(record.state, ''), sys.stdout)} ", 1))
+    return shown
+
+
+def summary(record: RunRecord) -> dict[str, Any]:
+    """A run as one entry of `rlpost runs list --json`."""
+    return {
+        "name": record.folder.name,
+        "folder": str(record.folder),
+        "state": record.state.value,
+        "error": record.error or None,
+        "steps_done": record.steps_done,
+        "steps": record.total_steps,
+        "reward": record.last("reward/mean"),
+        "loss": record.last("loss/sft"),
+        **{
+            f"{name}_{when}": found.as_dict() if (found := _measured(record, key, before=when == "before")) else None
+            for name, key in (("accuracy", ACCURACY), ("held_out_reward", REWARD))
+            for when in ("before", "after")
+        },
+        "model": model_name(record),
+        "env": record.choice("env"),
+        "updated": datetime.datetime.fromtimestamp(record.updated, datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def details(record: RunRecord) -> dict[str, Any]:
+    """A run as `rlpost runs show --json` prints it."""
+    return {
+        **summary(record),
+        "commands": record.commands,
+        "overrides": record.overrides,
+        "config": record.config,
+        "environment": record.environment,
+        "seconds": record.seconds,
+        "damaged_lines": record.damaged_lines,
+        "checkpoints": [str(path) for path in _checkpoints(record.folder)],
+        "bytes": bytes_of(record.folder),
+        "metrics": record.metrics,
+    }
+
+
+def show_lines(record: RunRecord) -> list[str]:
+    """Everything there is to say about one run, each part under its label."""
+    width = output_width(100)
+    state = painted(record.state.value, STYLES.get(record.state, BOLD), sys.stdout)
+    name = painted(printable(record.folder.name), BOLD, sys.stdout)
+    lines = [f"{name}  {state}, step {_steps(record)}, {age(record.updated)} ago", ""]
+    for label, text in [*_asked(record), ("", ""), *_results(record), ("", ""), *_disk(record)]:
+        wrapped = paragraph(text, max(20, width - LABEL))
+        lines += [f"{label if i == 0 else '':<{LABEL}}{line}".rstrip() for i, line in enumerate(wrapped)]
+    return lines
+
+
+def model_name(record: RunRecord) -> str | None:
+    """The option that was chosen, or the end of a path that replaced it."""
+    if any(word.startswith("model.path=") for word in record.overrides):
+        path = record.part("model").get("path")
+        return slug(path) if isinstance(path, str) else None
+    return record.choice("model")
+
+
+def age(since: float) -> str:
+    """How long ago, in the largest unit that fits: 45s, 12m, 3h, 5d."""
+    seconds = max(0.0, time.time() - since)
+    unit, size = next(((u, s) for u, s in UNITS if seconds >= s), UNITS[-1])
+    return f"{int(seconds // size)}{unit}"
+
+
+def _cells(record: RunRecord, folder: Path) -> dict[str, str]:
+    """What the table says of a run, by column."""
+    reward, loss = record.last("reward/mean"), record.last("loss/sft")
+    inside = record.folder.relative_to(folder) if record.folder != folder else Path(folder.name)
+    return {
+        "run": printable(str(inside)),
+        "state": record.state.value,
+        "steps": _steps(record),
+        "reward": "-" if reward is None else f"{reward:.2f}",
+        "loss": "-" if loss is None else f"{loss:.3f}",
+        "held-out": _main_held_out(record),
+        "age": age(record.updated),
+        "model": printable(model_name(record) or "-"),
+        "env": printable(record.choice("env") or "-"),
+    }
+
+
+def _steps(record: RunRecord) -> str:
+    return f"{record.steps_done}/{'?' if record.total_steps is None else record.total_steps}"
+
+
+def _main_held_out(record: RunRecord) -> str:
+    """`12→58% ±5 n=500`: accuracy or reward before and after, and the larger distance to an end of an interval."""
+    found = main_figures([record.evaluation(before=before) or {} for before in (True, False)])
+    known = [figure for figure in found if figure is not None]
+    if not known:
+        return "-"
+    scale, digits, unit = (100, 0, "%") if known[-1].is_share else (1, 2, "")
+    course = "→".join("-" if figure is None else f"{scale * figure.value:.{digits}f}" for figure in found)
+    widths = [scale * half * 10**digits for figure in known if (half := figure.half_width) is not None]
+    told = widths and math.isfinite(max(widths))  # no whole number is made of an infinite one
+    spread = f" ±{math.ceil(max(widths)) / 10**digits:.{digits}f}" if told else ""
+    prompts = known[-1].prompts
+    return f"{course}{unit}{spread}" + ("" if prompts is None else f" n={prompts}")
+
+
+def _measured(record: RunRecord, key: str, *, before: bool) -> Interval | None:
+    """A figure of the evaluation before training, or of the latest one after it."""
+    return interval(record.evaluation(before=before) or {}, key)
+
+
+def _asked(record: RunRecord) -> list[tuple[str, str]]:
+    model = record.part("model")
+    command = record.commands[-1] if record.commands else "command.txt is missing"
+    asked = [("command", command)]
+    if len(record.commands) > 1:
+        asked.append(("", f"attempt {len(record.commands)}; begun with: {record.commands[0]}"))
+    asked += [
+        ("model", f"{model_name(record) or 'unknown'} ({model.get('path', 'path unknown')})"),
+        ("env", record.choice("env") or "unknown"),
+    ]
+    if not set(record.overrides) <= set(command.split()):  # a recipe's
+        asked.append(("settings", " ".join(record.overrides)))
+    if not record.config:
+        return [*asked, ("", "config.yaml is missing or cannot be read, so the number of steps is unknown")]
+    return [*asked, ("seed", str(record.config.get("seed", "unknown"))), *_versions(record.environment)]
+
+
+def _versions(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    if not environment:
+        return [("versions", "environment.json is missing or cannot be read")]
+    packages = {"rlpost": environment.get("rlpost"), "python": environment.get("python")}
+    others = environment.get("packages")
+    packages |= others if isinstance(others, dict) else {}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    device = environment.get("cuda") or "no GPU"
+    return [("versions", versions), ("machine", f"{environment.get('cpu_count', '?')} cores, {device}")]
+
+
+def _results(record: RunRecord) -> list[tuple[str, str]]:
+    steps = len(record.series("time/step"))
+    each = f", {record.seconds / steps:.1f} s each" if steps else ""
+    results = [("progress", f"{_steps(record)} steps, {record.seconds:.0f} s in them{each}")]
+    generated = sum(record.series("tokens/generated"))
+    trained = sum(record.series("tokens/trained"))
+    if generated or trained:
+        results.append(("", f"{generated:,.0f} tokens generated" if generated else f"{trained:,.0f} tokens trained on"))
+    results += [(name, line) for name, line in (_course(record, *c) for c in COURSES) if line]
+    return results + _held_out(record) + _troubles(record)
+
+
+def _held_out(record: RunRecord) -> list[tuple[str, str]]:
+    """Loss, accuracy and reward before and after training, each measure on a line, and what they rest on."""
+    lines: list[str] = []
+    prompts: int | None = None
+    for name, key in (("loss", LOSS), ("accuracy", ACCURACY), ("strict", STRICT), ("reward", REWARD)):
+        before, after = (_measured(record, key, before=b) for b in (True, False))
+        latest = after or before
+        if latest is None or (key == STRICT and not _strict_says_more(record)):
+            continue
+        unit = "row" if key == LOSS else "prompt"
+        prompts = prompts if key == LOSS else prompts or latest.prompts
+        shown = [found and found.told(unit, said=prompts) for found in (before, after)]
+        lines.append(f"{name:<8} {shown[0] or 'not before':<22} ->  {shown[1] or 'not yet after'}")
+    if prompts is not None:
+        lines.append(f"{_drawn(record)}, on {counted(prompts, 'prompt')}, 95% intervals")
+    elif lines:
+        lines.append("95% intervals")
+    return [("" if i else "held-out", line) for i, line in enumerate(lines)]
+
+
+def _strict_says_more(record: RunRecord) -> bool:
+    strict, lenient = ([_measured(record, key, before=b) for b in (True, False)] for key in (STRICT, ACCURACY))
+    return says_more(*([figure and figure.value for figure in figures] for figures in (strict, lenient)))
+
+
+def _drawn(record: RunRecord) -> str:
+    """How an evaluation answers each prompt: greedily, or several times."""
+    asked = record.part("eval")
+    k = asked.get("k")
+    counts = [count for count in k if isinstance(count, int)] if isinstance(k, list) else []
+    samples = asked.get("samples") or max(counts, default=1)
+    return "greedy" if samples == 1 else f"{samples} completions each"
+
+
+def _course(record: RunRecord, name: str, key: str, scale: float, unit: str) -> tuple[str, str]:
+    """First and last value of a metric, and the curve between them."""
+    values = [scale * value for value in record.series(key) if math.isfinite(value)]
+    if not values:
+        return name, ""
+    digits = 0 if unit else 2
+    ends = f"{values[0]:.{digits}f}{unit} -> {values[-1]:.{digits}f}{unit}"
+    return name, f"{ends:<16} {curve(values, CURVE)}"
+
+
+def _troubles(record: RunRecord) -> list[tuple[str, str]]:
+    folder = record.folder
+    troubles = []
+    if not record.metrics:
+        troubles.append(("", "no step is recorded yet"))
+    if record.damaged_lines:
+        lines = "1 line of metrics.jsonl is" if record.damaged_lines == 1 else f"{record.damaged_lines} lines are"
+        troubles.append(("damaged", f"{lines} not whole, and left out here"))
+    if record.state is RunState.failed:
+        troubles.append(("error", record.error))
+    if record.state is RunState.killed:
+        troubles.append(("error", "it ended without a word: killed, or the machine went down; see log.txt"))
+    if record.state is RunState.unknown:
+        troubles.append(("error", "how it ended is unknown: log.txt does not say"))
+    if record.state not in (RunState.finished, RunState.running):
+        if _checkpoints(folder):
+            verb = command.verb if (command := command_of(folder)) else "train grpo"
+            words = shlex.join([str(folder), *code_words(record.overrides)])
+            troubles.append(("go on", f"rlpost {verb} --resume {words}"))
+        else:
+            where = "" if record.says_where else f" --out {shlex.quote(str(folder))}"
+            troubles.append(("go on", f"the same command with --resume auto{where}"))
+    return troubles
+
+
+def _disk(record: RunRecord) -> list[tuple[str, str]]:
+    folder = record.folder
+    kept = _checkpoints(folder)
+    names = ", ".join(path.name for path in kept) if kept else "none"
+    rollouts = sorted((folder / "rollouts").glob("step-*.parquet"))
+    parts = [("checkpoints", names), ("rollouts", counted(len(rollouts), "step") if rollouts else "none")]
+    used = {name: bytes_of(folder / name) for name in ("checkpoints", "rollouts")}
+    of_which = ", ".join(f"{name} {readable(count)}" for name, count in used.items() if count)
+    parts.append(("size", readable(bytes_of(folder)) + (f" ({of_which})" if of_which else "") + f" in {folder}"))
+    if rollouts:
+        parts.append(("look closer", f"rlpost rollouts show {folder}"))
+    return parts
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / "checkpoints").glob("step-*") if is_checkpoint_folder(path))
+
+
+def symptoms(run: Path) -> tuple[list[Symptom], int]:
+    """What a run's figures show to be wrong, when each showed first, and how many steps were looked at."""
+    from rlpost.runs.diagnosis import Diagnosis, repeated_text
+    from rlpost.runs.rollouts import read_rollouts, rollout_steps
+
+    rows = read_metrics(run / "metrics.jsonl")[0]
+    found: dict[str, Symptom] = {}
+    diagnosis = Diagnosis()
+    for row in rows:
+        for symptom in diagnosis.after(row):
+            found.setdefault(symptom.name, symptom)
+    for step in rollout_steps(run)[-1:]:
+        try:
+            said = read_rollouts(run, step)
+        except DataError as error:
+            print(f"the texts were not looked at: {error}", file=sys.stderr)
+            break
+        texts = repeated_text(step, [row["completion"] for row in said], [str(row["prompt"]) for row in said])
+        if texts is not None:
+            found.setdefault(texts.name, texts)
+    return list(found.values()), sum(row["step"] > 0 for row in rows)
+
+
+def diagnosis_lines(record: RunRecord, found: Sequence[Symptom], steps: int) -> list[str]:
+    """How the run ended, unless well, and the symptoms, for a person."""
+    from rlpost.runs.diagnosis import AT_LEAST
+
+    ended = [f"{name}: {printable(said)}" for name, said in _troubles(record) if name == "error"]
+    if not found:
+        few = "" if steps >= AT_LEAST else f"; most symptoms take {AT_LEAST} steps to show"
+        return [*ended, f"nothing {'else ' if ended else ''}stands out in {counted(steps, 'step')}{few}"]
+    return ended + [printable(symptom.line()) for symptom in found]
+
+
+POLL_SECONDS = 0.5
+RECENT = 8  # steps that the time left is estimated from
+
+
+def print_tail(run: Path, *, lines: int, follow: bool, as_json: bool) -> None:
+    """Print the last `lines` steps of `run`, then, if `follow`, each new one until the run ends."""
+    file = MetricsFile(run / "metrics.jsonl")
+    as_text = json.dumps if as_json else StepText(read_run(run).total_steps)
+    for text in deque((as_text(row) for row in file.new_rows()), maxlen=lines):
+        print(text)
+    sys.stdout.flush()
+    while follow:
+        running = is_running(run)  # asked before reading, so that what was written last is read
+        for row in file.new_rows():
+            print(as_text(row), flush=True)
+        if not running:
+            break
+        time.sleep(POLL_SECONDS)
+    record = read_run(run)
+    if remark := ending(record, follow=follow):
+        print(printable(remark), file=sys.stderr)
+
+
+class StepText:
+    """Metrics rows as the lines that training prints, called in the order of the steps."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the last steps took
+
+    def __call__(self, row: dict[str, Any]) -> str:
+        lines = [line for line in (self._step(row), self._evaluation(row)) if line]
+        return "\n".join(lines) or f"step {row['step']}"
+
+    def _step(self, row: dict[str, Any]) -> str:
+        from rlpost.screen import clock, step_line
+
+        step, seconds = row["step"], number(row, "time/step")
+        if step == 0 or seconds is None:
+            return ""
+        self._recent.append(seconds)
+        total = self.total_steps or step
+        figures = {key: math.nan if (value := number(row, key)) is None else value for key in row}
+        left = clock(fmean(self._recent) * (total - step))
+        return step_line(step, total, figures, left, width=output_width(0) or None)
+
+    def _evaluation(self, row: dict[str, Any]) -> str:
+        from rlpost.screen import evaluation_line
+
+        if not has_evaluation(row):
+            return ""
+        figures = {key: number(row, key) for key in row}
+        return evaluation_line(figures, "before training" if row["step"] == 0 else f"after step {row['step']}")
+
+
+def ending(record: RunRecord, *, follow: bool) -> str:
+    """What is to be said after the steps: nothing of a run that is well and not followed."""
+    remarks = []
+    if not record.metrics:
+        remarks.append("no step is recorded yet")
+    if record.damaged_lines and record.state is not RunState.running:
+        remarks.append(f"{record.damaged_lines} of its metrics lines cannot be read")
+    if follow or record.state in (RunState.failed, RunState.killed):
+        remarks.append(f"{record.state.value} {record.error}".rstrip())
+    return f"{record.folder}: {'; '.join(remarks)}" if remarks else ""
+
+
+def collect(rules: frozenset[Rule], rollout_days: float, *, do_it: bool, as_json: bool) -> None:
+    """Say what the rules remove from runs/, and remove it where `do_it`."""
+    found = removals(RUNS, rules, rollout_days)
+    gone = [removal for removal in found if do_it and remove(removal)]
+    if as_json:
+        done = set(gone)
+        entries = [_entry(removal, removed=removal in done) for removal in found]
+        print_json({"bytes": sum(r.bytes for r in (gone if do_it else found)), "removed": do_it, "items": entries})
+        return
+    told = gone if do_it else found
+    if not found:
+        print(f"nothing to remove in {RUNS}/")
+        return
+    total = readable(sum(removal.bytes for removal in told))
+    print(f"removed {total}:" if do_it else f"would remove {total}; add --yes to do it:")
+    print("\n".join(_table(told)))
+    for run in sorted({removal.run for removal in found} - {removal.run for removal in told}):
+        print(f"left alone: {printable(str(run))}, which a process has taken up meanwhile")
+
+
+def _table(told: list[Removal]) -> list[str]:
+    """A line for each removal; the rollouts of a run are one."""
+    rows = []
+    for (run, rule), found in groupby(told, key=lambda removal: (removal.run, removal.rule)):
+        group = list(found)
+        if rule is Rule.rollouts:
+            named = f"{run}/rollouts: {counted(len(group), 'file')}"
+            rows.append((readable(sum(r.bytes for r in group)), rule.value, printable(named)))
+        else:
+            end = "/state" if rule is Rule.state else ""
+            rows += [(readable(r.bytes), rule.value, printable(f"{r.path}{end}")) for r in group]
+    return fitted_table(rows, output_width(0) or None, right=[0], cuttable=[2]) if rows else []
+
+
+def _entry(removal: Removal, *, removed: bool) -> dict[str, Any]:
+    return {
+        "run": str(removal.run),
+        "path": str(removal.path),
+        "rule": removal.rule.name,
+        "why": removal.rule.value,
+        "bytes": removal.bytes,
+        "removed": removed,
+    }

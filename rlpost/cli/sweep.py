@@ -1,21 +1,134 @@
-"""`-m`: every job's configuration is checked, then each runs in a process of its own, one after the other."""
+"""`-m`: every job's configuration is checked, then each runs in a process of its own, one after the other.
+
+A sweep, its jobs and how each stands: what runs it, what shows it and what records it agree on these.
+
+The jobs of a sweep, one subprocess after the other.
+
+What a sweep shows: a line a job, the one under way live, and a table at the end.
+
+A sweep: settings with several values become one list of words for every combination of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rlpost.catalog import EVAL, Command
-from rlpost.cli.checks import compose_and_check
-from rlpost.cli.resume import settings_of_run
-from rlpost.cli.run_folder import choose_sweep_folder
-from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob, SweepOptions
-from rlpost.cli.terminal import print_json
-from rlpost.config.paths import SWEEP_FILE
-from rlpost.errors import CheckpointError, RlpostError
-from rlpost.files import json_in
-from rlpost.text import printable
+from rlpost.catalog import EVAL, TRAIN_SFT, Command
+from rlpost.cli.plan import compose_and_check
+from rlpost.cli.run_folder import choose_sweep_folder, settings_of_run
+from rlpost.cli.terminal import fitted_table, output_width, print_json
+from rlpost.config.overrides import Override, parse_words, shown
+from rlpost.config.paths import RESULT, SAMPLES, SWEEP_FILE, is_run_folder
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, RlpostError
+from rlpost.files import json_in, replaced
+from rlpost.record import LOSS, Interval, MetricsFile, interval, main_figure
+from rlpost.remote.child import shell_code
+from rlpost.remote.orphans import unguarded
+from rlpost.text import one_line, printable, width_of
+
+if TYPE_CHECKING:
+    from rlpost.config.compose import Composed
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The flags beside `-m`; `out` and `name` say where the sweep goes, each job gets a folder in it."""
+
+    out: Path | None = None
+    name: str | None = None
+    resume: str | None = None
+    dry_run: bool = False
+    cfg: bool = False
+    as_json: bool = False
+
+
+@dataclass
+class Outcome:
+    """How a job stands; `exit_code` is None until it has ended, `result` what its `--json` printed."""
+
+    exit_code: int | None = None
+    seconds: float = 0.0
+    error: str | None = None
+    result: dict[str, Any] | None = None
+
+
+@dataclass
+class SweepJob:
+    """One job: what differs, its checked configuration, its folder and how it stands."""
+
+    job: Job
+    composed: Composed[Any]
+    folder: Path
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is a training rather than an evaluation."""
+        return self.composed.command.verb.startswith("train ")
+
+    @property
+    def steps(self) -> int | None:
+        """Steps to train; None where nothing says so yet."""
+        return getattr(self.composed.settings, "steps", None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.job.name,
+            "folder": str(self.folder),
+            "differs": self.job.differs,
+            "overrides": self.composed.overrides,
+            **asdict(self.outcome),
+        }
+
+
+@dataclass
+class Sweep:
+    """A sweep and its record, which is rewritten after every job; `named`: the user said where it goes."""
+
+    command: Command[Any]
+    typed: list[str]
+    folder: Path
+    jobs: list[SweepJob]
+    named: bool
+    exit_code: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "command": self.command.verb,
+            "typed": self.typed,
+            "folder": str(self.folder),
+            "exit_code": self.exit_code,
+            "jobs": [job.as_dict() for job in self.jobs],
+        }
+
+    def save(self) -> None:
+        """Write sweep.json whole or not at all. Raises CheckpointError where the disk does not take it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replaced(self.folder / SWEEP_FILE) as making:
+                making.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error}; give another --out") from error
 
 
 def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> int:
@@ -31,7 +144,6 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
     if options.dry_run:
         _print_plan(planned, options)
         return 0
-    from rlpost.cli.sweep_run import run_jobs
 
     planned.exit_code = run_jobs(planned, options)
     planned.save()
@@ -42,7 +154,6 @@ def sweep(command: Command[Any], words: Sequence[str], typed: list[str], options
 
 def plan(command: Command[Any], words: Sequence[str], typed: list[str], options: SweepOptions) -> Sweep:
     """The sweep with every job composed, and with what its folder says of jobs that are done already."""
-    from rlpost.config.sweep import expand
 
     jobs = expand(words)
     composed = []
@@ -89,7 +200,6 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
     if options.as_json:
         print_json(planned.as_dict())
         return
-    from rlpost.cli.columns import fitted_table, output_width
 
     rows = [
         (str(number), "done" if job.outcome.exit_code == 0 else "", job.job.name, printable(job.job.title))
@@ -97,3 +207,443 @@ def _print_plan(planned: Sweep, options: SweepOptions) -> None:
     ]
     print(f"{len(rows)} jobs of rlpost {planned.command.verb}, one after the other, in {planned.folder}")
     print("\n".join(fitted_table(rows, output_width(200), right=[0], cuttable=[2, 3])))
+
+
+LONGEST_CELL = 32
+
+
+class SweepScreen:
+    """Lines on `stream`; on a terminal the last of them is written over while a job runs."""
+
+    def __init__(self, sweep: Sweep, stream: TextIO) -> None:
+        self.sweep = sweep
+        self.stream = stream
+        self._said_stopping = False
+        self._rows: MetricsFile  # of the job under way
+        self._last_row: Mapping[str, Any] | None
+        self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def begin(self) -> None:
+        """What is about to run."""
+        count = len(self.sweep.jobs)
+        self._line(f"{count} jobs of rlpost {self.sweep.command.verb}, one after the other; each has its log.txt in")
+        self._line(f"{self.sweep.folder}/")
+
+    def begun(self, number: int, job: SweepJob) -> None:
+        """A job that begins, said where there is no live line to show it."""
+        self._rows, self._last_row = MetricsFile(job.folder / "metrics.jsonl"), None
+        if not self.live:
+            self._line(self._row(number, job, "begun", "", 0.0))
+
+    def show(self, number: int, job: SweepJob, seconds: float, *, stopping: bool) -> None:
+        """The job under way, on a terminal, and once that it has been asked to stop."""
+        if stopping and not self._said_stopping:
+            self._said_stopping = True
+            self._clear()
+            self._line("stopping: the job under way saves first; Ctrl-C again leaves at once")
+        if not self.live:
+            return
+        state, figure = self._under_way(job)
+        line = self._row(number, job, "stopping" if stopping else state, figure, seconds)
+        self.stream.write(f"\r\x1b[2K{line}")
+        self.stream.flush()
+
+    def _under_way(self, job: SweepJob) -> tuple[str, str]:
+        """How far the job is: `step 12/60` and its figure."""
+        if not job.trains:
+            return "evaluating", ""
+        self._last_row = [self._last_row, *self._rows.new_rows()][-1]
+        if self._last_row is None:
+            return "starting", ""
+        of = "" if job.steps is None else f"/{job.steps}"
+        return f"step {self._last_row['step']}{of}", _figure(self._last_row)
+
+    def ended(self, number: int, job: SweepJob, *, known: bool = False) -> None:
+        """A job that has ended, now or (`known`) in an earlier attempt."""
+        outcome = job.outcome
+        code = outcome.exit_code
+        words: dict[int | None, str] = {0: "done", **dict.fromkeys(STOPPED_BY.values(), "stopped")}
+        state = "done before" if known else words.get(code, f"failed ({code})")
+        self._clear()
+        self._line(self._row(number, job, state, _figure(_metrics(job)), outcome.seconds))
+        if outcome.error is not None:
+            self._line(f"      {outcome.error}")
+            self._line(f"      see {job.folder}/log.txt")
+
+    def end(self) -> None:
+        """The table, and how to go on where something is left to do."""
+        jobs = self.sweep.jobs
+        self._line("")
+        width = shutil.get_terminal_size().columns if self.stream.isatty() else None
+        rows = summary(self.sweep)
+        widest_first = sorted(range(len(jobs[0].job.differs)), key=lambda i: -max(width_of(row[i]) for row in rows))
+        for line in fitted_table(rows, width, cuttable=widest_first):
+            self._line(line)
+        self._line("")
+        left = sum(job.outcome.exit_code != 0 for job in jobs)
+        if any(job.outcome.exit_code == ConfigError.exit_code for job in jobs):
+            self._line("stopped: a configuration that cannot work would fail the other jobs too")
+        if left:
+            where = "" if self.sweep.named else f" --out {self.sweep.folder}"
+            self._line(f"not done: {left} of {len(jobs)} jobs; to go on: the same command with --resume auto{where}")
+        self._line(f"results  {self.sweep.folder}/sweep.json")
+
+    def _row(self, number: int, job: SweepJob, state: str, figure: str, seconds: float) -> str:
+        """A job's line, cut to the screen where there is one."""
+        from rich.cells import set_cell_size
+
+        from rlpost.screen.layout import clock
+
+        total = len(self.sweep.jobs)
+        index = f"{number:>{len(str(total))}}/{total}"
+        row = printable(f"{index}  {state:<12}  {figure:<13}  {clock(seconds):>7}  {job.job.title}")
+        if not self.stream.isatty():
+            return row
+        return set_cell_size(row, shutil.get_terminal_size().columns - 1).rstrip()
+
+    def _clear(self) -> None:
+        if self.live:
+            self.stream.write("\r\x1b[2K")
+
+    def _line(self, text: str) -> None:
+        print(printable(text), file=self.stream, flush=True)
+
+
+def summary(sweep: Sweep) -> list[list[str]]:
+    """A header, and a row a job: what differs, what came of it, seconds and exit code."""
+    swept = list(sweep.jobs[0].job.differs)
+    trained = sweep.jobs[0].trains
+    figures = ["reward", "held-out before", "held-out after"] if trained else ["reward", "accuracy"]
+    if trained and sweep.command is TRAIN_SFT:
+        figures = ["loss", "held-out before", "held-out after"]
+    rows = [[*swept, *figures, "seconds", "exit"]]
+    for job in sweep.jobs:
+        outcome = job.outcome
+        values = [one_line(text, LONGEST_CELL, counted=True) for text in job.job.differs.values()]
+        code = "not run" if outcome.exit_code is None else str(outcome.exit_code)
+        rows.append([*values, *_results(outcome.result, trained), f"{outcome.seconds:.1f}", code])
+    return rows
+
+
+def _results(result: Mapping[str, Any] | None, trained: bool) -> list[str]:
+    """The cells of the last step's reward and the held-out figures, or of an evaluation's, with their intervals."""
+    if result is None:
+        return ["-"] * (3 if trained else 2)
+    if not trained:
+        found = result["result"]
+        ends = (found.get("reward_low"), found.get("reward_high"))
+        reward = Interval(found["reward_mean"], *ends, found.get("num_prompts"), is_share=False)
+        accuracy = found["accuracy_lenient"] and Interval(**found["accuracy_lenient"])
+        return [reward.told(), accuracy.told() if accuracy else "-"]
+    metrics = result["metrics"] or {}
+    if "loss/sft" in metrics and "reward/mean" not in metrics:
+        losses = [interval(each, LOSS) for each in _evaluations(result)]
+        return [f"{metrics['loss/sft']:.3f}", *(loss.told("row") if loss else "-" for loss in losses)]
+    reward = metrics.get("reward/mean")
+    found = [main_figure(each) for each in _evaluations(result)]
+    return ["-" if reward is None else f"{reward:.2f}", *(each.told() if each else "-" for each in found)]
+
+
+def _evaluations(result: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    return result["evaluation_before"] or {}, result["evaluation_after"] or {}
+
+
+def _metrics(job: SweepJob) -> Mapping[str, Any]:
+    """The last figures of a job that has ended."""
+    result = job.outcome.result
+    if result is None:
+        return {}
+    return {"reward/mean": result["result"]["reward_mean"]} if not job.trains else result["metrics"] or {}
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+    reward, loss = row.get("reward/mean"), row.get("loss/sft")
+    if reward is None:
+        return "" if loss is None else f"loss {loss:.3f}"
+    return f"reward {reward:.2f}"
+
+
+LOOK_EVERY = 0.3  # seconds
+LOG_END = 4096  # bytes of a job's log that are searched for its error
+
+
+class Stop:
+    """Ctrl-C, SIGTERM and SIGHUP, passed on to the job under way, which saves and ends.
+
+    The job has a session of its own, so that one Ctrl-C reaches it once and only through here; a
+    second one is passed on too, and it leaves at once.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Signals are passed on meanwhile, and are as before afterwards."""
+        previous = {number: signal.signal(number, self._on_signal) for number in STOPPED_BY}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def reaching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Signals go to `process` meanwhile, one that has come already too."""
+        self._process = process
+        if self.exit_code:
+            process.send_signal(signal.SIGINT)
+        try:
+            yield
+        finally:
+            self._process = None
+            if process.poll() is None:  # this process fails: it leaves no job behind
+                process.terminate()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.exit_code = self.exit_code or STOPPED_BY[signal.Signals(number)]
+        if self._process is not None:
+            # a job takes SIGHUP for the end; it saves on SIGTERM
+            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def run_jobs(sweep: Sweep, options: SweepOptions) -> int:
+    """Run what is not done yet, show it, record it; returns the exit code of the whole sweep.
+
+    That of the signal that stopped it, else the highest of a job's. A failed job does not keep the
+    others from running, unless it failed by its configuration (2), which is theirs too.
+    """
+    screen = SweepScreen(sweep, sys.stderr if options.as_json else sys.stdout)
+    stop = Stop()
+    sweep.save()
+    screen.begin()
+    with stop.caught():
+        for number, job in enumerate(sweep.jobs, start=1):
+            if job.outcome.exit_code == 0:
+                screen.ended(number, job, known=True)
+                continue
+            screen.begun(number, job)
+            job.outcome = _run(sweep, number, job, screen, stop)
+            sweep.save()
+            screen.ended(number, job)
+            if stop.exit_code or job.outcome.exit_code == ConfigError.exit_code:
+                break
+    screen.end()
+    return stop.exit_code or max(job.outcome.exit_code or 0 for job in sweep.jobs)
+
+
+def _run(sweep: Sweep, number: int, job: SweepJob, screen: SweepScreen, stop: Stop) -> Outcome:
+    """One job from beginning to end, what it says in its log.txt and what it results in on its stdout."""
+    log_file = job.folder / "log.txt"
+    command = job_command(sweep, job)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for left in (RESULT, SAMPLES):  # by an evaluation of a job that is to be done again
+            (job.folder / left).unlink(missing_ok=True)
+        log = log_file.open("ab")
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {job.folder}: {error}; give another --out") from error
+    begun = time.monotonic()
+    with log, tempfile.TemporaryFile() as answer:
+        said_before = log.tell()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=answer, stderr=log, start_new_session=True, env=unguarded()
+        )
+        with stop.reaching(process):
+            while process.poll() is None:
+                screen.show(number, job, time.monotonic() - begun, stopping=stop.exit_code != 0)
+                _wait(process)
+        answer.seek(0)
+        said = answer.read()
+    exit_code = shell_code(process.returncode)
+    result = _result(said)
+    error = None
+    if exit_code not in (0, *STOPPED_BY.values()):
+        error = _last_words(log_file, said_before)
+    elif exit_code == 0 and result is None:
+        error = "it ended well but its result cannot be read"
+    return Outcome(exit_code, round(time.monotonic() - begun, 1), error, result)
+
+
+def job_command(sweep: Sweep, job: SweepJob) -> list[str]:
+    """What is run for a job; `-P`: a folder that is called vllm and lies where the user is must not be imported."""
+    command = [sys.executable, "-P", "-m", "rlpost", *sweep.command.verb.split(), *job.job.words, "--json"]
+    goes_on = job.trains and is_run_folder(job.folder)
+    return [*command, "--out", str(job.folder), *(["--resume", "auto"] if goes_on else [])]
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(LOOK_EVERY)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _result(said: bytes) -> dict[str, Any] | None:
+    """What a job's `--json` printed first; None for a job that failed before its end and printed nothing."""
+    try:
+        result, _ = json.JSONDecoder().raw_decode(said.decode(errors="replace"))
+    except ValueError:
+        return None
+    return result
+
+
+def _last_words(log: Path, begin: int) -> str:
+    """The error in what a job wrote after `begin` bytes: its last `error:` line, else its last line."""
+    with log.open("rb") as stream:
+        stream.seek(max(begin, log.stat().st_size - LOG_END))
+        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else lines[-1] if lines else "it said nothing"
+
+
+MOST_JOBS = 200  # each is composed before the first begins, and they run one after the other
+LONGEST_NAME = 60  # characters of a folder
+FUNCTION = re.compile(r"(choice|range)\((.*)\)", re.DOTALL)
+OTHER_FUNCTION = re.compile(r"(glob|interval|shuffle|sort|tag)\(.*\)", re.DOTALL)
+OPENING, CLOSING, QUOTES = "([{", ")]}", "'\""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination: a readable name for its folder, what differs (key -> text), and all its words."""
+
+    name: str
+    differs: dict[str, str]
+    words: list[str]
+
+    @property
+    def title(self) -> str:
+        """What differs, on one line; long texts are cut."""
+        return " ".join(f"{key}={shown(text)}" for key, text in self.differs.items())
+
+
+def expand(words: Sequence[str]) -> list[Job]:
+    """The jobs that `words` ask for; the last setting with several values changes fastest.
+
+    A setting has several values as `a,b,c`, `choice(a,b,c)` or `range(start,stop,step)` (numbers
+    below `stop`). Commas within quotes or brackets separate nothing, so `[add],[add,subtract]` is
+    two lists and `"one, two"` one text. Values are not checked: composing each job does that.
+
+    Raises ConfigError for a word that is no setting, values that cannot be read, and where no
+    setting has several.
+    """
+    overrides = parse_words(words)
+    values = {override.key: _values(override) for override in overrides}
+    swept = [override.key for override in overrides if _is_swept(override)]
+    if not swept:
+        raise ConfigError("-m runs once for each of several values, and no setting has several: as in seed=0,1,2")
+    if (count := math.prod(len(texts) for texts in values.values())) > MOST_JOBS:
+        raise ConfigError(f"this is a sweep of {count:,} jobs: {MOST_JOBS:,} are the most at once")
+    jobs = []
+    for texts in itertools.product(*values.values()):
+        chosen = dict(zip(values, texts, strict=True))
+        differs = {key: chosen[key] for key in swept}
+        jobs.append(Job(folder_name(differs), differs, [f"{key}={text}" for key, text in chosen.items()]))
+    return _with_names_apart(jobs)
+
+
+def folder_name(differs: Mapping[str, str]) -> str:
+    """`{"optim.lr": "1e-5", "group_size": "8"}` -> `lr-1e-5_group-size-8`."""
+    last_parts = [key.rpartition(".")[2] for key in differs]
+    parts = []
+    for key, text in differs.items():
+        last = key.rpartition(".")[2]
+        parts.append(f"{_plain(last if last_parts.count(last) == 1 else key)}-{_plain(text)}")
+    return "_".join(parts)[:LONGEST_NAME].strip("-_.")
+
+
+def _values(override: Override) -> list[str]:
+    """The texts of one setting's values: itself alone where it has but one."""
+    parts = split_at_commas(override.text)
+    if unknown := next((part for part in parts if OTHER_FUNCTION.fullmatch(part)), None):
+        name = unknown.partition("(")[0]
+        raise ConfigError(f"{override}: a sweep knows a,b,c and choice(a,b,c) and range(start,stop,step), no {name}")
+    function = FUNCTION.fullmatch(parts[0])
+    if len(parts) > 1:
+        if any(FUNCTION.fullmatch(part) for part in parts):
+            raise ConfigError(f"{override}: choice and range stand alone; write out the values with commas")
+        return _complete(parts, override)
+    if function is None:
+        return [override.text]
+    if function[1] == "range":
+        return _range(function[2], override)
+    return _complete(split_at_commas(function[2]), override)
+
+
+def _is_swept(override: Override) -> bool:
+    parts = split_at_commas(override.text)
+    return len(parts) > 1 or FUNCTION.fullmatch(parts[0]) is not None
+
+
+def split_at_commas(text: str) -> list[str]:
+    """The parts between the commas that stand outside quotes and brackets, without surrounding spaces.
+
+    A quote opens where a part begins, so the apostrophe of `don't` is none.
+    """
+    parts, begin, depth, quote = [], 0, 0, ""
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote and text[i - 1] != "\\" else quote
+        elif c in QUOTES and not text[begin:i].strip("([{ "):
+            quote = c
+        elif c in OPENING:
+            depth += 1
+        elif c in CLOSING:
+            depth = max(0, depth - 1)
+        elif c == "," and depth == 0:
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+    return [*parts, text[begin:].strip()]
+
+
+def _complete(parts: list[str], override: Override) -> list[str]:
+    if "" in parts:
+        raise ConfigError(f"{override}: there is no value on one side of a comma; write two quotes for an empty text")
+    if twice := next((part for i, part in enumerate(parts) if part in parts[:i]), None):
+        raise ConfigError(f"{override}: {shown(twice)} stands there twice")
+    return parts
+
+
+def _range(arguments: str, override: Override) -> list[str]:
+    try:
+        numbers = [Decimal(part) for part in split_at_commas(arguments)]
+        finite = all(number.is_finite() for number in numbers)
+    except InvalidOperation:
+        numbers, finite = [], False
+    if not finite or len(numbers) not in (1, 2, 3) or (len(numbers) == 3 and numbers[2] == 0):
+        raise ConfigError(f"{override}: write range(start,stop) or range(start,stop,step), as in range(0,1,0.25)")
+    start, stop, step = (*([Decimal(0)] if len(numbers) == 1 else []), *numbers, Decimal(1))[:3]
+    try:
+        steps = (stop - start) / step
+    except ArithmeticError:  # more than a Decimal can be
+        steps = Decimal("Infinity")
+    if steps > MOST_JOBS:
+        count = f"{math.ceil(steps):,}" if steps < 10**15 else "countless"
+        raise ConfigError(f"{override} has {count} values: {MOST_JOBS:,} jobs are the most at once")
+    if steps <= 0:
+        raise ConfigError(f"{override} is empty: from {start} there is no step of {step} towards {stop}")
+    return [_number(start + i * step) for i in range(math.ceil(steps))]
+
+
+def _number(value: Decimal) -> str:
+    """0.25, 50, 1.5e-5."""
+    plain = value == 0 or abs(value) >= Decimal("0.001")
+    return f"{value.normalize():f}" if plain else f"{value.normalize():e}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"(?:[^\w.+-]|_)+", "-", text).strip("-.")
+
+
+def _with_names_apart(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs whose names coincide (long paths, texts of signs) get a few letters that depend on their words alone."""
+    jobs = list(jobs)
+    names = [job.name for job in jobs]
+    return [job if job.name and names.count(job.name) == 1 else _named_apart(job) for job in jobs]
+
+
+def _named_apart(job: Job) -> Job:
+    letters = hashlib.sha256("\n".join(job.words).encode()).hexdigest()[:6]
+    return Job(f"{job.name}_{letters}".lstrip("_"), job.differs, job.words)

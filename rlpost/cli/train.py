@@ -1,4 +1,7 @@
-"""`rlpost train`: one verb a training loop, all with the same flags."""
+"""`rlpost train`: one verb a training loop, all with the same flags.
+
+What `--json` prints.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlpost.catalog import COMMANDS, Command, S
-from rlpost.cli.checks import compose_and_check
 from rlpost.cli.completion import complete_training
-from rlpost.cli.plan import plan_dict, plan_lines, stem_of
-from rlpost.cli.results import run_result
-from rlpost.cli.resume import check_kept, kept_settings
-from rlpost.cli.run_folder import choose_folder, run_to_resume
-from rlpost.cli.sweep import sweep
-from rlpost.cli.sweep_jobs import SweepOptions
+from rlpost.cli.plan import compose_and_check, plan_dict, plan_lines, stem_of
+from rlpost.cli.run_folder import check_kept, choose_folder, kept_settings, run_to_resume
 from rlpost.cli.terminal import StatusLine, print_json, saying_stopped, stdout_on_stderr
 from rlpost.cli.usage import MULTIRUN_HELP, OVERRIDES_HELP, App, AsJson
 from rlpost.errors import ConfigError, RlpostError
-from rlpost.settings.run import RunRequest
+from rlpost.runs.reader import read_run
+from rlpost.settings.commands import RunRequest
 from rlpost.text import printable
 
 if TYPE_CHECKING:
     from rlpost.config.compose import Composed
+
+
+def run_result(folder: Path, exit_code: int, seconds: float, error: str | None = None) -> dict[str, Any]:
+    """How a run ended, from its metrics.jsonl, under the names used there.
+
+    `metrics` are those of the last step, `evaluation_before` and `evaluation_after` the held-out
+    figures before the first step and of the latest evaluation; each is None where there is none.
+    `seconds` is the time of this attempt, set-up included.
+    """
+    record = read_run(folder)
+    steps = [row for row in record.metrics if row["step"] > 0]
+    return {
+        "folder": str(folder),
+        "exit_code": exit_code,
+        "error": error,
+        "steps": record.steps_done,
+        "seconds": round(seconds, 1),
+        "metrics": _part(steps[-1], evaluation=False) if steps else None,
+        "evaluation_before": _part(record.evaluation(before=True), evaluation=True),
+        "evaluation_after": _part(record.evaluation(before=False), evaluation=True),
+    }
+
+
+def _part(row: dict[str, Any] | None, *, evaluation: bool) -> dict[str, Any] | None:
+    """The evaluation's figures of a metrics row, or all the others."""
+    if row is None:
+        return None
+    return {key: value for key, value in row.items() if key != "step" and key.startswith("eval/") == evaluation}
+
 
 RESUME_HELP = (
     "Go on with a run and its settings: from its latest checkpoint (auto begins where there is none), or from PATH."
@@ -73,6 +101,8 @@ def add_verb(command: Command[Any]) -> None:
         words = with_seed(overrides or [], seed)
         typed = ["rlpost", *context.obj]
         if multirun:
+            from rlpost.cli.sweep import SweepOptions, sweep
+
             options = SweepOptions(out, name, resume, dry_run, cfg, as_json)
             raise typer.Exit(sweep(command, words, typed, options))
         composed, folder = resolve(command, words, out, name, resume, as_json=as_json)
@@ -99,7 +129,7 @@ def is_another_rank() -> bool:
 
 def follow_rank_0() -> int:
     """Do what rank 0 of the same training says; returns the exit code."""
-    from rlpost.train.joining import follow
+    from rlpost.train.ranks import follow
 
     return follow()
 

@@ -13,12 +13,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlpost.catalog import COMMANDS
 from rlpost.cli.completion import complete_settings_of_verb
-from rlpost.config.keys import groups_of
+from rlpost.config.keys import all_keys, groups_of, options
 from rlpost.config.other_words import NO_PREFERENCES, PREFERENCES, SENTENCES, VERBS
 from rlpost.config.paths import RUNS
-from rlpost.config.registry import all_keys, options
 from rlpost.errors import ConfigError
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.text import did_you_mean, nearest
 
 OVERRIDES_HELP = (
     "A key (steps=20), an option (env=gsm8k) or a file of them (recipe=NAME). "

@@ -1,4 +1,9 @@
-"""GroupDriver: draws prompts, has them played in another process and fills the buffer with whole groups."""
+"""GroupDriver: draws prompts, has them played in another process and fills the buffer with whole groups.
+
+The players of a training: the processes that sample, each in its seat; one that dies is replaced.
+
+The policy of other processes, as the trainer sees it: it samples for an evaluation, and takes weights.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,380 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from rlpost.collectors.player_times import PlayerTimes
-from rlpost.collectors.players import Seat
-from rlpost.collectors.process import RemoteObject
-from rlpost.collectors.remote_policy import FolderUpdater, RemotePolicy
-from rlpost.data.conversation import Conversation, Ticket
+from rlpost.collectors.player import PlayerTimes
+from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket, next_version
 from rlpost.data.replay_buffer import ReplayBuffer
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import PolicyError
-from rlpost.weight_sync.base import WeightSource
+from rlpost.model.lora import save_adapter
+from rlpost.model.weights import EngineSums, is_adapted, save_one_by_one
+from rlpost.policies.base import Policy, Request
+from rlpost.remote.exchange import exchange_folder
+from rlpost.remote.process import START_SECONDS, NotReady, RemoteObject
+from rlpost.settings import SamplingSettings
+from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")
 
+PUSH_SECONDS = 900.0  # longest wait for weights to be loaded, the groups under way included where they are waited for
 LOOK_SECONDS = 1.0
+
+NewWorker = Callable[[int], RemoteObject]  # makes the process of a seat, which is not started yet
+
+
+class Seat:
+    """A place for a player: its process, and the version of the weights there; None while it starts, or is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.worker: RemoteObject | None = None
+        self.version: PolicyVersionLabel | None = None
+        self.is_starting = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its player plays."""
+        return self.playing is not None
+
+    @property
+    def playing(self) -> RemoteObject | None:
+        """The process, where it plays; one that was dead a moment ago may be told, never one that still starts."""
+        worker = self.worker  # before `version`, which is None as long as another one starts
+        return worker if worker is not None and self.version is not None and worker.failure is None else None
+
+
+class Players:
+    """`count` players that `new_worker` makes, each started, and replaced where it dies, in a thread of its own.
+
+    `on_event` is told the seat and what its player says, `on_death` the seat whose player is gone, and `on_ready` that
+    one more can play. `may_restart` is asked at each death whether there may be another process, and told why. All
+    are called by threads of this class. A player begins with the weights it was built with, those of
+    `first_version`: who takes it up later brings it the present ones.
+    """
+
+    def __init__(self, new_worker: NewWorker, count: int = 1) -> None:
+        self.new_worker = new_worker
+        self.seats = [Seat(number) for number in range(count)]
+        self.first_version: PolicyVersionLabel = 0
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.on_death: Callable[[Seat], None] = lambda seat: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
+        self._changed = threading.Condition()
+        self._over: BaseException | None = None  # why nobody plays any more and none is started
+        self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
+        self.is_closed = False
+
+    @property
+    def ready(self) -> list[Seat]:
+        """The seats whose players play."""
+        return [seat for seat in self.seats if seat.is_ready]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nobody plays and nobody will; None as long as somebody does, or starts."""
+        with self._changed:
+            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
+            return self._over or (self._last if gone else None)
+
+    def start(self, seconds: float = START_SECONDS) -> None:
+        """Start every player, and return when the first can play; the others follow.
+
+        Raises what building it raised, or PolicyError.
+        """
+        for seat in self.seats:
+            self._begin(seat, seconds)
+        self.wait()
+
+    def wait(self) -> list[Seat]:
+        """The seats whose players play, once there is one. Raises why there will be none."""
+        with self._changed:
+            while (failure := self.failure) is None:
+                if ready := self.ready:
+                    return ready
+                if self.is_closed:
+                    raise PolicyError("the processes that sample are closed")
+                self._changed.wait(LOOK_SECONDS)
+        raise failure
+
+    def close(self) -> None:
+        """Let every player close, and end its process; those that start too."""
+        with self._changed:
+            self.is_closed = True
+            workers = [seat.worker for seat in self.seats if seat.worker is not None]
+            self._changed.notify_all()
+        closing = [threading.Thread(target=worker.close) for worker in workers]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def give_up(self, why: str) -> None:
+        """Nobody can be reached any more: end them all, replace none, and say `why` to whoever waits for them."""
+        self._over = PolicyError(f"every process that samples {why}")
+        for seat in self.seats:
+            if seat.worker is not None:
+                seat.worker.lose(why)
+        self.on_ready()
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """The weights that all players were built with are those of `version`: of a run that goes on."""
+        self.first_version = version
+        for seat in self.seats:
+            if (worker := seat.playing) is not None:
+                worker.call("set_version", version)
+                seat.version = version
+
+    def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
+        """Have the players in `seats` sample with the weights in `folder` from now on; returns when they all do.
+
+        One that dies meanwhile is passed over: what takes its place is behind. Raises PolicyError where one refuses.
+        """
+        if not seats:
+            return
+
+        def load(seat: Seat) -> None:
+            if (worker := seat.playing) is None:
+                return
+            try:
+                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
+                seat.version = version
+            except PolicyError:
+                if worker.failure is None:
+                    raise
+            finally:
+                worker.taken_back(folder)
+
+        with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
+            for loaded in [threads.submit(load, seat) for seat in seats]:
+                loaded.result()
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether nobody is replaced any more."""
+        return self.is_closed or self._over is not None
+
+    def _begin(self, seat: Seat, seconds: float) -> None:
+        seat.is_starting = True
+        threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
+
+    def _started(self, seat: Seat, seconds: float) -> None:
+        """Start the player of a seat, and another where it does not come up, as long as there may be."""
+        while True:
+            worker = self.new_worker(seat.number)
+            worker.on_event = lambda kind, content: self.on_event(seat, kind, content)
+            worker.on_death = lambda: self._died(seat, worker)  # noqa: B023  of this round
+            with self._changed:
+                seat.worker, seat.version = worker, None
+            try:
+                if not self.is_closed:
+                    worker.start(seconds)
+                    worker.call("set_version", self.first_version, seconds=seconds)
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                died = died_of(worker, error)
+                worker.close()
+                if died is not None and not self._is_final and self.may_restart(died):
+                    continue
+                self._settle(seat, None, error)
+                return
+            self._settle(seat, self.first_version, None)
+            if worker.failure is not None:  # it died in between
+                self._died(seat, worker)
+            self.on_ready()
+            return
+
+    def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
+        with self._changed:
+            seat.version, seat.is_starting = version, False
+            self._last = error or self._last
+            closed = self.is_closed
+            self._changed.notify_all()
+        if closed and seat.worker is not None:
+            seat.worker.close()
+
+    def _died(self, seat: Seat, worker: RemoteObject) -> None:
+        """A player has ended that had begun to play: put another in its seat, where there may be one."""
+        with self._changed:
+            if self.is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
+                return  # `_started` sees to it
+            seat.version = None
+            self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
+        self.on_death(seat)
+        if not self._is_final and self.may_restart(failure):
+            self._begin(seat, START_SECONDS)
+        with self._changed:
+            self._changed.notify_all()
+
+
+def died_of(worker: RemoteObject, error: BaseException) -> PolicyError | None:
+    """`error` where it says how `worker` died by itself; None where it is another's, or the worker was ended."""
+    told = worker.failure is not None and error.args == worker.failure.args
+    return error if isinstance(error, PolicyError) and told and not isinstance(error, NotReady) else None
+
+
+class RemotePolicy(Policy):
+    """The policy of `players`, each a `GroupPlayer` in a process of its own.
+
+    `generate` is answered beside what is played, by all of them. `on_event` is told the seat of a player and what it
+    says; `bring_up`, called where there is one to sample with or none yet, brings the present weights to players that
+    lack them. `name` says what samples there; `in_turn`, that nothing is played between a batch and the next push.
+    """
+
+    shares_weights = False
+    pushes = "collectors.remote_policy:FolderUpdater"
+
+    def __init__(
+        self,
+        players: Players,
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        name: str = "RemotePolicy",
+        pushes_adapter: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        super().__init__(sampling=sampling, seed=seed)
+        self.players = players
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.name = name
+        self.pushes_adapter = pushes_adapter
+        self.in_turn = in_turn
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.bring_up: Callable[[], None] = lambda: None
+        self._tokens: dict[int, int] = {}  # that each seat's player has sampled
+        self._ended: dict[int, int] = {}  # completions of this call of `generate`
+        self._started = False
+        players.on_event = self._take
+
+    def start(self) -> None:
+        """See `Policy.start`; raises what building the environment and the policy there raises."""
+        if not self._started:
+            self._started = True
+            self.players.start()
+
+    def close(self) -> None:
+        """See `Policy.close`."""
+        self.players.close()
+
+    def rest(self) -> None:
+        """See `Policy.rest`, of every player, where they play in turn with training."""
+        playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
+        for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
+            with _unless_dead(worker):
+                resting.result()
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """See `Policy.weight_sums`, of each player; a player that dies meanwhile tells none."""
+        playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
+        told: dict[int, EngineSums] = {}
+        for seat, worker, asked in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
+            with _unless_dead(worker):
+                told.update((seat.number, sums) for sums in asked.result().values())
+        return told
+
+    @property
+    def current(self) -> list[Seat]:
+        """The seats whose players sample with the weights of `version`."""
+        return [seat for seat in self.players.ready if seat.version == self.version]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """See `Policy.generate`. What a player that dies meanwhile had is asked of the others, and of its successor."""
+        made: dict[int, Completion] = {}
+        self._ended = {}
+        while left := [place for place in range(len(requests)) if place not in made]:
+            self.players.wait()
+            self.bring_up()
+            seats = self.current
+            asked = []
+            for number, seat in enumerate(seats):
+                if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
+                    future = worker.submit("generate", [requests[place] for place in places], sampling)
+                    asked.append((worker, places, future))
+            for worker, places, future in asked:
+                with _unless_dead(worker):
+                    made.update(zip(places, future.result(), strict=True))
+        return [made[place] for place in range(len(requests))]
+
+    def push(
+        self,
+        folder: Path,
+        version: PolicyVersionLabel,
+        *,
+        seats: list[Seat] | None = None,
+        wait: bool = True,
+        adapter: bool = False,
+    ) -> None:
+        """Sample with the weights in `folder` from now on, in `seats` or all; returns when they have arrived."""
+        chosen = self.players.ready if seats is None else seats
+        self.players.push(folder, version, seats=chosen, wait=wait, adapter=adapter)
+
+    def _take(self, seat: Seat, kind: str, content: Any) -> None:
+        if kind == "ended":
+            self._ended[seat.number], tokens = content
+            self.count_tokens(seat, tokens)
+            if self.on_ended is not None:
+                self.on_ended(sum(self._ended.values()))
+        else:
+            self.on_event(seat, kind, content)
+
+    def count_tokens(self, seat: Seat, tokens: int) -> None:
+        """The player of `seat` has sampled so many since it began."""
+        self._tokens[seat.number] = tokens
+        self.tokens_sampled = sum(self._tokens.values())
+
+
+@contextmanager
+def _unless_dead(worker: RemoteObject) -> Iterator[None]:
+    """A block that waits for `worker`'s answer, and is left without one where that has died: it is replaced."""
+    try:
+        yield
+    except PolicyError:
+        if worker.failure is None:
+            raise
+
+
+class FolderUpdater(WeightUpdater):
+    """Writes the weights into a folder, in memory where there is one, from which another process loads them.
+
+    `wait`: once no group is under way there; else those go on with the new weights, each token with its version.
+    """
+
+    wait = True
+
+    def restore_version(self, version: PolicyVersionLabel) -> None:
+        """See `WeightUpdater.restore_version`."""
+        super().restore_version(version)
+        assert isinstance(self.policy, RemotePolicy)
+        self.policy.players.set_version(version)
+
+    def send(
+        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
+    ) -> None:
+        """Bring the weights of `source` over as those of `version`, to `seats` or to all."""
+        with exchange_folder() as folder:
+            if adapter := policy.pushes_adapter:
+                if not is_adapted(source):
+                    raise PolicyError(f"the sampler takes an adapter, and this {type(source).__name__} has none")
+                save_adapter(source, folder)
+            else:
+                save_one_by_one(named_weights(source).items(), folder)
+            policy.push(folder, version, seats=seats, wait=self.wait, adapter=adapter)
+
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
+        if not isinstance(policy, RemotePolicy):
+            raise PolicyError(f"{type(self).__name__} pushes to a policy in another process: {type(policy).__name__}")
+        self.send(policy, source, next_version(policy.version))
 
 
 @dataclass

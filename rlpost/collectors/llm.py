@@ -1,29 +1,649 @@
-"""LLMCollector: plays an environment with a policy and delivers what happened."""
+"""LLMCollector: plays an environment with a policy and delivers what happened.
+
+What collectors have in common: batches on demand or from a thread, and an end.
+
+Work repeated in a thread, which can be held, waited for and stopped, each with a deadline.
+
+What a collector can be told by another process: weights to take up, and a method to call, by its path.
+
+The part of a collector that is about its policy's weights and their version.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
+import threading
+import time
 import warnings
+import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from math import ceil
+from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rlpost.collectors.base import postprocessed
 from rlpost.collectors.player import Player
-from rlpost.collectors.weights import WeightsCollector
-from rlpost.data.conversation import Conversation
+from rlpost.data.conversation import Conversation, PolicyVersionLabel
 from rlpost.data.replay_buffer import ReplayBuffer
 from rlpost.envs.base import EnvBase
-from rlpost.envs.transforms.policy_version import PolicyVersion
-from rlpost.errors import CheckpointError
+from rlpost.envs.transforms.training import PolicyVersion
+from rlpost.errors import CheckpointError, PolicyError
+from rlpost.model.weights import SavedWeights, load_weights
 from rlpost.policies.base import Policy
-from rlpost.weight_sync.base import WeightUpdater
+from rlpost.weight_sync.base import (
+    MODEL_ID,
+    WeightReceiver,
+    WeightSource,
+    WeightSyncScheme,
+    WeightUpdater,
+    begin_versions,
+    check_weights,
+    default_updater,
+    named_weights,
+)
+
+
+class Background:
+    """Calls `work` again and again in a thread, until it returns False, raises or is told to stop.
+
+    A round begins where nobody holds the work, and `may_begin` says so or somebody waits for one.
+    What `work` raised is raised by the next call of `check`, `wait_for_round`, `held` or `stop`, in
+    their caller's thread. A wait of more than `wait_seconds` raises PolicyError, which names `work_name`.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], bool],
+        work_name: str,
+        wait_seconds: float,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.wait_seconds = wait_seconds
+        self._work = work
+        self._name = work_name
+        self._may_begin = may_begin
+        self._changed = threading.Condition()  # of all that follows
+        self._rounds = 0  # ended so far
+        self._at_work = False
+        self._holders = 0
+        self._is_asked = False  # for a round whatever `may_begin` says
+        self._stopping = False
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rlpost-collector", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there may be further rounds."""
+        return not self._ended
+
+    def check(self) -> None:
+        """Raise what `work` raised, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait_for_round(self) -> None:
+        """Return when one more round has ended, or no further will."""
+        with self._changed:
+            asked = self._rounds
+            self._is_asked = True
+            self._changed.notify_all()
+            self._wait(lambda: self._rounds > asked or self._ended, self.wait_seconds)
+        self.check()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No round is under way, and none begins, while the block runs."""
+        with self._changed:
+            self._holders += 1
+        try:
+            with self._changed:
+                self._wait(lambda: not self._at_work, self.wait_seconds)
+            self.check()
+            yield
+        finally:
+            with self._changed:
+                self._holders -= 1
+                self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Ask `may_begin` again: something that it looks at has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self, timeout_seconds: float | None = None) -> None:
+        """Begin no further round, and return when the one under way has ended."""
+        self.tell_to_stop()
+        with self._changed:
+            self._wait(lambda: self._ended, self.wait_seconds if timeout_seconds is None else timeout_seconds)
+        self.check()
+
+    def tell_to_stop(self) -> None:
+        """Begin no further round; returns at once."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
+        began = time.monotonic()
+        if not self._changed.wait_for(until, seconds):
+            raise PolicyError(
+                f"waited {time.monotonic() - began:.0f} s for {self._name} to end: the policy or the environment may "
+                "hang"
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._begin():
+                goes_on = self._work()
+                with self._changed:
+                    self._at_work = False
+                    self._rounds += 1
+                    self._changed.notify_all()
+                if not goes_on:
+                    break
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that asks next
+            self._failure = error
+        finally:
+            with self._changed:
+                self._at_work, self._ended = False, True
+                self._changed.notify_all()
+
+    def _begin(self) -> bool:
+        """Wait until a round may begin; False once the work is to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or (not self._holders and self._is_wanted()))
+            self._at_work, self._is_asked = not self._stopping, False
+            return self._at_work
+
+    def _is_wanted(self) -> bool:
+        return self._is_asked or self._may_begin()
+
+
+PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
+
+
+class ReceivesWeights(ABC):
+    """A collector as one worker of several, which a parent sends weights to."""
+
+    receiver_schemes: Mapping[str, WeightReceiver] = {}  # by model
+
+    @abstractmethod
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """Sample as `version` from now on, with `weights`: a source of them, or a folder of *.safetensors.
+
+        With `adapter` the folder holds a peft adapter. What is collected in the background waits meanwhile.
+        """
+
+    @abstractmethod
+    def pause(self) -> AbstractContextManager[None]:
+        """A block in which nothing is collected in the background."""
+
+    @abstractmethod
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        """Push weights into the policy; without any, those of the model that it was made from."""
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Sample with these weights from now on: a module's, a TensorDict or a mapping, given in one of three ways.
+
+        Without any: what was offered to the registered receivers, or, where there are none, those of the policy's
+        own model, as `update_policy_weights_` says. Raises ValueError for two sets of weights, and for any where
+        receivers are registered, which bring them.
+        """
+        given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
+        named = [name for name, value in given.items() if value is not None]
+        if named and self.receiver_schemes:
+            raise ValueError(
+                f"receive_weights was given {named[0]}, and {', '.join(self.receiver_schemes)} have receivers that "
+                "bring the weights: leave it out"
+            )
+        if len(named) > 1:
+            raise ValueError(f"receive_weights was given weights twice, as {' and '.join(named)}: leave one out")
+        for model_id, receiver in self.receiver_schemes.items():
+            receiver.receive(self, model_id)
+        if not self.receiver_schemes:
+            self.update_policy_weights_(*(given[name] for name in named))
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
+    ) -> None:
+        """Take weights from these schemes, by model, from now on; `synchronize_weights`: what they offer now too.
+
+        A model is "policy", or the path of a module: as that of a method in `cascade_execute`. Raises ValueError for
+        another.
+        """
+        made = {
+            model_id: scheme.receiver() if isinstance(scheme, WeightSyncScheme) else scheme
+            for model_id, scheme in weight_recv_schemes.items()
+        }
+        for model_id in made.keys() - {MODEL_ID}:
+            self._module(model_id)
+        self.receiver_schemes = {**self.receiver_schemes, **made}
+        if synchronize_weights:
+            self.receive_weights()
+
+    def take_up_model(
+        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
+    ) -> None:
+        """`take_up` of the policy, or new weights for the module at the path `model_id`, which has no version."""
+        if model_id == MODEL_ID:
+            self.take_up(weights, version, adapter=adapter)
+            return
+        with self.pause():
+            load_weights(
+                self._module(model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
+            )
+
+    def _module(self, model_id: str) -> torch.nn.Module:
+        try:
+            found = reached(self, model_id)
+        except (AttributeError, LookupError) as error:
+            raise ValueError(f"this collector has no model {model_id!r}: {error}") from error
+        if not isinstance(found, torch.nn.Module):
+            raise ValueError(f"{model_id!r} is a {type(found).__name__} of this collector, and no module with weights")
+        return found
+
+    def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
+        """Take up what a parent's schemes offer, by model, as `version`. Raises KeyError without their receivers."""
+        for model_id, content in offers.items():
+            self.receiver_schemes[model_id].offer(content, version)
+        self.receive_weights()
+
+    def receiving_places(self) -> dict[str, Any]:
+        """Where this worker is, as the receiver of each model says it to the sender."""
+        return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of something that the collector holds: `"receiver_schemes['policy'].place"`.
+
+        The path is of names and of keys or indices in brackets. Raises ValueError for anything else and for names
+        that begin with an underscore, AttributeError or LookupError where the path leads nowhere, TypeError where it
+        leads to nothing that can be called.
+        """
+        found = reached(self, attr_path)
+        if not callable(found):
+            raise TypeError(f"{attr_path} is a {type(found).__name__}, which cannot be called")
+        return found(*args, **kwargs)
+
+
+def reached(start: Any, path: str) -> Any:
+    """What a path of public names and keys leads to. Raises as `cascade_execute` says."""
+    found, position = start, 0
+    while position < len(path) or not position:
+        part = PART.match(path, position)
+        if part is None:
+            raise ValueError(
+                f"{path!r} is no path of public names and ['keys'], from {path[position:]!r} on: names that begin with "
+                "an underscore are not reached from elsewhere"
+            )
+        name, *keys, index = part.groups()
+        key = next((key for key in keys if key is not None), None)
+        found = getattr(found, name) if name else found[int(index) if key is None else key]
+        position = part.end()
+    return found
+
+
+log = logging.getLogger("rlpost")
+
+
+class CollectorBase(ReceivesWeights):
+    """Plays `env`, and fills `replay_buffer` where there is one: when asked, or from a thread of its own."""
+
+    def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:
+        self.env = env
+        self.replay_buffer = replay_buffer
+        self.wait_seconds = wait_seconds  # for a batch that is collected in the background
+        self._background: Background | None = None
+        self._is_shut_down = False
+        self._worker_idx: int | None = None
+
+    @property
+    def plays_conversations(self) -> bool:
+        """Whether a batch is of turns of conversations, and not of frames."""
+        return False
+
+    @property
+    def worker_idx(self) -> int:
+        """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError where it is none of them."""
+        if self._worker_idx is None:
+            raise RuntimeError("this collector is no worker of another, and has no worker_idx")
+        return self._worker_idx
+
+    def number_as_worker(self, number: int) -> None:
+        """Be worker `number` of a RayCollector."""
+        self._worker_idx = number
+
+    @abstractmethod
+    def collect_round(self) -> TensorDictBase | None:
+        """Collect one more batch and deliver it: here, or where it goes instead, and then this is None."""
+
+    @property
+    @abstractmethod
+    def wants_more(self) -> bool:
+        """Whether there is to be another batch."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether so much waits to be taken that the background rests until somebody takes it, or asks for more."""
+        return False
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        while self.wants_more:
+            self._check_foreground("iterate over")
+            yield self.collect_round()
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """What iterating over the collector gives."""
+        return iter(self)
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch where iterating gives one; None where it is delivered elsewhere, and at the end."""
+        return next(iter(self), None)
+
+    def collect(self) -> None:
+        """One more batch into the replay buffer; where the background fills it, return with its next one.
+
+        Raises RuntimeError without a buffer, PolicyError where all batches that were wanted are there.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
+        if self._background is None:
+            self._check_foreground("collect with")
+        else:
+            self._background.check()
+        if not self.wants_more:
+            raise PolicyError(
+                "the collector has collected all its total_dialog_turns, or total_frames: the buffer gets no more"
+            )
+        if self._background is None:
+            self.collect_round()
+        else:
+            self._background.wait_for_round()
+
+    @property
+    def owes(self) -> bool:
+        """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
+        return False
+
+    def give_back(self, count: int) -> None:
+        """So many turns or frames were thrown away untaken: they count towards no total."""
+
+    def taken(self, groups: Sequence[int]) -> None:
+        """See `GroupSource.taken`: the background may go on."""
+        if self._background is not None:
+            self._background.look_again()
+
+    def start(self) -> None:
+        """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
+
+        What goes wrong there is raised by the next call here. Raises RuntimeError without a buffer,
+        when it is running already, or after `shutdown`.
+        """
+        if self.replay_buffer is None:
+            raise RuntimeError("start() fills a replay buffer, and this collector has none: give it one")
+        self._check_foreground("start")
+        mine = weakref.ref(self)  # a collector that nobody holds any more may go
+
+        def work() -> bool:
+            collector = mine()
+            if collector is None or not collector.wants_more:
+                return False
+            collector.collect_round()
+            return collector.wants_more
+
+        def may_begin() -> bool:
+            collector = mine()
+            return collector is None or not collector.is_ahead
+
+        name = "the batch that is collected in the background"
+        self._background = Background(work, name, self.wait_seconds, may_begin)
+
+    def pause(self) -> AbstractContextManager[None]:
+        """A block in which nothing is collected in the background; the batch under way is waited for."""
+        return nullcontext() if self._background is None else self._background.held()
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Collect no more, and close the environment; the policy stays its owner's. A second call does nothing.
+
+        Raises what went wrong in the background, and PolicyError where the batch under way there has
+        not ended within `timeout` seconds (None: `wait_seconds`); without `raise_on_error` that is logged.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        try:
+            if self._background is not None:
+                self._background.stop(timeout)
+        except Exception as error:
+            if raise_on_error:
+                raise
+            log.warning("the collector was shut down after an error: %s", error)
+        finally:
+            if close_env:
+                self.env.close()
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """`shutdown`, under the name that ends what was started in the background."""
+        self.shutdown(timeout, close_env)
+
+    def is_initialized(self) -> bool:
+        """Whether batches can be collected: until `shutdown`."""
+        return not self._is_shut_down
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        if getattr(self, "_background", None) is not None:  # a constructor may have failed before
+            assert self._background is not None
+            self._background.tell_to_stop()
+            self._background.check()  # what nobody has asked for is told on the way out
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """This class as a Ray actor class: `as_remote({"num_cpus": 1}).remote(env, policy=...)` makes one.
+
+        `remote_config` is what `ray.remote` takes. Raises MissingExtraError without ray.
+        """
+        from rlpost.remote.cluster import actor_class
+
+        return actor_class(cls, remote_config or {})
+
+    def _check_foreground(self, doing: str) -> None:
+        """Raise RuntimeError where the background collects, after what went wrong there, or nothing may any more."""
+        if self._is_shut_down:
+            raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
+        if self._background is not None:
+            self._background.check()
+            raise RuntimeError(f"cannot {doing} a collector that was started in the background: read its replay buffer")
+
+
+def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> TensorDictBase:
+    """`batch` as `postproc` returns it. Raises TypeError where that is no TensorDict."""
+    if postproc is None:
+        return batch
+    made = postproc(batch)
+    if not isinstance(made, TensorDictBase):
+        raise TypeError(
+            f"the postproc returned {type(made).__name__}: it must return the batch to deliver; what holds rows back "
+            "is a transform of the buffer, ReplayBuffer(transforms=[...])"
+        )
+    return made
+
+
+CPU = torch.device("cpu")
+Workers = int | torch.device | Sequence[int | torch.device]
+
+
+class WeightsCollector(CollectorBase):
+    """A collector with one policy, which a `weight_updater` brings weights to."""
+
+    policy: Policy
+    weight_updater: WeightUpdater
+
+    def _become_source_of(self, buffer: ReplayBuffer) -> None:
+        """Be what `buffer` asks for more, if it asks. Raises RuntimeError where another collector, not shut down, is.
+
+        One in an actor asks nobody.
+        """
+        if not isinstance(buffer, ReplayBuffer):
+            return
+        if isinstance(buffer.source, CollectorBase) and buffer.source.is_initialized():
+            raise RuntimeError(
+                "another collector fills this replay buffer, and both would number their draws from 0: shut it down "
+                "first, or give this one a buffer of its own"
+            )
+        buffer.source = self
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Workers | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Push weights into the policy; its version rises once the push has wholly succeeded.
+
+        They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or
+        `state_dict`, or as `weights_dict={"policy": ...}`; without any they are those of the policy's own model,
+        where it has one that somebody trains. The only model is "policy" (`model_id`), the only worker number 0, or
+        the device that samples. What is collected in the background waits meanwhile.
+
+        Raises TypeError without weights, or for `worker_ids` where the collector was given no weight_updater;
+        ValueError for two sets of weights, and for a worker or a model that is not there.
+        """
+        self._check_worker(worker_ids)
+        sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
+        if sources.keys() != {MODEL_ID}:
+            raise ValueError(
+                f"this collector has one model, {MODEL_ID!r}, and not {', '.join(sorted(sources)) or 'none'}"
+            )
+        with self.pause():
+            self.weight_updater.push(sources[MODEL_ID])
+
+    def _given_weights(
+        self,
+        policy_or_weights: Any,
+        weights: Any,
+        policy: Any,
+        model_id: str | None,
+        weights_dict: Mapping[str, Any] | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """The weights of each model that `update_policy_weights_` was given, and else the policy's own."""
+        given = {
+            "policy_or_weights": policy_or_weights,
+            "weights": weights,
+            "policy": policy,
+            "state_dict": state_dict,
+            "weights_dict": weights_dict,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1 or (weights_dict is not None and model_id is not None):
+            twice = [*named, "model_id"] if len(named) < 2 else named
+            raise ValueError(f"update_policy_weights_ was given weights twice, as {' and '.join(twice)}: leave one out")
+        if weights_dict is not None:
+            return dict(weights_dict)
+        if model_id not in (None, MODEL_ID) and not named:
+            raise ValueError(f"update_policy_weights_ was given no weights for {model_id!r}: pass them")
+        return {model_id or MODEL_ID: given[named[0]] if named else self._own_weights()}
+
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `ReceivesWeights.take_up`; a folder is loaded by the policy itself where it can and may."""
+        policy, updater = self.policy, self.weight_updater
+        loads = not self._has_own_updater and type(policy).load_folder is not Policy.load_folder
+        with self.pause():
+            if adapter and isinstance(weights, Path):
+                policy.load_adapter_folder(weights, version)
+                return
+            source = SavedWeights(weights) if isinstance(weights, Path) else weights
+            if isinstance(weights, Path) and loads:
+                if updater.model_metadata is not None:
+                    check_weights(SavedWeights(weights), updater.model_metadata)
+                policy.load_folder(weights, version)  # which may need no second copy of them
+            else:
+                updater.push(source)
+                updater.restore_version(version)
+
+    def _own_weights(self) -> torch.nn.Module:
+        model = self.get_policy_model()
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError("update_policy_weights_ was given no weights: pass a module, a TensorDict or state_dict=")
+        return model
+
+    def _check_worker(self, worker_ids: Workers | None) -> None:
+        if worker_ids is None:
+            return
+        if not self._has_own_updater:
+            raise TypeError(
+                "worker_ids chooses among the workers of a weight_updater, and this collector was given none: leave it "
+                "out"
+            )
+        workers = [worker_ids] if isinstance(worker_ids, int | torch.device) else worker_ids
+        if any(worker != 0 and worker != self._device for worker in workers):
+            raise ValueError(f"worker_ids={worker_ids!r}: this collector is one worker, number 0, on {self._device}")
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the policy samples."""
+        model = self.get_policy_model()
+        parameters = model.parameters() if isinstance(model, torch.nn.Module) else iter(())
+        first = next(parameters, None)
+        return torch.device("cuda", 0) if first is None and torch.cuda.is_available() else getattr(first, "device", CPU)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """`weight_updater.init` with these arguments."""
+        self.weight_updater.init(*args, **kwargs)
+
+    def get_policy_model(self) -> Any:
+        """What the policy samples with: its transformers model or vLLM engine; None where it has neither."""
+        return getattr(self.policy, "model", None)
+
+    @property
+    def policy_version(self) -> PolicyVersionLabel:
+        """The version the policy samples with now; it has one whether or not it is tracked."""
+        return self.policy.version
+
+    def get_policy_version(self) -> PolicyVersionLabel:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
+
+    def _version_tracker(self, track: bool | PolicyVersion) -> PolicyVersion | None:
+        if track is False:
+            return None
+        tracker = PolicyVersion() if track is True else track
+        self.env = self.env.append_transform(tracker)
+        begin_versions(self.policy, tracker)
+        return tracker
+
+    def _updater(self, updater: WeightUpdater | Callable[[], WeightUpdater] | None) -> WeightUpdater:
+        self._has_own_updater = updater is not None
+        if updater is None:
+            return default_updater(self.policy)
+        built = updater if isinstance(updater, WeightUpdater) else updater()
+        if built.policy is None:
+            built.init(self.policy)
+        elif built.policy is not self.policy:
+            raise ValueError("the weight_updater pushes to another policy than the one this collector samples with")
+        return built
 
 
 class LLMCollector(WeightsCollector):
@@ -375,6 +995,6 @@ def _policy(policy: Any, env: EnvBase) -> Policy:
     """`policy`, or the callable as one."""
     if isinstance(policy, Policy):
         return policy
-    from rlpost.torchrl.called import CalledPolicy
+    from rlpost.torchrl.face import CalledPolicy
 
     return CalledPolicy(policy, env)

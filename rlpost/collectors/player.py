@@ -1,13 +1,26 @@
-"""One turn of conversations: the policy replies, the environment answers and scores."""
+"""One turn of conversations: the policy replies, the environment answers and scores.
+
+Tickets played side by side: a conversation goes on as soon as its own turn is complete (continuous batching).
+
+What the players of a training spend their time on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
 
-from rlpost.data.conversation import Conversation
+from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket
 from rlpost.envs.base import EnvBase
-from rlpost.policies.base import Policy
+from rlpost.model.weights import EngineSums
+from rlpost.policies.base import Policy, Request
+from rlpost.remote.loop import LoopThread
 from rlpost.settings import SamplingSettings
 
 
@@ -47,3 +60,279 @@ class Player:
         """Seconds spent sampling and scoring since the last call, under the names of metrics.jsonl."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
+
+
+Result = TypeVar("Result")
+
+TELL_SECONDS = 0.5
+THREADS = 1024  # at most so many tools wait at once; a thread is started when it is needed
+
+
+class HostProtocol(Protocol):
+    """What a player asks of the process it lives in; see `worker.Host`."""
+
+    def tell(self, kind: str, content: Any) -> None: ...
+
+    def in_main_thread(self, work: Callable[[], Any]) -> Future[Any]: ...
+
+
+class Stopwatch:
+    """Seconds in which at least one of several things was under way."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since = 0.0
+        self._before = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """One of the things is under way."""
+        if not self._under_way:
+            self._since = time.monotonic()
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._before += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Until now."""
+        return self._before + (time.monotonic() - self._since if self._under_way else 0.0)
+
+
+class GroupPlayer:
+    """Plays tickets of `env` with `policy`, and keeps nothing that cannot be thrown away.
+
+    It lives in a worker process (`host`). Each ticket comes back exactly once, unless it was cancelled: as the
+    event "group" with (group, its conversations), or "failed" with (group, error). Replies are sampled by
+    `Policy.submit`, the environment responds in threads, and what is over is scored on the process's main
+    thread, all that wait together, where the deadline of a score can interrupt it.
+    """
+
+    host: HostProtocol
+
+    def __init__(self, env: EnvBase, policy: Policy) -> None:
+        self.env = env
+        self.policy = policy
+        self.host = None  # type: ignore[assignment]  # set by the process before the first call
+        self._loop = LoopThread("rlpost-player")
+        self._threads = ThreadPoolExecutor(THREADS, "rlpost-turn")
+        self._groups: dict[int, asyncio.Task[None]] = {}  # touched by the loop's thread alone
+        self._ended: list[tuple[Conversation, asyncio.Future[None]]] = []  # waits to be scored, likewise
+        self._sampling, self._playing, self._scored = Stopwatch(), Stopwatch(), 0.0
+        self._conversations = [0, 0]  # that have ended, of all begun, since nothing was under way
+
+    # Called from the owner's process
+
+    def play(self, tickets: Sequence[Ticket]) -> None:
+        """Begin to play `tickets`; returns at once."""
+        self._submit(self._begin(list(tickets)))
+
+    def cancel(self, groups: Sequence[int]) -> Future[None]:
+        """Play these groups no further; done when all that was held for them is given back."""
+        return self._submit(self._cancelled(list(groups)))
+
+    def push(self, folder: Path, version: PolicyVersionLabel, *, wait: bool, adapter: bool = False) -> Future[None]:
+        """Sample as `version` from now on, with the weights in `folder`; `wait`: once every group under way is over."""
+        return self._submit(self._pushed(folder, version, wait, adapter))
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """The weights that are there are those of `version`: of a run that goes on."""
+        self.policy.become(version)
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> Future[list[Completion]]:
+        """A completion for each request, beside what is played."""
+        return self._submit(self._generated(list(requests), sampling))
+
+    def weight_sums(self, names: Sequence[str] | None) -> Future[dict[int, EngineSums]]:
+        """See `Policy.weight_sums`, of this player's policy."""
+        return self._submit(self._in_thread(self.policy.weight_sums, names))
+
+    def rest(self) -> Future[None]:
+        """See `Policy.rest`; nothing happens while there is something to play."""
+        return self._submit(self._rested())
+
+    def close(self) -> None:
+        """Play nothing more and give back what the environment and the policy hold."""
+        self._loop.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.policy.close()
+        self.env.close()
+
+    # In the loop
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return self._loop.submit(work)
+
+    async def _begin(self, tickets: list[Ticket]) -> None:
+        if not self._groups:
+            self._conversations = [0, 0]
+        for ticket in tickets:
+            self._conversations[1] += len(ticket.samples)
+            self._groups[ticket.group] = asyncio.create_task(self._group(ticket))
+        if len(self._groups) == len(tickets):
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """Say how far the sampling is, now and then, while there is any."""
+        while self._groups:
+            self.host.tell("progress", (*self._conversations, self._totals()))
+            await asyncio.sleep(TELL_SECONDS)
+
+    def _totals(self) -> dict[str, float]:
+        """Seconds since the process began, and tokens."""
+        return {
+            "rollout": self._sampling.seconds,
+            "reward": self._scored,
+            "playing": self._playing.seconds,
+            "tokens": float(self.policy.tokens_sampled),
+        }
+
+    async def _group(self, ticket: Ticket) -> None:
+        conversations: list[Conversation] = []
+        try:
+            with self._playing.running():
+                conversations += await self._in_thread(self.env.open, ticket)
+                async with asyncio.TaskGroup() as group:
+                    for conversation in conversations:
+                        group.create_task(self._conversation(conversation))
+        except asyncio.CancelledError:
+            await asyncio.wrap_future(self.host.in_main_thread(lambda: self.env.abandon(conversations)))
+            raise
+        except BaseExceptionGroup as errors:
+            self._failed(ticket, _first(errors))
+        except Exception as error:  # noqa: BLE001  told to the owner, who raises it
+            self._failed(ticket, error)
+        else:
+            self.host.tell("group", (ticket.group, conversations, self._totals()))
+        finally:
+            self._groups.pop(ticket.group, None)
+
+    def _failed(self, ticket: Ticket, error: BaseException) -> None:
+        self.host.tell("failed", (ticket.group, error))
+
+    async def _conversation(self, conversation: Conversation) -> None:
+        while not conversation.done:
+            [request] = self.policy.requests([conversation])
+            if request is None:
+                conversation.finish_reason = "context"
+            else:
+                with self._sampling.running():
+                    conversation.add_completion(await asyncio.wrap_future(self.policy.submit(request)))
+            await self._in_thread(self.env.respond, [conversation])
+        await self._concluded(conversation)
+        self._conversations[0] += 1
+
+    async def _concluded(self, conversation: Conversation) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended.append((conversation, done))
+        if len(self._ended) == 1:
+            loop = asyncio.get_running_loop()
+            self.host.in_main_thread(lambda: self._conclude(loop))
+        await done
+
+    def _conclude(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Score all that wait, on the main thread."""
+        ended = asyncio.run_coroutine_threadsafe(self._taken(), loop).result()
+        error: BaseException | None = None
+        began = time.monotonic()
+        try:
+            self.env.conclude([conversation for conversation, _ in ended])
+        except BaseException as raised:  # noqa: BLE001  raised again where each conversation waits
+            error = raised
+        self._scored += time.monotonic() - began
+
+        def tell() -> None:
+            for _, done in ended:
+                if not done.done():
+                    done.set_result(None) if error is None else done.set_exception(error)
+
+        loop.call_soon_threadsafe(tell)
+
+    async def _taken(self) -> list[tuple[Conversation, asyncio.Future[None]]]:
+        ended, self._ended = self._ended, []
+        return [(conversation, done) for conversation, done in ended if not done.cancelled()]
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        under_way = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            await asyncio.wait([under_way])  # it cannot be interrupted, and works on what is given back next
+            raise
+
+    async def _cancelled(self, groups: list[int]) -> None:
+        tasks = [self._groups[group] for group in groups if group in self._groups]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pushed(self, folder: Path, version: PolicyVersionLabel, wait: bool, adapter: bool) -> None:
+        if wait and self._groups:
+            await asyncio.wait(list(self._groups.values()))
+        load = self.policy.load_adapter_folder if adapter else self.policy.load_folder
+        await self._in_thread(load, folder, version)
+
+    async def _rested(self) -> None:
+        if not self._groups:
+            await self._in_thread(self.policy.rest)
+
+    async def _generated(self, requests: list[Request], sampling: SamplingSettings) -> list[Completion]:
+        ended = 0
+
+        async def one(request: Request) -> Completion:
+            nonlocal ended
+            completion = await asyncio.wrap_future(self.policy.submit(request, sampling))
+            ended += 1
+            self.host.tell("ended", (ended, self.policy.tokens_sampled))
+            return completion
+
+        return list(await asyncio.gather(*map(one, requests)))
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error behind those that a TaskGroup gathers."""
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+class PlayerTimes:
+    """Seconds of `count` players, from the totals that each tells of itself since it began; a mean over them all."""
+
+    def __init__(self, count: int) -> None:
+        self._totals: list[dict[str, float]] = [{} for _ in range(count)]
+        self._taken: list[dict[str, float]] = [{} for _ in range(count)]
+        self.begin()
+
+    def told(self, player: int, totals: dict[str, float]) -> None:
+        """A player has spent so many seconds: rollout, reward, and playing in all."""
+        self._totals[player] = totals
+
+    def forget(self, player: int) -> None:
+        """Another takes its place, which begins at 0."""
+        self._totals[player], self._taken[player] = {}, {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+        self._played = [totals.get("playing", 0.0) for totals in self._totals]
+
+    def taken(self) -> dict[str, float]:
+        """Seconds of sampling and scoring since the last call, and of the step with nothing to play."""
+        spent = {
+            f"time/{name}": fmean(
+                now.get(name, 0.0) - before.get(name, 0.0)
+                for now, before in zip(self._totals, self._taken, strict=True)
+            )
+            for name in ("rollout", "reward")
+        }
+        passed = time.monotonic() - self._began
+        idle = (
+            max(0.0, passed - max(0.0, totals.get("playing", 0.0) - played))
+            for totals, played in zip(self._totals, self._played, strict=True)
+        )
+        self._taken = [dict(totals) for totals in self._totals]
+        return spent | {"time/idle": fmean(idle)}

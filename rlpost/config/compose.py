@@ -1,11 +1,18 @@
-"""Words in, settings out: Hydra composes conf/ and the choices, each value is checked against its key."""
+"""Words in, settings out: Hydra composes conf/ and the choices, each value is checked against its key.
+
+The sources of a mix of environments, once they are settings.
+
+Recipes: complete runs in one flat YAML file of the same keys as the command line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, cast
 
@@ -18,24 +25,251 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_SFT, Command, S
-from rlpost.config.code import check_code, check_origin
-from rlpost.config.keys import Key, docs_of, groups_of, keys_of
-from rlpost.config.model_folder import GGUF, check_model_folder
-from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers
+from rlpost.config.code import PLUGIN, check_code, check_origin, load_plugins, plugin_paths
+from rlpost.config.keys import (
+    Key,
+    all_keys,
+    check_conf,
+    check_plain,
+    classes_of,
+    conf_file,
+    docs_of,
+    flat,
+    groups_of,
+    keys_of,
+    options,
+    recipes,
+    schema_name,
+    search_folders,
+)
+from rlpost.config.overrides import Override, as_text, merge, names_code, parse_value, parse_words, refers, shown
 from rlpost.config.paths import (
+    GGUF,
     RUNS,
+    check_data_path,
+    check_model_folder,
+    check_reward,
     is_adapter_folder,
     is_run_folder,
     resolve_adapter_path,
     resolve_model_path,
 )
-from rlpost.config.plugins import PLUGIN, load_plugins, plugin_paths
-from rlpost.config.recipes import YAML_ERRORS, read_recipe
-from rlpost.config.registry import all_keys, check_conf, classes_of, conf_file, options, schema_name, search_folders
-from rlpost.config.sources import Source, check_environment, named_apart, widened
 from rlpost.errors import ConfigError, DataError
-from rlpost.settings import EnvSettings, MixSettings
-from rlpost.settings.mix import SourceText
+from rlpost.files import expanded
+from rlpost.settings import DatasetSettings, EnvSettings, MixSettings, ToolsSettings
+from rlpost.settings.env import SourceText, check_turns
+from rlpost.text import did_you_mean, nearest
+
+# what the readers of YAML raise: `!!int abc` is a ValueError, `!!bool abc` a KeyError, and so on
+YAML_ERRORS = (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, AttributeError, TypeError)
+MAPPINGS = ("model.chat_template_kwargs",)  # keys whose text is a mapping
+
+
+def read_recipe(name: str, command: Command[Any]) -> list[Override]:
+    """The overrides that a recipe, given by name or by path, stands for.
+
+    Raises ConfigError for an unknown recipe, one of another command, and a file that is not flat.
+    """
+    file = find_recipe(name)
+    content = _load(file)
+    lines = _line_numbers(file)
+    given = [
+        _override(inner, inner_value, f"{file}, line {lines.get(inner) or lines.get(key, 1)}")
+        for key, value in content.items()
+        if key != "command"
+        for inner, inner_value in ((key not in MAPPINGS and flat({key: value})) or {key: value}).items()
+    ]
+    if next(iter(content), None) != "command" and (message := _of_another_tool(given, file, command)):
+        raise ConfigError(message)
+    meant = _command(content, file, command)
+    if meant is not command:
+        raise ConfigError(f"recipe={name} is a recipe for rlpost {meant.verb}, not for rlpost {command.verb}")
+    known = [*all_keys(command), *groups_of(command.settings)]
+    if nested := [override for override in given if override.key in known and override.key not in content]:
+        written = ", ".join(f"{override.key}:" for override in nested)
+        outer = ", ".join(dict.fromkeys(f"{override.key.partition('.')[0]}:" for override in nested))
+        raise ConfigError(f"{nested[0].source}: a recipe is flat; write {written} in place of the nested {outer}")
+    return given
+
+
+def _of_another_tool(given: list[Override], file: Path, command: Command[Any]) -> str | None:
+    """The message for a file without a command that holds another tool's settings; None if it holds none."""
+    from rlpost.config.unknown import instead_of, keys_by_default, several
+
+    keys, choices = keys_by_default(command)
+    known = [*all_keys(command), *choices]
+    rows = [(o, instead_of(o, command, keys, choices)) for o in given if o.key not in known]
+    return several(rows, command, f"{file}: a recipe begins with the line command: {command.verb}; ") if rows else None
+
+
+def command_of(name: str) -> Command[Any]:
+    """The command that a recipe, given by name or by path, is for. Raises ConfigError where it says none."""
+    file = find_recipe(name)
+    return _command(_load(file), file, COMMANDS[0])
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given by name or by path. Raises ConfigError where there is none."""
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        file = expanded(name)
+        if not file.is_file():
+            raise ConfigError(f"recipe={shown(name)} does not exist: give the path of a YAML file")
+        return file
+    known = recipes()
+    if name not in known:
+        here = next((file for ending in (".yaml", ".yml") if expanded(file := f"{name}{ending}").is_file()), None)
+        near = nearest(name, known) if here is None or not name else f"recipe={here}"
+        hint = did_you_mean(near, f"the recipes are {', '.join(known)}")
+        raise ConfigError(f"recipe={shown(name)} is unknown{hint}")
+    return known[name]
+
+
+def _command(content: dict[str, Any], file: Path, expected: Command[Any]) -> Command[Any]:
+    if next(iter(content), None) != "command":
+        raise ConfigError(f"{file}: the first line of a recipe is its command; begin it with command: {expected.verb}")
+    verbs = {command.verb: command for command in COMMANDS}
+    verb = str(content["command"])
+    if verb not in verbs:
+        raise ConfigError(f"{file}: command: {verb} is unknown{did_you_mean(nearest(verb, verbs))}")
+    return verbs[verb]
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        check_plain(file)
+        # OmegaConf's loader, unlike PyYAML's, reads 1e-6 as a number and refuses a key that occurs twice
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{file}, line {line}: this is no YAML: {error.problem}") from None
+    except ConfigError:
+        raise
+    except YAML_ERRORS as error:
+        raise ConfigError(f"{file} cannot be read: {[*str(error).splitlines(), type(error).__name__][0]}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: a recipe is a flat list of lines such as optim.lr: 1e-6")
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(f"{file}: {shown(str(key))} is no key: a recipe is lines such as optim.lr: 1e-6")
+    return {str(key): value for key, value in content.items()}
+
+
+def _line_numbers(file: Path) -> dict[str, int]:
+    """Dotted key -> the line it stands on, of a file that `_load` has read."""
+    root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    return dict(_lines_below(root, ""))
+
+
+def _lines_below(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        yield f"{prefix}{key.value}", key.start_mark.line + 1
+        yield from _lines_below(value, f"{prefix}{key.value}.")
+
+
+def _override(key: str, value: Any, where: str) -> Override:
+    if isinstance(value, dict) and key in MAPPINGS:
+        try:
+            value = json.dumps(value)
+        except TypeError as error:  # YAML has dates and bytes, which JSON has not
+            raise ConfigError(f"{where}: {key} cannot be read: {error}") from None
+    if key == "recipe":
+        raise ConfigError(f"{where}: a recipe cannot name another; write out what it says")
+    return Override(key, as_text(value), where)
+
+
+LIMITS = ("max_prompt_tokens", "max_completion_tokens", "max_turns", "max_observation_tokens")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole environment as a part of a mix, by a name that no other source has."""
+
+    name: str
+    weight: float  # shares of the prompts are as the weights
+    text: str
+    settings: EnvSettings
+
+    def within(self, mix: MixSettings) -> Source:
+        """The same with the split of the mix, unless that is train, and no limit above the mix's."""
+        own = self.settings
+        limits = {key: min(getattr(own, key), getattr(mix, key)) for key in LIMITS}
+        split = SourceText.of(self.text).given.get("split", "train") if mix.split == "train" else mix.split
+        return replace(self, settings=replace(own, split=split, **limits))
+
+
+def named_apart(sources: Sequence[Source], *, weighted: bool) -> list[Source]:
+    """The same with a name each: that it was given, else its environment's, those of one kind numbered (dataset-2).
+
+    `weighted` is whether weights mean anything. Raises ConfigError where there is no source, two were given one
+    name, or one says what holds for all of a mix.
+    """
+    if not sources:
+        raise ConfigError("env.sources is empty: name at least one environment, as in 'env.sources=[arithmetic,gsm8k]'")
+    said = [SourceText.of(source.text) for source in sources]
+    names = [each.name for each in said if each.name]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"env.sources has two sources named {twice}: give one of them another name=")
+    found: list[Source] = []
+    for source, each in zip(sources, said, strict=True):
+        if reason := _not_of_one(source, each, weighted):
+            raise ConfigError(f'env.sources "{source.text}": {reason}')
+        numbered = (f"{each.env}-{number}" if number > 1 else each.env for number in count(1))
+        name = each.name or next(name for name in numbered if name not in names)
+        names.append(name)
+        found.append(replace(source, name=name))
+    return found
+
+
+def _not_of_one(source: Source, said: SourceText, weighted: bool) -> str | None:
+    """Why a source cannot say what it says; None where it can."""
+    if not weighted and source.weight != 1:
+        return "rlpost train sft trains once on every row of every source, so a weight means nothing; leave it out"
+    if said.given.get("split") == "test":
+        return "the split test is what the mix is measured on: leave it out, or give env.split=test for all sources"
+    if "limit" in said.given:
+        return "how many prompts are used is said for the whole mix: give env.limit"
+    return None
+
+
+def widened(sources: Sequence[Source], mix: Any, given: Collection[str]) -> dict[str, int]:
+    """The limits of a mix that nobody has `given`: the greatest that a source has, for which there has to be room."""
+    defaults = {field.name: field.default for field in fields(MixSettings)}
+    unsaid = [key for key in LIMITS if f"env.{key}" not in given and getattr(mix, key) == defaults[key]]
+    return {key: max(getattr(source.settings, key) for source in sources) for key in unsaid}
+
+
+def check_environment(settings: Any, sources: Sequence[Source]) -> None:
+    """Raise what is wrong with the environment among the other settings, or with one of its `sources` if it is a mix.
+
+    That is ConfigError, and DataError for a local path that is missing.
+    """
+    if not sources:
+        _check_rows(settings.env)
+    overlong = getattr(settings, "overlong", None)
+    for source in sources:
+        own = source.settings
+        try:
+            _check_rows(own)
+            check_turns(own, getattr(settings, "tools", None) or ToolsSettings())
+        except (ConfigError, DataError) as error:
+            raise type(error)(f'env.sources "{source.text}": {error}') from None
+        if overlong and overlong.penalty_tokens and own.max_completion_tokens < settings.env.max_completion_tokens:
+            raise ConfigError(
+                "overlong.penalty_tokens is measured from one limit, and the sources of env.sources have several: give "
+                "each the same max_completion_tokens, or leave it out"
+            )
+
+
+def _check_rows(env: EnvSettings) -> None:
+    for key in ("path", "test_path"):
+        if isinstance(data := getattr(env, key, None), str):
+            check_data_path(data, f"env.{key}")
+    if isinstance(env, DatasetSettings):
+        for reward in env.reward:
+            check_reward(reward, "env.reward")
+        if env.accuracy is not None:
+            check_reward(env.accuracy, "env.accuracy")
+
 
 _composed_sources: dict[tuple[str, ...], list[Source]] = {}  # by their texts, as they were composed last
 

@@ -15,14 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rlpost.catalog import CHOICES, COMMANDS
-from rlpost.config.keys import NULL, Key
+from rlpost.config.keys import NULL, Key, options, recipes
 from rlpost.config.keys import as_text as as_text
-from rlpost.config.model_folder import GGUF
-from rlpost.config.paths import DATA_FILES
-from rlpost.config.registry import options, recipes
+from rlpost.config.paths import DATA_FILES, GGUF
 from rlpost.errors import ConfigError
-from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.files import expanded
+from rlpost.text import did_you_mean, nearest
 
 # the last parts of keys whose values are paths or sentences
 MAY_HAVE_SPACES = ("path", "test_path", "model", "recipe", "plugin", "reward", "system_prompt", "prompt_template")

@@ -1,19 +1,150 @@
-"""Paths that a user gives: told apart from hub ids, found, and checked before anything heavy is loaded."""
+"""Paths that a user gives: told apart from hub ids, found, and checked before anything heavy is loaded.
+
+Whether a model's folder is whole, told from its files in milliseconds: before anything heavy is loaded.
+
+The manifest of a checkpoint: size and SHA-256 of every file, which what is read is checked against.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
-from rlpost.config.model_folder import GGUF, check_gguf
-from rlpost.errors import ConfigError, DataError
-from rlpost.files import json_in
-from rlpost.folding import shortened
-from rlpost.home import expanded, paths_in
-from rlpost.nearest import did_you_mean, nearest, one_typo_away
-from rlpost.settings.registered import BUILT_IN_REWARDS, REWARDS
-from rlpost.user_file import check_defines, check_file, functions_of
+from rlpost.errors import CheckpointError, ConfigError, DataError
+from rlpost.files import bytes_of, expanded, json_in, paths_in, replaced
+from rlpost.imports import check_defines, check_file, functions_of
+from rlpost.settings.base import BUILT_IN_REWARDS, REWARDS
+from rlpost.text import did_you_mean, nearest, one_typo_away, shortened
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+GGUF = ".gguf"
+# one of these holds the vocabulary of any tokenizer that transformers reads
+VOCABULARIES = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
+_LONGEST_HEADER = 100_000_000  # bytes; what safetensors itself allows
+_GGUF_HEADER = 24  # bytes
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_NOT_WEIGHTS = (
+    (b"version https://git-lfs", "is a git-lfs pointer, not what it points to: run git lfs pull in the folder"),
+    (b"<!doctype", "is a web page: download the file itself"),
+    (b"<html", "is a web page: download the file itself"),
+)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigError where a file that loading the model in `folder` reads is missing, cut short or another thing.
+
+    A folder whose model runs code that it ships is refused too.
+    """
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{folder / 'config.json'} names no model_type: it is not the configuration of a model")
+    check_ships_no_code(folder, config)
+    for file in weight_files(folder):
+        check_weights_file(file)
+    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        raise ConfigError(
+            f"{folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            check_ships_no_code(folder, read_json(folder / name))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the weights in `folder` are read from. Raises ConfigError where one is missing."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    index = folder / WEIGHTS_INDEX
+    if index.is_file():
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+            raise ConfigError(f"{index} has no weight_map: download it again")
+        files = [folder / name for name in sorted(set(places.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"{file} is missing, and {index.name} names it: download it")
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if shard := next(filter(None, (_SHARD.fullmatch(file.name) for file in found)), None):
+        raise ConfigError(
+            f"{index} is missing: {shard[0]} is one of {int(shard[3])} files that it tells of; download it"
+        )
+    held = f"{found[0].name}, which is not the" if found else "no"
+    raise ConfigError(f"{folder} holds {held} {WEIGHTS}: rlpost reads weights from that file or those of an index")
+
+
+def check_ships_no_code(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError where a model's or a tokenizer's configuration names Python code to load it with."""
+    if config.get("auto_map"):
+        raise ConfigError(
+            f"the model in {folder} is loaded with code that it ships (auto_map), which rlpost never runs: take a "
+            "model that transformers reads by itself; if it reads this one, take auto_map out of the .json files there"
+        )
+
+
+def check_gguf(file: Path) -> None:
+    """Raise ConfigError for a file that is no GGUF file by its first bytes: those four, version, tensors, entries."""
+    if _head(file, 4) != b"GGUF":
+        raise ConfigError(f"{file} is no GGUF file: it does not begin with GGUF; download it again")
+    if (size := file.stat().st_size) < _GGUF_HEADER:
+        raise ConfigError(f"{file} has {size} bytes, less than a GGUF file begins with: download it again")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What a JSON file of a model holds. Raises ConfigError where that is no object."""
+    head = _head(file, 30) if file.is_file() else b""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing: copy or download it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        said = next((what for start, what in _NOT_WEIGHTS if head.lower().startswith(start)), None)
+        raise ConfigError(f"{file} {said or f'cannot be read as JSON ({error}): download it again'}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object: download it again")
+    return content
+
+
+def check_weights_file(file: Path) -> None:
+    """Raise ConfigError unless the header of a safetensors file can be read and the file is as long as it says."""
+    head = _head(file, 8)
+    size, length = file.stat().st_size, int.from_bytes(head, "little")
+    if size == 0:
+        raise ConfigError(f"{file} is empty: download it again")
+    damaged = f"{file} is no whole safetensors file: its header cannot be read; download or save it again"
+    if len(head) < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
+        raise ConfigError(damaged)
+    try:
+        with file.open("rb") as stream:
+            stream.seek(8)
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max(ends, default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(damaged) from error
+    if not ends:
+        raise ConfigError(f"{file} holds no tensor: download or save it again")
+    if end != size:
+        raise ConfigError(f"{file} has {size} bytes, and its header tells of {end}: download or save it again")
+
+
+def _head(file: Path, count: int) -> bytes:
+    """The first bytes of a file. Raises ConfigError where they show that it is no file of a model."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(30)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    for start, what in _NOT_WEIGHTS:
+        if head.lower().startswith(start):
+            raise ConfigError(f"{file} {what}")
+    return head[:count]
+
 
 NAMED_MODELS = ("builtin:tiny", "packaged:smollm2")
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, whose jobs have a folder each in it
@@ -333,3 +464,108 @@ def _nearby(missing: Path) -> str:
         one_typo_away(missing.name, names) if of_its_kind else nearest(missing.name, names)
     )
     return did_you_mean(str(missing.parent / near) if near else None)
+
+
+PARTS = ("model", "adapter")  # folders of a checkpoint that can be given as a model
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_manifest(checkpoint: Path, advice: str) -> dict[Path, tuple[int, str]]:
+    """File -> size and SHA-256. Raises CheckpointError, ending in `advice`, where it cannot be read."""
+    try:
+        manifest = json_in(checkpoint / MANIFEST)
+        return {checkpoint / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is no complete checkpoint: its {MANIFEST} cannot be read ({error}); {advice}"
+        ) from error
+
+
+def check_listed(file: Path, expected: tuple[int, str] | None, advice: str) -> None:
+    """Raise CheckpointError, ending in `advice`, unless `file` is there byte for byte."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: the checkpoint is damaged, {advice}")
+    if (file.stat().st_size, sha256(file)) != expected:
+        raise CheckpointError(f"{file} is not what was written: the checkpoint is damaged, {advice}")
+
+
+def verify_model(folder: Path) -> None:
+    """Raise CheckpointError where `folder` is a checkpoint's model or adapter, and not as it was written.
+
+    Files beside it, such as the optimizer's state, are not looked at: a model is read without them.
+    """
+    whole = folder.resolve()
+    checkpoint = whole.parent
+    advice = "give another one as the model"
+    if whole.name not in PARTS or not (checkpoint / MANIFEST).is_file():
+        if whole.name in PARTS and checkpoint.name.startswith("step-") and checkpoint.parent.name == "checkpoints":
+            raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {MANIFEST}; {advice}")
+        return
+    expected = read_manifest(checkpoint, advice)
+    written = [file for file in expected if whole in file.parents]
+    for file in dict.fromkeys([*written, *whole.glob("*.safetensors"), *whole.glob("*.json")]):
+        check_listed(file, expected.get(file), advice)
+
+
+ADVICE = "resume from another one"  # where a checkpoint is damaged
+
+
+STATE_FOLDER = "state"
+
+
+_TAKEN_OUT = ".state.removed"
+
+
+def keeps_the_model_alone(checkpoint: Path) -> bool:
+    """Whether the manifest names no file of state/. Raises CheckpointError where it cannot be read."""
+    files = read_manifest(checkpoint, ADVICE)
+    return bool(files) and not any(_is_state(file, checkpoint) for file in files)
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """Raise CheckpointError where `checkpoint` keeps the model alone, with what the run can go on from instead."""
+    if not keeps_the_model_alone(checkpoint):
+        return
+    instead = (
+        "resume from latest"
+        if any(not keeps_the_model_alone(other) for other in checkpoints(checkpoint.parent)[-1:])
+        else f"begin another run from it with model.path={checkpoint}"
+    )
+    raise CheckpointError(f"{checkpoint} keeps the model alone: {instead}")
+
+
+def keep_the_model_alone(checkpoint: Path) -> int:
+    """Remove what only resuming needs; returns the bytes that this frees.
+
+    The manifest is replaced first: whenever the process dies, it names files that are there, byte for byte.
+    """
+    files = read_manifest(checkpoint, ADVICE)
+    left = {
+        str(file.relative_to(checkpoint)): {"bytes": size, "sha256": digest}
+        for file, (size, digest) in files.items()
+        if not _is_state(file, checkpoint)
+    }
+    state, taken_out = checkpoint / STATE_FOLDER, checkpoint / _TAKEN_OUT
+    if len(left) < len(files):
+        with replaced(checkpoint / MANIFEST) as making:
+            making.write_text(json.dumps(left, indent=1))
+    freed = bytes_of_state(checkpoint)
+    shutil.rmtree(taken_out, ignore_errors=True)  # of a process that died here
+    if state.is_dir():
+        os.replace(state, taken_out)  # whole or not there, also for whoever reads it meanwhile
+        shutil.rmtree(taken_out)
+    return freed
+
+
+def bytes_of_state(checkpoint: Path) -> int:
+    """Bytes that `keep_the_model_alone` would free."""
+    return bytes_of(checkpoint / STATE_FOLDER) + bytes_of(checkpoint / _TAKEN_OUT)
+
+
+def _is_state(file: Path, checkpoint: Path) -> bool:
+    return checkpoint / STATE_FOLDER in file.parents

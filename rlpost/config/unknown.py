@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import NULL, Key, docs_of, groups_of, keys_of
-from rlpost.config.other_words import (
-    MODELS,
-    NO_PREFERENCES,
-    NOT_HERE,
-    OPTIONS,
-    PREFERENCES,
-    WORDS,
-    ends_of,
-    meant_by,
+from rlpost.config.keys import (
+    NULL,
+    Key,
+    all_keys,
+    class_of,
+    commands_of,
+    default_choices,
+    docs_of,
+    groups_of,
+    keys_of,
+    options,
 )
+from rlpost.config.other_words import MODELS, NO_PREFERENCES, NOT_HERE, OPTIONS, PREFERENCES, WORDS, ends_of, meant_by
 from rlpost.config.overrides import Override, parse_value, shown
 from rlpost.config.paths import DATA_FILES, HUB_ID
-from rlpost.config.registry import all_keys, class_of, commands_of, default_choices, options
 from rlpost.errors import ConfigError
-from rlpost.nearest import did_you_mean, nearest, nearest_key, one_typo_away
+from rlpost.text import did_you_mean, nearest, nearest_key, one_typo_away
 
 QUALIFIED = 2  # options that have a key are named with it, unless they are more
 

@@ -24,19 +24,34 @@ Keys (B rows; "ragged" is a jagged nested tensor of shape (B, *)):
     next.reward_parts.<name>                     float32 (B, 1); NaN where a row has no such part
     next.accuracy_strict, next.accuracy_lenient  float32 (B, 1); NaN where the task has no measure
     next.done, next.terminated, next.truncated   bool (B, 1)
+
+Batches as JSON-compatible values and back, exactly: how a checkpoint keeps a buffer's rows.
+
+Rows chosen from batches, copied out only when they are read whole.
+
+Taking a batch apart into groups and putting it together again costs more than everything else that
+happens to it; what waits for more rows, or for its turn, therefore remembers where its rows are.
+
+The best completions of each group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from statistics import fmean, median_low
+from typing import Any, TypeVar
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
 
-from rlpost.data.conversation import Conversation
+from rlpost.data.chat import ContentBase
+from rlpost.data.conversation import Conversation, Message
 from rlpost.data.history import History
-from rlpost.data.ragged import ATTENTION, joined, one_each, ragged, ragged_rows, strings, token_fields, versions
+from rlpost.data.ragged import ATTENTION, Key, joined, one_each, ragged, ragged_rows, strings, token_fields, versions
+from rlpost.errors import DataError
 
 
 def batch_from_conversations(conversations: Sequence[Conversation]) -> TensorDict:
@@ -167,3 +182,279 @@ def row_of(value: Any, index: int) -> Any:
     """One row of an entry, a Python value where it holds those."""
     item = value[index]
     return getattr(item, "data", item)
+
+
+_KIND, _VALUES, _DTYPE, _PART = "kind", "values", "dtype", "ContentBase"
+
+
+def to_plain(batch: TensorDictBase) -> dict[str, Any]:
+    """Nested dicts and lists that hold everything of `batch` (B,), or of a stack of such; floats keep every bit."""
+    if isinstance(batch, LazyStackedTensorDict):
+        return {_KIND: "stack", "dim": batch.stack_dim, _VALUES: [to_plain(each) for each in batch.tensordicts]}
+    return {
+        _KIND: "batch",
+        "size": batch.batch_size[0],
+        _VALUES: {key: _plain_value(value) for key, value in batch.items()},
+    }
+
+
+def from_plain(plain: dict[str, Any]) -> TensorDictBase:
+    """The batch that `to_plain` was given."""
+    if plain[_KIND] == "stack":
+        return LazyStackedTensorDict.lazy_stack([from_plain(each) for each in plain[_VALUES]], plain["dim"])
+    values = {key: _value(value) for key, value in plain[_VALUES].items()}
+    return TensorDict(values, batch_size=[plain["size"]])
+
+
+def _plain_value(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        kind = "ragged" if value.is_nested else "tensor"
+        values = [row.tolist() for row in value.unbind()] if value.is_nested else value.tolist()
+        return {_KIND: kind, _DTYPE: str(value.dtype).removeprefix("torch."), _VALUES: values}
+    if isinstance(value, History):
+        return {_KIND: "history", _VALUES: [[_plain_message(m) for m in chat] for chat in value.to_chats()]}
+    if isinstance(value, TensorDictBase) and not isinstance(value, NonTensorStack):
+        return to_plain(value)
+    return {_KIND: "strings", _VALUES: list(value.tolist())}
+
+
+def _value(plain: dict[str, Any]) -> Any:
+    kind, values = plain[_KIND], plain[_VALUES]
+    if kind == "batch":
+        return from_plain(plain)
+    if kind == "history":
+        return History.from_chats([[_message(m) for m in chat] for chat in values])
+    if kind == "strings":
+        return strings(values)
+    dtype = getattr(torch, plain[_DTYPE])
+    if kind == "ragged":
+        return ragged([torch.tensor(row, dtype=dtype) for row in values])
+    return torch.tensor(values, dtype=dtype)
+
+
+def _plain_message(message: Message) -> Message:
+    """A message whose parts are dicts, told apart from those that were dicts already."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{_PART: p.to_part()} if isinstance(p, ContentBase) else p for p in content]}
+
+
+def _message(plain: Message) -> Message:
+    content = plain["content"]
+    if not isinstance(content, list):
+        return plain
+    return {**plain, "content": [ContentBase.from_part(p[_PART]) if _PART in p else p for p in content]}
+
+
+log = logging.getLogger("rlpost")
+
+L = TypeVar("L", bound=Hashable)
+G = TypeVar("G")  # a group that waits: it has a length, and `+` adds members
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """L rows of one batch or of several, in an order of their own."""
+
+    parts: tuple[tuple[TensorDictBase, tuple[int, ...]], ...]  # a batch (B,), and places in it
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, places: Iterable[int]) -> Selection:
+        """The rows of `batch` at `places`."""
+        return cls(((batch, tuple(places)),))
+
+    @classmethod
+    def whole(cls, batch: TensorDictBase) -> Selection:
+        """Every row of `batch`."""
+        return cls.of(batch, range(batch.batch_size[0]))
+
+    @classmethod
+    def joined(cls, selections: Sequence[Selection]) -> Selection:
+        """The rows of all `selections`, one selection after the other."""
+        parts: list[tuple[TensorDictBase, list[int]]] = []
+        for batch, places in (part for selection in selections for part in selection.parts):
+            if not parts or parts[-1][0] is not batch:
+                parts.append((batch, []))
+            parts[-1][1].extend(places)
+        return cls(tuple((batch, tuple(places)) for batch, places in parts))
+
+    def __len__(self) -> int:
+        return sum(len(places) for _, places in self.parts)
+
+    def __add__(self, more: Selection) -> Selection:
+        """The rows of this selection and then those of `more`."""
+        return Selection.joined([self, more])
+
+    def pick(self, which: Iterable[int]) -> Selection:
+        """The rows at `which`, counted within this selection, in that order."""
+        rows = [(batch, place) for batch, places in self.parts for place in places]
+        return Selection.joined([Selection.of(batch, [place]) for batch, place in (rows[i] for i in which)])
+
+    def has(self, key: Key) -> bool:
+        """Whether every row has an entry `key`."""
+        return all(batch.get(key, None) is not None for batch, _ in self.parts)
+
+    def column(self, key: Key) -> torch.Tensor:
+        """One entry of the rows, (L, ...) or ragged (L, *).
+
+        Raises KeyError where a batch lacks it, TypeError where it is no tensor.
+        """
+        columns = [(batch.get(key, None), places) for batch, places in self.parts]
+        for (values, _), (batch, _) in zip(columns, self.parts, strict=True):
+            if values is None:
+                raise KeyError(f"a batch has no entry {key!r}: it has {', '.join(map(str, batch.keys()))}")
+            if not isinstance(values, torch.Tensor):
+                raise TypeError(f"the entry {key!r} is no tensor: copy the rows, and read it there")
+        return joined(
+            [
+                ragged([rows[i] for rows in [ragged_rows(values)] for i in places])
+                if values.is_nested
+                else values[list(places)]
+                for values, places in columns
+            ]
+        )
+
+    def first(self, key: Key) -> Any:
+        """The entry `key` of the first row as a Python value; None where its batch has none."""
+        batch, places = self.parts[0]
+        values = batch.get(key, None)
+        return None if values is None else row_of(values, places[0])
+
+    def measures(self) -> TensorDict:
+        """The dense tensors of the rows (L,), without texts and ragged entries, which cost more than all else."""
+        parts = [select_rows(_dense(batch), places) for batch, places in self.parts]
+        return parts[0] if len(parts) == 1 else concat_rows(parts)
+
+    def copied(self) -> TensorDict:
+        """The rows as a batch (L,) of their own, which may share tensors with the one they are of."""
+
+        def is_whole(batch: TensorDictBase, places: Sequence[int]) -> bool:
+            return isinstance(batch, TensorDict) and tuple(places) == tuple(range(batch.batch_size[0]))
+
+        rows = [batch if is_whole(batch, places) else select_rows(batch, places) for batch, places in self.parts]
+        return rows[0].copy() if len(rows) == 1 else concat_rows(rows)
+
+
+class Waiting(dict[L, G]):
+    """Groups that lack some of their `size` members, the one that has longest gained none first.
+
+    More than `most` never wait. Raises ValueError for a `most` below 1.
+    """
+
+    def __init__(self, most: int, size: int | None, members: str) -> None:
+        super().__init__()
+        if most < 1:
+            raise ValueError(f"max_waiting={most} lets no group wait: it must be at least 1")
+        self.most = most
+        self.size = size
+        self.members = members  # what the log calls them
+        self.num_evicted = 0
+
+    def with_more(self, key: L, new: G) -> G:
+        """The group `key` with `new` behind what waits of it, which goes on waiting."""
+        waiting: Any = self.get(key)
+        return new if waiting is None else waiting + new
+
+    def hold(self, key: L, group: G) -> None:
+        """Let `group` wait, behind all others."""
+        self.pop(key, None)
+        self[key] = group
+
+    def evict(self) -> None:
+        """Give up the groups that have waited longest since they last gained a member, logged and counted."""
+        while len(self) > self.most:
+            group: Any = self.pop(next(iter(self)))
+            self.num_evicted += 1
+            log.warning(
+                "gave up a group with %d of %s %s, since %d others wait (max_waiting); %d given up so far",
+                len(group),
+                self.size,
+                self.members,
+                self.most,
+                self.num_evicted,
+            )
+
+
+class HoldsGroups:
+    """What holds groups back in `_waiting` until they are whole."""
+
+    _waiting: Waiting[Any, Any]
+
+    @property
+    def num_incomplete(self) -> int:
+        """Groups that still wait for members."""
+        return len(self._waiting)
+
+    @property
+    def num_evicted(self) -> int:
+        """Groups that were given up, since too many waited."""
+        return self._waiting.num_evicted
+
+
+def check_one_group(number: int, waiting: Selection, new: Selection) -> None:
+    """Raise DataError where `new` rows are of another prompt, or source, than those that wait."""
+    for key in ("query", "source"):
+        first, second = waiting.first(key), new.first(key)
+        if None not in (first, second) and first != second:
+            raise DataError(
+                f"group {number} would hold rows of two prompts ({key} {str(first)[:40]!r} and {str(second)[:40]!r}): "
+                "two collectors number their draws alike, so give each a buffer of its own"
+            )
+
+
+def places_of_each(labels: Iterable[L]) -> dict[L, list[int]]:
+    """The places where each label stands, labels in the order they first come."""
+    places: dict[L, list[int]] = {}
+    for place, label in enumerate(labels):
+        places.setdefault(label, []).append(place)
+    return places
+
+
+def _dense(batch: TensorDictBase) -> TensorDict:
+    kept = {}
+    for key, value in batch.items():
+        if isinstance(value, TensorDict):
+            kept[key] = _dense(value)
+        elif isinstance(value, torch.Tensor) and not value.is_nested:
+            kept[key] = value
+    return TensorDict(kept, batch_size=batch.batch_size)
+
+
+TOLERANCE = 1e-6  # relative: further apart than rounding takes equal rewards
+
+
+def best_of_groups(batch: TensorDictBase, count: int, minimum: float | None) -> list[int]:
+    """The places of each group's `best` in a batch (B,) of whole groups, one row a completion, group by group."""
+    worth = [mean_worth([reward]) for reward in worth_of(Selection.whole(batch), ("next", "reward"))]
+    groups = places_of_each(batch["group_id"].tolist()).values()
+    return [places[i] for places in groups for i in best([worth[place] for place in places], count, minimum)]
+
+
+def worth_of(rows: Selection, rewards_key: Key) -> list[float | None]:
+    """The reward of each row, the mean if it has several: NaN where it has none (yet), None where it failed."""
+    column = rows.column(rewards_key)
+    each = ragged_rows(column) if column.is_nested else column.reshape(len(rows), -1)
+    rewards = [row.double().mean().item() for row in each]
+    valid = rows.column("valid").flatten().tolist() if rows.has("valid") else [True] * len(rewards)
+    return [reward if counts else None for reward, counts in zip(rewards, valid, strict=True)]
+
+
+def mean_worth(rewards: Sequence[float | None]) -> float:
+    """Over the rows of a trajectory that have a reward; NaN where none has, or one failed."""
+    finite = [reward for reward in rewards if reward is not None and isfinite(reward)]
+    return fmean(finite) if finite and None not in rewards else nan
+
+
+def best(worth: Sequence[float], count: int, minimum: float | None) -> list[int]:
+    """The places of the `count` greatest candidates, greatest first; NaN is never one.
+
+    Candidates are at least `minimum`, or where it is None strictly above the lower median of all
+    that are no NaN, up to rounding.
+    """
+    known = [value for value in worth if value == value]
+    if not known:
+        return []
+    bar = median_low(known) + TOLERANCE * max(1.0, *map(abs, known)) if minimum is None else minimum
+    candidates = [i for i, value in enumerate(worth) if (value > bar if minimum is None else value >= bar)]
+    return sorted(candidates, key=lambda i: -worth[i])[:count]

@@ -2,6 +2,8 @@
 
 Building and stacking a TensorDict for every turn costs more than the turn; `rlpost.data.batch`
 turns a list of conversations into one TensorDict when a batch is delivered.
+
+The form in which a policy is asked, and an environment asks.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
+
+from rlpost.text import member
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and what a chat template may read besides
 PolicyVersionLabel = int | str
@@ -196,3 +201,16 @@ def strip_end_of_turn(text: str, tokenizer: Any = None) -> str:
         if bare.endswith(marker):
             return bare.removesuffix(marker).rstrip()
     return text
+
+
+class InputMode(Enum):
+    """Messages, the text that a chat template makes of them, or the ids of that text."""
+
+    history = "history"
+    text = "text"
+    tokens = "tokens"
+
+    @classmethod
+    def of(cls, given: InputMode | str) -> InputMode:
+        """The mode that is called `given`. Raises ConfigError for none."""
+        return member(cls, "input_mode", given)

@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlpost.data import row_store
-from rlpost.data.chat_mask import ChatMask, MaskError
-from rlpost.data.complaints import OR_MORE, Causes
+from rlpost.data import rows
+from rlpost.data.chat import ChatMask, MaskError, text_ids
 from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
-from rlpost.data.rendering import text_ids
+from rlpost.data.rows import OR_MORE, Causes
 
 if TYPE_CHECKING:
     from rlpost.data.datasets import DemonstratedRows
@@ -118,7 +117,7 @@ class LazySamples(Sequence[Sample]):
         for each in shown.wrong:
             self.malformed.add(encoder.encode(each))
         self.met = 0  # bad rows that were found when their turn came
-        self.apart = -(-len(shown) // row_store.SAMPLE)
+        self.apart = -(-len(shown) // rows.SAMPLE)
         for number in range(0, len(shown), self.apart):
             sample = self[number]
             self.bad.add(sample)

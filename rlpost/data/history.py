@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-from rlpost.data.columns import fields_of, grid, own, settle
+from rlpost.data.chat import ChatMask, MaskError, check_parts_are_written, is_processor, render, template_messages
 from rlpost.data.conversation import PADDING_ROLE, Message
-from rlpost.data.ragged import padded, padding_id, ragged
-from rlpost.data.rendering import check_parts_are_written, is_processor, render, template_messages
+from rlpost.data.ragged import fields_of, grid, own, padded, padding_id, ragged, settle
 from rlpost.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rlpost.data.chat_mask import ChatMask
+    from rlpost.data.chat import ChatMask
 
 _OPTIONAL = ("tool_calls", "tool_responses", "more")
 _COLUMNS = ("role", "content", *_OPTIONAL)  # of Python values
@@ -228,7 +227,6 @@ class History(TensorClass["nocast"]):
         where it does not tell what the assistant says; ConfigError for what cannot be combined, and
         UnknownTemplateError for a name that no template has.
         """
-        from rlpost.data.chat_mask import ChatMask
         from rlpost.data.chat_templates import template_to_write
 
         _check_asked(tokenizer, tokenize or return_dict, padding, return_dict, return_assistant_tokens_mask)
@@ -312,8 +310,6 @@ def _masked(
     mask: ChatMask, chat: Sequence[Message], number: int, tools: list[dict[str, Any]] | None, prompt: bool
 ) -> tuple[list[int], list[bool]]:
     """The ids of one chat and the assistant's mask over them. Raises MaskError, naming the chat."""
-    from rlpost.data.chat_mask import MaskError
-
     try:
         return mask.encode(chat, tools, add_generation_prompt=prompt)
     except MaskError as error:

@@ -1,17 +1,24 @@
-"""Rows of different lengths in a TensorDict: ragged or padded tensors, and one Python value a row."""
+"""Rows of different lengths in a TensorDict: ragged or padded tensors, and one Python value a row.
+
+Columns of Python values in a tensorclass: one value an element of the batch, whatever was given.
+
+Elements of different lengths as one batch: ragged, or padded to the longest.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.errors import DataError
 
 Key = str | tuple[str, ...]  # of an entry, perhaps a nested one
 ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
@@ -102,3 +109,154 @@ def column(tensordict: TensorDictBase, key: Key) -> list[Any]:
     if isinstance(plain, list | np.ndarray) and len(plain) == tensordict.batch_size[0]:
         return list(plain) if isinstance(plain, list) else plain.tolist()
     return [plain if isinstance(plain, str | int | float) else value[i] for i in range(tensordict.batch_size[0])]
+
+
+def grid(values: Any, shape: Sequence[int]) -> NonTensorStack | NonTensorData:
+    """Lists nested as `shape` says, as TensorDict stores them; the innermost values may be lists too."""
+    if not shape:
+        return NonTensorData(values)
+    if len(shape) == 1:
+        return NonTensorStack(*values)
+    return NonTensorStack(*(grid(row, shape[1:]) for row in values))
+
+
+def settle(fields: TensorDictBase, names: Iterable[str]) -> None:
+    """Make each column of `names` that was given as lists one value an element, in place; one not given is left.
+
+    What lists become when they are set depends on `tensordict.set_list_to_stack`, and where they are
+    stacked, on what they hold: lists within are stacked too, and those of numbers become tensors.
+    """
+    shape = fields.batch_size
+    for name in names:
+        held = fields.get(name, None)
+        if held is None:
+            continue
+        if isinstance(held, NonTensorData):
+            if shape and _has_shape(held.data, shape):
+                fields.set(name, grid(held.data, shape))
+        elif not isinstance(held, NonTensorStack) or held.ndim > len(shape):
+            fields.set(name, grid(held.tolist(), shape))
+
+
+def _has_shape(values: Any, shape: Sequence[int]) -> bool:
+    """Whether `values` are lists nested as `shape` says."""
+    if not shape:
+        return True
+    return isinstance(values, list) and len(values) == shape[0] and all(_has_shape(row, shape[1:]) for row in values)
+
+
+def own(value: Any) -> Any:
+    """`value` with lists and dicts of its own, so that changing those it came from does not change it."""
+    if isinstance(value, list):
+        return [own(each) for each in value]
+    if isinstance(value, dict):
+        return {key: own(each) for key, each in value.items()}
+    return value
+
+
+def fields_of(tensorclass: Any) -> TensorDictBase:
+    """The fields of a tensorclass as they are stored: read as attributes, columns would become lists each time."""
+    return tensorclass._tensordict
+
+
+Side = Literal["left", "right"]
+
+
+def as_nested_tensor(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
+    """`elements` as one TensorDict (B,) whose 1-D tensors are ragged: jagged nested tensors (B, *).
+
+    Tensors of other dimensions, and numbers, are stacked; everything else is one value a row.
+    Raises DataError for no elements, other fields in one of them, or shapes that cannot be stacked,
+    TypeError for an element without fields.
+    """
+
+    def nested(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        return ragged(values) if values[0].ndim == 1 else _stacked(name, values, "rows alone become ragged")
+
+    return _together(elements, nested)
+
+
+def as_padded_tensor(
+    elements: Sequence[Mapping[str, Any] | TensorDictBase],
+    *,
+    dim: int = 0,
+    side: Side = "left",
+    value: float = 0,
+) -> TensorDict:
+    """`elements` as one TensorDict (B,), their tensors padded along `dim` to the longest.
+
+    The padding is `value`, on the left unless `side` says otherwise. Tensors without a dimension,
+    and numbers, are stacked; everything else is one value a row. Raises DataError for no elements,
+    other fields in one of them, or shapes that differ beyond `dim`; ValueError for another `side`.
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"side={side!r} is unknown: it must be left or right")
+
+    def filled(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+        if values[0].ndim == 0:
+            return torch.stack(values)
+        longest = max(tensor.shape[dim] for tensor in values)
+        padded = [_pad_to(longest, tensor, dim, side, value) for tensor in values]
+        return _stacked(name, padded, f"they may differ along dim={dim} alone")
+
+    return _together(elements, filled)
+
+
+def stack_equal(elements: Sequence[Mapping[str, Any] | TensorDictBase]) -> TensorDict:
+    """`elements` as one TensorDict (B,), tensors and numbers stacked, everything else one value a row.
+
+    Raises DataError for no elements, other fields in one of them, or tensors of different shapes.
+    """
+    hint = "as_padded_tensor and as_nested_tensor take such (stack_method= of a DataLoadingPrimer)"
+    return _together(elements, lambda name, values: _stacked(name, values, hint))
+
+
+def _together(
+    elements: Sequence[Mapping[str, Any] | TensorDictBase], join: Callable[[str, list[torch.Tensor]], torch.Tensor]
+) -> TensorDict:
+    """One TensorDict of the fields of all `elements`; `join` puts the tensors of one field together."""
+    if not elements:
+        raise DataError("no elements to put together: give at least one")
+    wrong = next((e for e in elements if not isinstance(e, Mapping | TensorDictBase)), None)
+    if wrong is not None:
+        raise TypeError(f"an element is no mapping but {type(wrong).__name__}: each has to name its fields")
+    rows = [element.to_dict() if isinstance(element, TensorDictBase) else element for element in elements]
+    names = list(rows[0])
+    for number, row in enumerate(rows):
+        if set(row) != set(names):
+            raise DataError(f"element {number} has {_listed(row)}, and element 0 has {_listed(names)}: they must agree")
+    fields = {name: _column(name, [row[name] for row in rows], join) for name in names}
+    return TensorDict(fields, batch_size=[len(rows)])
+
+
+def _column(name: str, values: list[Any], join: Callable[[str, list[torch.Tensor]], torch.Tensor]) -> Any:
+    if all(isinstance(value, Mapping) for value in values):
+        return _together(values, join)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        if len({value.ndim for value in values}) > 1:
+            raise DataError(f"the elements' {name!r} have other numbers of dimensions: {_shapes(values)}")
+        return join(name, values)
+    if all(isinstance(value, bool | int | float) for value in values):
+        return torch.tensor(values)
+    return NonTensorStack(*values)
+
+
+def _stacked(name: str, values: list[torch.Tensor], hint: str) -> torch.Tensor:
+    if len({value.shape for value in values}) > 1:
+        raise DataError(f"the elements' {name!r} have the shapes {_shapes(values)}, which cannot be stacked: {hint}")
+    return torch.stack(values)
+
+
+def _shapes(values: Sequence[torch.Tensor]) -> str:
+    return ", ".join(map(str, dict.fromkeys(tuple(value.shape) for value in values)))
+
+
+def _pad_to(length: int, tensor: torch.Tensor, dim: int, side: Side, value: float) -> torch.Tensor:
+    missing = length - tensor.shape[dim]
+    # torch counts pads from the last dimension on, (left, right) each
+    pads = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + ([missing, 0] if side == "left" else [0, missing])
+    return pad(tensor, pads, value=value)
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(map(str, names)) or "nothing"

@@ -11,11 +11,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlpost.data.batch import rows_in_line
+from rlpost.data.batch import (
+    HoldsGroups,
+    Selection,
+    Waiting,
+    check_one_group,
+    from_plain,
+    places_of_each,
+    rows_in_line,
+    to_plain,
+)
 from rlpost.data.conversation import PolicyVersionLabel
-from rlpost.data.plain import from_plain, to_plain
 from rlpost.data.ragged import ragged_rows
-from rlpost.data.selection import HoldsGroups, Selection, Waiting, check_one_group, places_of_each
 from rlpost.errors import ConfigError, DataError, PolicyError
 
 Transform = Callable[[TensorDictBase], TensorDictBase | None]

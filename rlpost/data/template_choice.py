@@ -10,16 +10,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpost.data.rendering import render, template_name
+from rlpost.data.chat import ChatMask, render, template_name
 from rlpost.data.template_trial import GENERATION_TAGS, greed_of
 from rlpost.errors import ConfigError, DataError
-from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.files import expanded
+from rlpost.text import did_you_mean, nearest
 
 TEMPLATE_KEY, VARIABLES_KEY = "model.chat_template", "model.chat_template_kwargs"
 PLAIN = "plain"  # for a tokenizer that has no special token but the end of a text
@@ -34,8 +36,7 @@ def named_template(name: str) -> str:
     Raises ConfigError for a name that no format has, and for a file that cannot be read or is no template.
     """
     if not (name.endswith(_FILE_ENDINGS) or "/" in name):
-        from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template
-        from rlpost.data.templates import jinja
+        from rlpost.data.chat_templates import TEMPLATES, UnknownTemplateError, chat_template, jinja
 
         try:
             return jinja(PLAIN) if name == PLAIN else chat_template(name).template
@@ -59,8 +60,6 @@ def named_template(name: str) -> str:
 
 def check_takes_little(template: object, name: str) -> None:
     """Raise ConfigError for a template that takes too much time, memory or text, or is none; rlpost's are not tried."""
-    from rlpost.data.templates import own_templates
-
     if not isinstance(template, str):
         raise ConfigError(f"{name} is no text: correct chat_template in its tokenizer_config.json")
     if template not in own_templates() and (greed := greed_of(template)) is not None:
@@ -137,8 +136,6 @@ def thinking_cut_short(tokenizer: Any, tokens: int, key: str) -> str | None:
 
 
 def _give_template(tokenizer: Any, name: str) -> None:
-    from rlpost.data.chat_mask import ChatMask
-
     template = named_template(name)
     if tokenizer.bos_token and "bos_token" not in template and tokenizer.bos_token not in template:
         begun = tokenizer("")["input_ids"]
@@ -162,3 +159,10 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@cache
+def own_templates() -> frozenset[str]:
+    """All chat templates that are shipped."""
+    files = [file for file in (resources.files("rlpost.data") / "templates").iterdir() if file.name.endswith(".jinja")]
+    return frozenset(file.read_text(encoding="utf-8") for file in files)

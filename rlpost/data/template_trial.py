@@ -15,7 +15,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlpost.child import kill_group, python_module
+from rlpost.remote.child import kill_group, python_module
 
 GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 LONGEST_TEMPLATE = 1_000_000  # characters; the longest of a known model has 30,000

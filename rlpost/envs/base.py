@@ -1,9 +1,15 @@
-"""What every environment is: conversations drawn and advanced, and the same thing as TensorDicts."""
+"""What every environment is: conversations drawn and advanced, and the same thing as TensorDicts.
+
+What an environment asks of a tool: its functions, its answer to a call, and how much of it a model may use.
+
+What an appended transform may do to an environment.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
@@ -12,15 +18,138 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data.batch import batch_from_conversations
-from rlpost.data.continuation import Continuation
-from rlpost.data.conversation import Conversation, Ticket
-from rlpost.data.input_mode import InputMode
-from rlpost.envs.tool import ToolTransform
-from rlpost.envs.transforms.base import Transform
+from rlpost.data.chat import Continuation
+from rlpost.data.conversation import Conversation, InputMode, Ticket
 from rlpost.errors import ConfigError, DataError
+from rlpost.settings.base import Settings, limited
 
 if TYPE_CHECKING:
     from rlpost.data.demonstrations import Demonstration
+
+
+class Transform:
+    """Acts on conversations when they begin, after each reply and when they end, and on the TensorDicts made of them.
+
+    `on_begin`, `on_reply` and `on_end` are called whichever face of the environment is used, `__call__`
+    only by `reset` and `step`. A transform overrides what it needs; each method does nothing by itself.
+    Where conversations are played one by one (`collector=async`) the three are called by several threads, each
+    with some conversations, though never by two at once in one environment.
+    """
+
+    reward_per_token = False  # whether it makes a reward for each token, which no training of rlpost takes
+
+    def start(self) -> None:
+        """Load or start what is needed, or raise why that cannot be done; a second call does nothing."""
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Change conversations that have just been drawn, in place."""
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """React to the policy's turn, in place: append a message, add to the reward, end the conversation."""
+
+    def on_end(self, conversations: Sequence[Conversation]) -> None:
+        """Give back what is held for conversations that are over; called once for each, after it was scored.
+
+        Also for those that are given up before they are over, of which nothing may be held yet.
+        """
+
+    def on_reset(self) -> None:
+        """Give back what is held for conversations under way: the environment is reset, and they are abandoned."""
+
+    def close(self) -> None:
+        """Give back everything; called when the environment closes. A second call does nothing."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change what the policy is shown: what `reset` returns, and `next` of what `step` does."""
+        return tensordict
+
+    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Change turns that were played, with their `next`: what `step` returns, and the batch of a collector."""
+        return tensordict
+
+
+ROLES = ("user", "tool")  # of the messages that answer a call
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call in a reply: characters `place` to `end` of it; `fault` says why it cannot be run as it stands."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    place: int
+    fault: str | None = None
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers; `ok` is False where the call failed, which `text` explains to the model."""
+
+    text: str
+    ok: bool = True
+
+
+class ToolTransform(Transform):
+    """Functions that the model may call; a `ChatEnv` runs them and shows the model what they answered.
+
+    `call` may be entered by several threads at once, never twice at once for one conversation; further
+    calls than `at_once` wait for their turn. What is kept from turn to turn belongs to `conversation.key`,
+    until `on_end`.
+    """
+
+    at_once: int | None = None  # calls that run at the same time; None: of as many conversations as call
+    described: bool = True  # False: the model is not shown the schemas; its prompt says what it may call
+
+    role: str = "user"  # of the messages that answer its calls: the environment's, once it is appended to one
+
+    @abstractmethod
+    def schemas(self) -> list[dict[str, Any]]:
+        """The functions as the model is shown them: `{"type": "function", "function": {"name": ..., ...}}` each."""
+
+    @abstractmethod
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """Run one call, within a time limit.
+
+        What the model did wrong is a `ToolResult` that says so. An exception is a fault of the tool:
+        the conversation ends with it, without a reward; an `RlpostError` ends the run.
+        """
+
+    def calls_in(self, reply: str) -> list[ToolCall]:
+        """The calls in forms that are this tool's own."""
+        return []
+
+    def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
+        """What the model is told of the `number`-th call of its turn."""
+        if result.ok:
+            return f"Tool {call.name} executed successfully:\n{result.text}"
+        return f"Tool {call.name} failed:\n{result.text}"
+
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [schema["function"]["name"] for schema in self.schemas()]
+
+    def takes(self, name: str) -> bool:
+        """Whether a call of `name` is for this tool, which may go by shorter names than those it shows."""
+        return name in self.names()
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Show the functions to the model, where they are to be described."""
+        for conversation in conversations if self.described else ():
+            conversation.tools = [*conversation.tools, *self.schemas()]
+
+
+@dataclass(frozen=True)
+class ToolLimits(Settings):
+    """How much of its tools a model may use.
+
+    `max_calls` in a conversation and `max_calls_per_turn` in a reply are run, further ones answered
+    with the limit; None: as many as it writes. Of an answer `max_output_chars` characters are shown.
+    """
+
+    max_calls: int | None = limited(None, at_least=1)
+    max_calls_per_turn: int | None = limited(8, at_least=1)
+    max_output_chars: int = limited(4000, at_least=1)
 
 
 class EnvBase(ABC):
@@ -266,7 +395,7 @@ class EnvBase(ABC):
 
         Raises DataError with neither.
         """
-        from rlpost.torchrl.turns import rows_of
+        from rlpost.torchrl.face import rows_of
 
         return rows_of(tensordict)
 
@@ -282,8 +411,7 @@ class EnvBase(ABC):
         scored and NaN where scoring failed, `reward_parts`, `accuracy_strict`, `accuracy_lenient`.
         Raises DataError without a turn to take, or for a conversation that is over.
         """
-        from rlpost.torchrl.replies import add_replies
-        from rlpost.torchrl.turns import conversations_of, scores
+        from rlpost.torchrl.face import add_replies, conversations_of, scores
 
         conversations = [conversation.copy() for conversation in conversations_of(tensordict)]
         if any(conversation.done for conversation in conversations):
@@ -296,7 +424,7 @@ class EnvBase(ABC):
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """`step`, and what to act on next: the following turn, or a fresh draw where a row is done."""
-        from rlpost.torchrl.turns import conversations_of
+        from rlpost.torchrl.face import conversations_of
 
         stepped = self.step(tensordict)
         conversations = conversations_of(stepped["next"])
@@ -315,7 +443,7 @@ class EnvBase(ABC):
 
         Ends with the first turn that ends a conversation, or goes on with a fresh one in its row.
         """
-        from rlpost.torchrl.turns import conversations_of
+        from rlpost.torchrl.face import conversations_of
 
         steps = []
         current = self.reset(tensordict)
@@ -339,7 +467,7 @@ class EnvBase(ABC):
 
     def observe(self, conversations: Sequence[Conversation]) -> TensorDictBase:
         """The TensorDict of `conversations`, transforms applied."""
-        from rlpost.torchrl.turns import observation
+        from rlpost.torchrl.face import observation
 
         observed: TensorDictBase = TensorDict(
             observation(conversations, self.input_mode, self._continuation), batch_size=[len(conversations)]

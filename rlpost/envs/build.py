@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlpost.catalog import row_of
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError
 from rlpost.settings import EnvSettings, ToolsSettings
 from rlpost.settings.commands import SampledSettings

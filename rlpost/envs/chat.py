@@ -1,23 +1,110 @@
-"""ChatEnv: a conversation about prompts that come from outside."""
+"""ChatEnv: a conversation about prompts that come from outside.
+
+How a score gets into a conversation, a failed one included.
+
+DatasetChatEnv: a conversation about each row of a dataset.
+
+The order of rows, a pure function of seed and position.
+
+Problems made on the spot, without end, in two splits that share none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from functools import cached_property
+from itertools import count
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from rlpost.data.conversation import CUT, Conversation, Message, Ticket
-from rlpost.data.input_mode import InputMode
-from rlpost.envs.base import EnvBase
-from rlpost.envs.rows import filled
-from rlpost.envs.scoring import record_scores
-from rlpost.envs.tool import ROLES, ToolLimits, ToolTransform
-from rlpost.envs.transforms.base import Transform
-from rlpost.envs.transforms.dataloading import DataLoadingPrimer, Draw
+import numpy as np
+
+from rlpost.data.conversation import CUT, Completion, Conversation, InputMode, Message, Ticket
+from rlpost.data.datasets import HELD_OUT, Dataset, DemonstratedRows, LocatedRows, held_out_of, is_path, located_rows
+from rlpost.data.rows import Complaint, Malformed, Row, digests_of, filled, order_seed
+from rlpost.envs.base import ROLES, EnvBase, ToolLimits, ToolTransform, Transform
+from rlpost.envs.transforms.training import DataLoadingPrimer, Draw
 from rlpost.errors import ConfigError, DataError
-from rlpost.rewards.score import Score
+from rlpost.rewards.score import Patience, Score, TooLong, interrupted_after, log_failures, why_untrainable
+from rlpost.settings import EnvSettings
+from rlpost.settings.env import MadeSettings
+from rlpost.text import counted
 
 if TYPE_CHECKING:
+    from rlpost.data.demonstrations import Demonstration
+    from rlpost.data.rows import Digests
     from rlpost.tools.calls import Tools
+
+Scorer = Callable[[Conversation], Score | None]
+
+
+def record_scores(conversations: Sequence[Conversation], scorer: Scorer, seconds: float) -> None:
+    """`record_score` for each; a `scorer` that takes longer than `seconds` makes its conversation invalid too.
+
+    It runs in this process, so it is interrupted where Python can be: in the main thread, and not while
+    it waits in C. After some in a row that were late the rest is invalid without being tried.
+    """
+    patience = Patience()
+    for conversation in conversations:
+        if patience.refusal:
+            fail(conversation, patience.refusal)
+            continue
+        try:
+            with interrupted_after(seconds):
+                record_score(conversation, scorer)
+            patience.note(None)
+        except TooLong:
+            fail(conversation, f"{getattr(scorer, '__qualname__', 'score')} did not return within {seconds:g} s")
+            patience.note(conversation.error)
+    log_failures([c.error for c in conversations if not c.valid], len(conversations))
+
+
+def check_tiers(tiers: Sequence[float]) -> None:
+    """Raise ConfigError unless `tiers` are the rewards of a right answer, of another one and of none."""
+    if len(tiers) != 3 or not tiers[0] > max(tiers[1:]):
+        raise ConfigError(f"tiers={tiers} must be three rewards: right answer (the highest), other answer, none")
+
+
+def fail(conversation: Conversation, error: str) -> None:
+    """Make the conversation invalid: it keeps its place in its group, and has no reward."""
+    conversation.valid, conversation.error, conversation.reward = False, error, None
+
+
+def record_score(conversation: Conversation, scorer: Scorer) -> None:
+    """Write what `scorer` says into `conversation`, on top of a reward it may have already.
+
+    A scorer that raises or gives no finite number makes the conversation invalid, with the error
+    and without a reward, never a 0; ConfigError and DataError, which no other reply would mend, are
+    let through. None writes nothing.
+    """
+    try:
+        score = scorer(conversation)
+    except (ConfigError, DataError):
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises is recorded, counted and excluded
+        score = Score(math.nan, valid=False, error=f"{type(error).__name__}: {error}")
+    if score is not None:
+        record(conversation, score)
+
+
+def record(conversation: Conversation, score: Score) -> None:
+    """Write `score` into `conversation` as `record_score` does."""
+    total = score.reward + (conversation.reward or 0.0)
+    if score.valid and (wrong := why_untrainable(total)):
+        score.valid, score.error = False, f"the reward is {total:g}, {wrong}"
+    if not score.valid:
+        fail(conversation, score.error or "the reward failed")
+    elif conversation.valid:
+        conversation.reward = total
+        conversation.reward_parts |= score.parts
+        conversation.accuracy_strict = score.accuracy_strict
+        conversation.accuracy_lenient = score.accuracy_lenient
+        conversation.answer = score.answer
+        conversation.instructions = score.instructions
 
 
 class ChatEnv(EnvBase):
@@ -254,3 +341,442 @@ class ChatEnv(EnvBase):
         self._begun = state["begun"]
         if self.primer is not None:
             self.primer.load_state_dict(state["primer"])
+
+
+T = TypeVar("T")
+
+
+class OrderedRows(Generic[T]):
+    """Rows without end: epoch after epoch, each in its own order if `shuffle`.
+
+    Position p is row `p % len(rows)` of the order of (seed, epoch `p // len(rows)`), so a position alone
+    says where to go on. Rows are shuffled by a hash of their content: a row that is taken out leaves the
+    order of all others as it was. `read_ahead` rows are fetched at a time, through the dataset's
+    `__getitems__` where it has one. `digests` are one number a row (None: of the content, where `rows`
+    are a list or know them, else of the place).
+    """
+
+    def __init__(
+        self, rows: Sequence[T], *, shuffle: bool, seed: int, read_ahead: int = 1, digests: Digests | None = None
+    ) -> None:
+        self.rows = rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.read_ahead = read_ahead
+        self._digests = digests
+        self._ordered: tuple[int, Any] | None = None  # an epoch and its order
+
+    def __iter__(self) -> Iterator[T]:
+        return self.iter_from(0)
+
+    def iter_from(self, position: int) -> Iterator[T]:
+        """The rows from `position` on, without end."""
+        epoch, start = divmod(position, len(self.rows))
+        while True:
+            order = self.order(epoch)
+            for first in range(start, len(order), self.read_ahead):
+                yield from self._fetch(order[first : first + self.read_ahead].tolist())
+            epoch, start = epoch + 1, 0
+
+    def order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The row numbers of one epoch."""
+        if self._ordered is None or self._ordered[0] != epoch:
+            self._ordered = epoch, self._order(epoch)
+        return self._ordered[1]
+
+    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not self.shuffle:
+            return np.arange(len(self.rows))
+        salt = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8).digest()
+        return np.argsort(_mixed(self.digests ^ np.uint64(int.from_bytes(salt, "little"))), kind="stable")
+
+    def row_at(self, position: int) -> int:
+        """The number of the row at `position`."""
+        epoch, place = divmod(position, len(self.rows))
+        return int(self.order(epoch)[place])
+
+    def count(self) -> int:
+        """How many different rows there are."""
+        return len(self.rows)
+
+    def fingerprint(self, served: int) -> str:
+        """What a saved position rests on besides the seed, in words, `served` rows having been drawn.
+
+        Those rows, in their order; in the first epoch rows that are still to come may go or change.
+        """
+        order = "shuffled" if self.shuffle else "in order"
+        epoch, place = divmod(served, len(self.rows))
+        drawn = self.digests[self.order(0)[:place]] if epoch == 0 else self.digests
+        content = hashlib.blake2b((np.sort(drawn) if epoch else drawn).tobytes(), digest_size=4).hexdigest()
+        return f"{counted(len(drawn), 'different row')} drawn, {order}, content {content}"
+
+    @cached_property
+    def digests(self) -> Digests:
+        """One number a row; equal rows have different ones, in the order in which they stand."""
+        digests = self._digests
+        if digests is None:
+            digests = getattr(self.rows, "digests", None)
+        if digests is None:
+            digests = digests_of(self.rows)
+        order = np.argsort(digests, kind="stable")
+        new = np.r_[True, digests[order][1:] != digests[order][:-1]]
+        first = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
+        copies = np.empty(len(order), np.uint64)
+        copies[order] = np.arange(len(order)) - first
+        return _mixed(digests + copies)
+
+    def _fetch(self, numbers: list[int]) -> Sequence[T]:
+        fetch_many = getattr(self.rows, "__getitems__", None)
+        return fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
+
+
+def _mixed(numbers: Digests) -> Digests:
+    """A 64-bit hash of each number: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+CHOOSING = ("long_prompts", "pass_rates", "min_pass_rate", "max_pass_rate")  # settings read once a model is known
+
+
+class DatasetChatEnv(ChatEnv):
+    """A `ChatEnv` whose prompts are the rows of a dataset, one turn each unless `max_steps` says more.
+
+    `dataset` is a sequence of mappings, or a path or hub id as `located_rows` takes. It keeps
+    `num_envs` conversations under way and gives each row to `repeats` of them in a row; with
+    `group_repeats` there are `num_envs * repeats`, so that a draw holds `num_envs` whole groups.
+    The order of the rows is a function of `seed` and the position alone. `batch_size_dl` rows are
+    fetched from the dataset at a time. `held_out` is the share of the prompts that `located_rows` keeps
+    for the split test of a path without one. Other arguments are `ChatEnv`'s.
+    """
+
+    source_settings: EnvSettings | None = None  # of a source of a mix
+    config: str | None = None  # of a dataset on the hub
+    test_path: str | None = None  # where the split test is, if not in `dataset`
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        split: str = "train",
+        limit: int | None = None,
+        held_out: float = HELD_OUT,
+        shuffle: bool = True,
+        num_envs: int = 1,
+        repeats: int = 1,
+        batch_size_dl: int = 1,
+        seed: int = 0,
+        group_repeats: bool = False,
+        data_key: str = "question",
+        max_steps: int | None = 1,
+        **chat: Any,
+    ) -> None:
+        if min(num_envs, repeats, batch_size_dl) < 1:
+            raise ConfigError(
+                f"num_envs={num_envs}, repeats={repeats} and batch_size_dl={batch_size_dl} must be at least 1"
+            )
+        size = num_envs * repeats if group_repeats else num_envs
+        super().__init__(size, data_key=data_key, max_steps=max_steps, **chat)
+        self.dataset = dataset
+        self.split = split
+        self.limit = limit
+        self.held_out = held_out
+        self.shuffle = shuffle
+        self.repeats = repeats
+        self.seed = seed
+        self.read_ahead = batch_size_dl
+        self._rows: Any = None
+
+    @classmethod
+    def of(cls, settings: EnvSettings, *, seed: int, **common: Any) -> Self:
+        """The environment that `settings` describe; `seed` is the run's, `common` what every environment takes.
+
+        One that is None in `common` is left to the constructor, whose defaults are the environment's own.
+        """
+        given = {name: value for name, value in common.items() if value is not None}
+        own = cls.arguments_of(settings)
+        return cls(seed=order_seed(seed, own.pop("seed", 0)), **own, **given)
+
+    @classmethod
+    def arguments_of(cls, settings: EnvSettings) -> dict[str, Any]:
+        """What `settings` add to `EnvSettings`, as the constructor takes it: by name, `path` as `dataset`."""
+        common = {*(field.name for field in fields(EnvSettings)), *CHOOSING}  # of the rows that are read
+        own = {f.name: _plain(getattr(settings, f.name)) for f in fields(settings) if f.name not in common}
+        return {"dataset" if name == "path" else name: value for name, value in own.items()}
+
+    def start(self) -> None:
+        """Read the rows, and write the first prompt to see that the template fits.
+
+        Raises DataError for a dataset or row that cannot be used, ConfigError for the template.
+        """
+        super().start()
+        if self._rows is None:
+            self._rows = self.open_rows(self.seed)
+            self.opening_messages(next(self._rows.iter_from(0)))
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def open_rows(self, seed: int) -> Any:
+        """The rows in the order of `seed`: something with `iter_from`, `count` and `fingerprint`."""
+        rows = self.load(self.split) if self._rows is None else self._rows.rows
+        if not len(rows):
+            raise DataError("the dataset is empty: give at least one row")
+        return OrderedRows(rows, shuffle=self.shuffle, seed=seed, read_ahead=self.read_ahead)
+
+    def load(self, split: str) -> Sequence[Mapping[str, Any]]:
+        """The tasks of one split, `limit` at most."""
+        if is_path(self.dataset):
+            return self.located(split)
+        rows: Any = self.dataset
+        return rows if self.limit is None else [rows[i] for i in range(min(self.limit, len(rows)))]
+
+    def located(
+        self,
+        split: str,
+        check: Callable[[Row], Complaint | None] | None = None,
+        prompt: Callable[[Row], str] | None = None,
+        prepare: Callable[[Row], Row] = dict,
+        malformed: Malformed | None = None,
+    ) -> LocatedRows:
+        """The rows of one split with their places, as `located_rows` reads, checks and divides them.
+
+        Without `prompt` a row's `data_key` is its prompt, and has to be text.
+        """
+        return located_rows(
+            self.dataset,
+            split,
+            (self.data_key,) if prompt is None else (),
+            self.limit,
+            config=self.config,
+            check=check,
+            prepare=prepare,
+            held_out=self.held_out,
+            test_path=self.test_path,
+            prompt=prompt,
+            malformed=malformed,
+            shared_as=f"{type(self).__module__}.{type(self).__qualname__}({self.reads}) {malformed is None}",
+        )
+
+    @property
+    def reads(self) -> str:
+        """All that decides how a row is read, in words."""
+        return self.data_key
+
+    def drop_rows(self, numbers: Sequence[int], why: str) -> None:
+        """Draw no more of these rows of the split, numbered from 0. Raises DataError, saying `why`, if none is left."""
+        rows, gone = self._rows.rows, set(numbers)
+        kept = [number for number in range(len(rows)) if number not in gone]
+        if not kept:
+            raise DataError(f"{why}: none is left")
+        self._rows.rows = rows.only(kept) if isinstance(rows, LocatedRows) else [rows[number] for number in kept]
+        self._rows = self.open_rows(self.seed)
+        self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats)
+
+    def _place(self, drawn: Draw) -> str:
+        own = self.primer is not None and self.primer.serves(self._rows)  # not one that was appended
+        return self.place_of(drawn.group - self.primer.first_group) if own and self.primer else ""
+
+    def place_of(self, position: int) -> str:
+        """The place of the row at `position` of the order; empty where tasks are made rather than kept as rows."""
+        return self.where(self._rows.row_at(position)) if isinstance(self._rows, OrderedRows) else ""
+
+    @property
+    def parts(self) -> list[DatasetChatEnv]:
+        """The environments of which each answers and scores conversations of its own: this one, unless it is a mix."""
+        return [self]
+
+    @property
+    def order(self) -> Any:
+        """The prompts in their order, once this environment is started: see `open_rows`."""
+        return self._rows
+
+    def where(self, number: int) -> str:
+        """The place of a row of this split, from 0: file and row, where it comes from one."""
+        rows = self._rows.rows
+        return rows.where(number) if isinstance(rows, LocatedRows) else f"{self.split} row {number + 1}"
+
+    @property
+    def num_tasks(self) -> int:
+        """How many different prompts this split has; reads the rows."""
+        self.start()
+        return self._rows.count()
+
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """How many prompts of this split are also prompts of `other`; reads the rows of both."""
+        return len(self._openings() & other._openings())
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The tasks of this split; none where they are made rather than kept."""
+        self.start()
+        return getattr(self._rows, "rows", ())
+
+    def _openings(self) -> set[int]:
+        """A hash of how the conversation about each row begins; none where tasks are made rather than kept as rows."""
+        return {hash(repr(self.opening_messages(row))) for row in self.rows}
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`: the rows."""
+        self.start()
+        for number, row in enumerate(self._rows.rows):
+            yield self.where(number), row
+
+    def demonstrations(self) -> Iterator[Demonstration]:
+        """See `EnvBase.demonstrations`: each task of `all_tasks`, answered by `gold_reply`."""
+        from rlpost.data.demonstrations import Demonstration
+
+        for where, task in self.all_tasks():
+            yield Demonstration(where, messages=self.answered(task))
+
+    def answered(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation about `task` in which the policy says `gold_reply`, to which the environment replies."""
+        gold = self.gold_reply(task)
+        if isinstance(gold, str):
+            return [*self.opening_messages(task), {"role": self.policy_role, "content": gold}]
+        conversation = self.begun(task)
+        for text in gold[:-1]:
+            conversation.add_completion(Completion([], [], text, "stop", 0))
+            self.respond([conversation])
+        return [*conversation.messages, {"role": self.policy_role, "content": gold[-1]}]
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether replies to the tasks are right or wrong, and a right one of each is known."""
+        return True
+
+    def demonstrated(self) -> DemonstratedRows | None:
+        """The demonstrations by number, each made when it is asked for; None where they are only made in turn."""
+        return None
+
+    def reset_dataloader(self) -> None:
+        """Draw again from the first row on."""
+        self.start()
+        assert self.primer is not None
+        self.primer.reset_dataloader()
+
+    def set_seed(self, seed: int) -> None:
+        """See `EnvBase.set_seed`."""
+        self.seed = seed
+        if self._rows is not None:
+            self._rows = self.open_rows(seed)
+            first = self.primer.next_group if self.primer is not None else 0
+            self.primer = DataLoadingPrimer(self._rows, repeats=self.repeats, first_group=first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `EnvBase.state_dict`; the seed and the number of rows say which order the position is one of."""
+        self.start()
+        return {**super().state_dict(), "seed": self.seed, "rows": self._rows.fingerprint(self.rows_served)}
+
+    def initial_state(self) -> dict[str, Any]:
+        """See `EnvBase.initial_state`."""
+        return {**super().initial_state(), "rows": self._rows.fingerprint(0)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `EnvBase.load_state_dict`. Raises DataError where the rows drawn are not those `state` was taken with."""
+        self.start()
+        self.set_seed(state["seed"])
+        super().load_state_dict(state)
+        if state["rows"] != (these := self._rows.fingerprint(self.rows_served)):
+            raise DataError(
+                f"the saved position was taken with {state['rows']}, and this dataset gives {these}: resume with the "
+                "dataset and env settings the run began with; only rows that were not drawn yet may go"
+            )
+
+    @property
+    def rows_served(self) -> int:
+        """How many rows have been drawn; the copies of one count as one."""
+        return 0 if self.primer is None else -(-self.primer.position // self.repeats)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(element) for element in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+Task = dict[str, Any]
+HELD_OUT_PROBLEMS = 0.2  # share of the problems kept for test
+EPOCH = 10_000  # problems that count as one pass, where no limit says
+PROVED_AT_MOST = 1000  # problems that `rlpost env test` tries
+TRIES = 2000  # problems made to find one of this split
+STRIDE = 1 << 40  # more than there are positions
+
+
+class EndlessProblems(ABC):
+    """The problems of one split: position p is a function of (seed, p), so any is reached at once.
+
+    A problem is held out by a hash of its `identity`, whatever the seed; with `held_out=0` every
+    problem is on both sides. A problem may come again, the more often the fewer there are. With a
+    `limit` the first `limit` positions come over and over.
+    """
+
+    def __init__(self, split: str, seed: int, limit: int | None = None, held_out: float = HELD_OUT_PROBLEMS) -> None:
+        self.split = split
+        self.seed = seed
+        self.limit = limit
+        self.held_out = held_out
+
+    @abstractmethod
+    def make(self, number: int) -> Task | None:
+        """The problem `number` of this seed, of either split; None where that number gives none."""
+
+    @abstractmethod
+    def identity(self, task: Task) -> str:
+        """What makes a problem the same as another: the two are on the same side."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The settings that decide what `make` makes, in words."""
+
+    def at(self, position: int) -> Task:
+        """The problem at `position`. Raises DataError where 2,000 tries find none of this split."""
+        place = position if self.limit is None else position % self.limit
+        for attempt in range(TRIES):
+            task = self.make(attempt * STRIDE + place)
+            if task is not None and self._has(task):
+                return task
+        raise DataError(
+            f"{TRIES} tries made no problem of the {self.split} split ({self.describe()}): these settings leave too "
+            f"few; change them or env.held_out={self.held_out:g}"
+        )
+
+    def iter_from(self, position: int) -> Iterator[Task]:
+        """The problems from `position` on, without end."""
+        return (self.at(p) for p in count(position))
+
+    def count(self) -> int:
+        """How many problems count as one pass: `limit`, or 10,000 of which the next pass repeats none on purpose."""
+        return EPOCH if self.limit is None else self.limit
+
+    def fingerprint(self, served: int) -> str:
+        """What a saved position depends on besides the seed, in words: the same wherever it is."""
+        return f"{self.split} problems: {self.describe()}, {self.held_out:g} held out, limit {self.limit}"
+
+    def _has(self, task: Task) -> bool:
+        return self.held_out == 0 or held_out_of([self.identity(task)], self.held_out) == [self.split == "test"]
+
+
+class EndlessEnv(DatasetChatEnv):
+    """A `DatasetChatEnv` on problems made on the spot; a subclass says which in `open_rows`."""
+
+    def __init__(self, *, held_out: float = HELD_OUT_PROBLEMS, **chat: Any) -> None:
+        MadeSettings(held_out=held_out)  # refuses what cannot be
+        super().__init__((), held_out=held_out, **chat)
+
+    @abstractmethod
+    def open_rows(self, seed: int) -> EndlessProblems:
+        """See `DatasetChatEnv.open_rows`."""
+
+    def prompts_shared_with(self, other: DatasetChatEnv) -> int:
+        """See `DatasetChatEnv.prompts_shared_with`; none unless `held_out` is 0, and then as many as both may draw."""
+        if self.held_out > 0:
+            return 0
+        alike = [part.num_tasks for part in other.parts if type(part) is type(self)]
+        return min(self.num_tasks, max(alike, default=0))
+
+    def all_tasks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """See `EnvBase.all_tasks`; the first 1,000 problems at most."""
+        self.start()
+        for position in range(min(self._rows.count(), PROVED_AT_MOST)):
+            yield f"{self.split} problem {position + 1}", self._rows.at(position)

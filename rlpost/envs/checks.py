@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlpost.data.complaints import SHOWN
-from rlpost.data.continuation import Continuation
+from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Message
-from rlpost.data.row_store import ALL_UP_TO, SAMPLE
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.data.rows import ALL_UP_TO, SAMPLE, SHOWN
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import EnvSettings, LongPrompts
 from rlpost.text import counted

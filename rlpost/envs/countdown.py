@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.envs.scoring import check_tiers
-from rlpost.nearest import member
+from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task, check_tiers
 from rlpost.rewards import countdown
 from rlpost.rewards.score import Score
 from rlpost.settings import CountdownOperation, CountdownSettings
+from rlpost.text import member
 
 PROMPT_TEMPLATE = (
     "Make {target} out of the numbers {numbers}: use each of them exactly once, with the operations {operations} and "

@@ -10,11 +10,9 @@ from typing import Any, Self
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.datasets import DemonstratedRows, LocatedRows
 from rlpost.data.demonstrations import Demonstration
-from rlpost.data.row_store import Row
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.data.rows import Row, order_seed
+from rlpost.envs.chat import DatasetChatEnv, record
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, answer_text, as_answer, asked
-from rlpost.envs.rows import order_seed
-from rlpost.envs.scoring import record
 from rlpost.errors import DataError
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.functions import Finished, Rewards, load_rewards
@@ -127,7 +125,7 @@ class DatasetEnv(DatasetChatEnv):
     # What supervised fine-tuning learns from
 
     def demonstrations(self) -> Iterator[Demonstration]:
-        """See `EnvBase.demonstrations`: the rows as `rlpost.data.formats` reads them; no reward is needed.
+        """See `EnvBase.demonstrations`: the rows as `rlpost.data.demonstrations` reads them; no reward is needed.
 
         Malformed rows come first, with what is wrong with them. Raises ConfigError for a setting that the rows
         have no place for.

@@ -8,10 +8,9 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
-from rlpost.data.row_store import Row
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.data.rows import Row
+from rlpost.envs.chat import DatasetChatEnv, check_tiers
 from rlpost.envs.row_checks import gsm8k_complaint
-from rlpost.envs.scoring import check_tiers
 from rlpost.rewards import gsm8k
 from rlpost.rewards.numbers import last_number
 from rlpost.rewards.score import Score

@@ -8,23 +8,28 @@ from typing import Any
 import torch
 from tensordict import TensorClass, TensorDictBase
 
-from rlpost.data.complaints import Complaint
 from rlpost.data.conversation import Conversation, strip_end_of_turn
 from rlpost.data.datasets import LocatedRows, located_rows
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.ragged import column, ragged
-from rlpost.data.row_store import Row
-from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.envs.scoring import record_score
-from rlpost.envs.transforms.base import Transform
+from rlpost.data.rows import Complaint, Row
+from rlpost.envs.base import Transform
+from rlpost.envs.chat import DatasetChatEnv, record_score
 from rlpost.errors import ConfigError, DataError
-from rlpost.nearest import did_you_mean, nearest
-from rlpost.rewards.checkers import require_checkers
 from rlpost.rewards.ifbench import IFBENCH
-from rlpost.rewards.ifeval import IFEVAL
-from rlpost.rewards.ifeval_replies import replies_to
-from rlpost.rewards.instructions import WEIGHTS, InstructionSet, Judged, best_reward, checked_weights, score
+from rlpost.rewards.ifeval import (
+    IFEVAL,
+    WEIGHTS,
+    InstructionSet,
+    Judged,
+    best_reward,
+    checked_weights,
+    replies_to,
+    require_checkers,
+    score,
+)
 from rlpost.rewards.score import Score
+from rlpost.text import did_you_mean, nearest
 
 IFEVAL_HUB_ID = "google/IFEval"
 IFBENCH_HUB_ID = "allenai/IFBench_test"

@@ -7,10 +7,9 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation
 from rlpost.data.datasets import LocatedRows
-from rlpost.data.row_store import Row
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.data.rows import Row
+from rlpost.envs.chat import DatasetChatEnv, check_tiers, record
 from rlpost.envs.row_checks import math_answer, math_complaint, math_question
-from rlpost.envs.scoring import check_tiers, record
 from rlpost.rewards import math_answers
 
 HUB_ID = "DigitalLearningGmbH/MATH-lighteval"

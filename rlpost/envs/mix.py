@@ -12,8 +12,8 @@ from rlpost.config.compose import sources_named
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.demonstrations import Demonstration
 from rlpost.envs.build import make_env
-from rlpost.envs.dataset_chat import DatasetChatEnv
-from rlpost.envs.transforms.dataloading import Draw
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.transforms.training import Draw
 from rlpost.errors import DataError
 from rlpost.settings import EnvSettings, MixSettings
 

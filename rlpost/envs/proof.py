@@ -1,4 +1,7 @@
-"""Does an environment score rightly? Every gold answer earns full marks, no corrupted one does."""
+"""Does an environment score rightly? Every gold answer earns full marks, and no corrupted one does.
+
+The same rows are the cases that a reward function is attacked with.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from itertools import islice, repeat
 from statistics import fmean
 from typing import Any
 
-from rlpost.data.complaints import Causes
-from rlpost.data.conversation import Completion, Conversation
+from rlpost.data.conversation import Completion, Conversation, Message
+from rlpost.data.rows import Causes
 from rlpost.envs.base import EnvBase
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.envs.dataset import DatasetEnv, as_answer
+from rlpost.errors import DataError
+from rlpost.rewards.attacks import STAND_IN, Case
 
 MOST_TURNS = 100  # turns in which a single reply is repeated
 
@@ -134,3 +141,34 @@ def _short(reply: str | Sequence[str]) -> str:
     if not isinstance(reply, str):
         return ", ".join(map(_short, reply))
     return repr(reply if len(reply) <= 80 else f"{reply[:30]}...{reply[-45:]}")
+
+
+def cases_of(env: DatasetChatEnv, count: int) -> list[Case]:
+    """The first `count` rows of the environment's split, with its gold answers where it has any.
+
+    Raises DataError where it has none and the environment's replies are right or wrong.
+    """
+    env.start()
+    if not env.has_gold:
+        rows: Sequence[Mapping[str, Any]] = env.rows[:count]
+        return [Case(env.where(number), _prompt(env, row), *STAND_IN, row, None) for number, row in enumerate(rows)]
+    cases = [_case(env, where, task) for where, task in islice(env.all_tasks(), count)]
+    if not cases:
+        raise DataError(f"{type(env).__name__} has no row with a gold answer to attack with")
+    return cases
+
+
+def _case(env: DatasetChatEnv, where: str, task: Mapping[str, Any]) -> Case:
+    gold, *corrupted = map(_last, (env.gold_reply(task), *env.corrupted_replies(task)))
+    column = env.settings.answer_column or "answer" if isinstance(env, DatasetEnv) else "answer"
+    answer = as_answer(task.get(column))
+    return Case(where, _prompt(env, task), gold, corrupted, task, gold if answer is None else answer)
+
+
+def _prompt(env: DatasetChatEnv, task: Mapping[str, Any]) -> str | list[Message]:
+    return env.prompt_of(task) if isinstance(env, DatasetEnv) else env.user_message(task)
+
+
+def _last(reply: str | Sequence[str]) -> str:
+    """What a reward reads of a reply: the text of the last turn."""
+    return reply if isinstance(reply, str) else reply[-1]

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.endless import EndlessEnv, EndlessProblems, Task
-from rlpost.envs.scoring import record
+from rlpost.envs.chat import EndlessEnv, EndlessProblems, Task, record
 from rlpost.errors import DataError
 from rlpost.rewards.reasoning_tasks import Generator, Problem, may_be_scored
 from rlpost.rewards.score import Score
 from rlpost.rewards.workers import Workers
 from rlpost.settings import AnswerPlace, EnvSettings
-from rlpost.settings.more_envs import named_values
+from rlpost.settings.env import named_values
 
 IN_TAGS = (
     "Answer the question. You may reason first; then write the final answer, in the form the question asks for and "

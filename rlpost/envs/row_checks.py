@@ -1,6 +1,8 @@
 """What is wrong with a row of data, for each environment that reads rows: without torch, as it is told before training.
 
 A check returns the field of a row and its fault, or None.
+
+Mistakes that a file of rows shows by itself, told before a model or anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rlpost.data.complaints import Complaint, kind_of, missing, no_object, text_complaint
 from rlpost.data.conversation import Message
-from rlpost.data.demonstrations import Demonstration
-from rlpost.data.formats import (
+from rlpost.data.datasets import examined, local_sources
+from rlpost.data.demonstrations import (
     ALPACA_COLUMNS,
     ANSWER_COLUMN,
     CHAT_COLUMNS,
     COMPLETION_COLUMN,
     NO_PAIRS,
+    Demonstration,
     FormatError,
     RowFormat,
     chosen_only,
@@ -28,9 +30,9 @@ from rlpost.data.formats import (
     with_input,
     written_out,
 )
-from rlpost.data.row_store import Row
-from rlpost.envs.rows import filled
-from rlpost.errors import ConfigError
+from rlpost.data.rows import Complaint, Complaints, PackedRows, Row, filled, kind_of, missing, no_object, text_complaint
+from rlpost.errors import ConfigError, DataError
+from rlpost.files import paths_in
 from rlpost.rewards.builtin import BUILT_IN
 from rlpost.rewards.gsm8k import split_solution
 from rlpost.settings import DatasetSettings, EnvSettings, GSM8KSettings, IFEvalSettings, MathSettings
@@ -193,7 +195,7 @@ class PromptRows:
 
 
 class DemonstrationRows:
-    """Rows of one's own as demonstrations, as `rlpost.data.formats` reads them; the first one says their format."""
+    """Demonstrations from a user's own rows, in the format that the first row has."""
 
     def __init__(self, settings: DatasetSettings, user_role: str = "user") -> None:
         self.settings = settings
@@ -338,3 +340,51 @@ def _messages_complaint(messages: Sequence[Any]) -> str | None:
 def _absent(row: Any, field: str, advice: str = "") -> Complaint | None:
     """The complaint about a row without `field`."""
     return None if field in row else (field, missing(field, row) + advice)
+
+
+MOST_ROWS = 50_000  # that are looked at
+MOST_BYTES = 8 << 20  # of a file that is read to its end; of a larger one the first row is looked at
+
+
+def look_at_rows(
+    settings: EnvSettings, splits: Sequence[str], *, demonstrated: bool, max_bad_share: float | None = None
+) -> list[str] | None:
+    """The columns of the rows that `settings` name; None where not all were looked at.
+
+    `demonstrated` is whether they are learnt from as they are. A hub's rows are not fetched. Raises DataError
+    with file, row and field of the bad rows where they are more than `max_bad_share` (None: where there are any), as
+    reading them for `splits` would.
+    """
+    path = getattr(settings, "path", None)
+    if not isinstance(path, str):
+        return None
+
+    columns: dict[str, None] = {}
+    whole = True
+    for split in splits:
+        check = check_of(settings, demonstrated=demonstrated)
+        found = check and _look(settings, path, split, check, max_bad_share)
+        whole = whole and found is not None
+        columns |= dict.fromkeys(found or ())
+    return list(columns) if whole else None
+
+
+def _look(settings: EnvSettings, path: str, split: str, check: Check, max_bad_share: float | None) -> list[str] | None:
+    """The columns of one split."""
+    test_path = getattr(settings, "test_path", None) if split == "test" else None
+    key = "env.test_path" if test_path else "env.path"
+    sources = [s for each in paths_in(test_path or path) for s in local_sources(each, split, key, MOST_BYTES)]
+    columns: dict[str, None] = {}
+    partial = any(source.partial for source in sources)
+    for source in sources:
+        divided = source.shared and getattr(settings, "test_path", None) is None
+        limit = settings.limit if split == settings.split and not divided else None
+        complaints, kept = Complaints(source.name), PackedRows()
+        for _, row in examined(source, complaints, kept, min(limit or MOST_ROWS, MOST_ROWS), check=check):
+            columns |= dict.fromkeys(map(str, row))
+        if complaints.count > (max_bad_share or 0.0) * complaints.rows:
+            raise complaints.error(max_bad_share)
+        partial = partial or complaints.rows == MOST_ROWS
+        if not complaints.rows and not source.partial:
+            raise DataError(f"{source.name} holds no rows: give a file with one JSON object a line")
+    return list(columns) if sources and not partial else None

@@ -1,4 +1,4 @@
-"""What a file of rows holds, before anything is trained on it: form, splits, bad rows, duplicates, lengths."""
+"""TODO."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlpost.data.datasets import LocatedRows, first_row, located_rows
-from rlpost.data.demonstrations import BadRows, Demonstration, Fault, Sample
+from rlpost.data.demonstrations import (
+    PREFERENCE_COLUMNS,
+    BadRows,
+    Demonstration,
+    Fault,
+    Sample,
+    chosen_column,
+    is_preference,
+)
 from rlpost.data.encoding import Encoder
-from rlpost.data.formats import PREFERENCE_COLUMNS, chosen_column, is_preference
-from rlpost.data.row_store import Row
+from rlpost.data.rows import Row
 from rlpost.envs.row_checks import DemonstrationRows, PromptRows, asked
 from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings
 from rlpost.text import counted
 
 TOKENISED = 2000  # rows of which lengths are counted in tokens, spread over the file
-SHOWN = 5  # duplicates
+
+
+SHOWN_DUPLICATES = 5  # duplicates
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,8 @@ def _split_report(
         rows=len(rows),
         repeated=len(repeated),
         examples=[
-            f"{rows.where(n)} repeats {_beside(rows.where(n), rows.where(earlier))}" for n, earlier in repeated[:SHOWN]
+            f"{rows.where(n)} repeats {_beside(rows.where(n), rows.where(earlier))}"
+            for n, earlier in repeated[:SHOWN_DUPLICATES]
         ],
         tokenised=len(lengths),
         faults=faults.lines(),

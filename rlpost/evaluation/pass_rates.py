@@ -13,10 +13,9 @@ from typing import Any
 
 from rlpost.data.conversation import Conversation, Message
 from rlpost.data.demonstrations import Demonstration
-from rlpost.envs.dataset_chat import DatasetChatEnv
+from rlpost.envs.chat import DatasetChatEnv
 from rlpost.errors import DataError
-from rlpost.files import replaced
-from rlpost.home import expanded
+from rlpost.files import expanded, replaced
 from rlpost.settings import EnvSettings
 from rlpost.text import counted
 

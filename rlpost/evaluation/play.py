@@ -18,7 +18,7 @@ from rlpost.evaluation.statistics import Share, maj_at_k, pass_at_k, ratio_inter
 from rlpost.policies.base import Policy
 from rlpost.record import ACCURACY, DECIDING, MEANS_STRICT, REWARD, says_more
 from rlpost.settings import SamplingSettings
-from rlpost.settings.evaluation import samples_per_prompt
+from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted
 
 AT_ONCE = 256  # conversations under way at once

@@ -1,17 +1,24 @@
-"""Evaluations on disk: a folder with `result.json` and, one row a completion, `samples.parquet`."""
+"""Evaluations on disk: a folder with `result.json` and, one row a completion, `samples.parquet`.
+
+Two evaluations on the same prompts: which model is better, or what it would take to know.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpost.config.keys import flat
 from rlpost.config.paths import (
     EVALS,
     RESULT,
@@ -25,10 +32,9 @@ from rlpost.config.paths import (
 )
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.files import json_in, replaced
-from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
-from rlpost.text import first_line
+from rlpost.evaluation.statistics import CONFIDENCE, POWER, Difference, difference, most_differing
+from rlpost.files import expanded, json_in, replaced
+from rlpost.text import counted, did_you_mean, first_line, nearest
 
 SCHEMA = pa.schema(
     [
@@ -171,3 +177,167 @@ def _check_shape(file: Path, record: Any) -> None:
     for name in ("choices", "settings", "result"):
         if not isinstance(record.get(name, {}), dict):
             raise DataError(f"{file} has a {name} that is no mapping: evaluate again")
+
+
+MEASURES = {"accuracy_lenient": "accuracy, lenient", "accuracy_strict": "accuracy, strict", "reward": "reward"}
+# what a comparison is about, and what changes no prompt and no way of sampling
+MAY_DIFFER = ("model.", "policy.", "env.limit", "eval.", "plugin", "seed")
+
+Key = tuple[str, int]  # a prompt, and which of its occurrences in the dataset
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measure of both on the prompts that both have, and the difference B - A; `verdict` in words."""
+
+    a: float
+    b: float
+    difference: Difference
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing B with A found.
+
+    `only_a` and `only_b` count the prompts that the other lacks, or has no scored completion of;
+    `differing_settings` maps each setting that is not the same, and may explain a difference, to both
+    values. `verdict` is that of the first measure.
+    """
+
+    name_a: str
+    name_b: str
+    prompts: int
+    only_a: int
+    only_b: int
+    differing_settings: dict[str, tuple[Any, Any]]
+    measures: dict[str, Measured]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict of lenient accuracy, or of the reward where there is no accuracy."""
+        return next(iter(self.measures.values())).verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
+
+    def lines(self) -> list[str]:
+        """For people, at most 80 columns wide but for names and settings: the verdicts last, where the eye rests."""
+        lines = [f"A  {self.name_a}", f"B  {self.name_b}"]
+        lines.append(f"{counted(self.prompts, 'prompt')} that both answered, paired; 95% intervals")
+        left_out = [f"{count} only in {side}" for side, count in (("A", self.only_a), ("B", self.only_b)) if count]
+        if left_out:
+            lines.append(f"left out: {', '.join(left_out)}")
+        for key, (a, b) in self.differing_settings.items():
+            lines.append(f"beware: {key} differs, {_shown(a)} in A and {_shown(b)} in B")
+        lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
+        lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
+        lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
+        name, first = next(iter(self.measures.items()))
+        if not first.difference.is_told and first.difference.told is not None:
+            size = _figure(first.difference.told, name)
+            lines.append(
+                f"{counted(first.difference.prompts, 'prompt')} such as these tell a difference of {size} "
+                f"({POWER:.0%} power, {1 - CONFIDENCE:.0%} significance)"
+            )
+        return lines
+
+
+def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
+    """B against A, prompt by prompt. Raises DataError for other environments, and with no prompt or figure in both."""
+    environments = [evaluation.record.get("choices", {}).get("env") for evaluation in (a, b)]
+    if None not in environments and environments[0] != environments[1]:
+        raise DataError(
+            f"A was asked env={environments[0]} and B env={environments[1]}: evaluate both on the same environment"
+        )
+    of_a, of_b = _by_prompt(a.samples), _by_prompt(b.samples)
+    both = [key for key in of_a if key in of_b]
+    if not both:
+        raise DataError(
+            f"{a.name} and {b.name} have no prompt in common ({len(of_a)} and {len(of_b)} scored): evaluate both with "
+            "the same env settings"
+        )
+    measures = {}
+    for name in MEASURES:
+        pairs = [(_mean(of_a[key], name), _mean(of_b[key], name)) for key in both]
+        known = [(x, y) for x, y in pairs if x is not None and y is not None]
+        if known:
+            found = difference([y - x for x, y in known])
+            measures[name] = Measured(fmean(x for x, _ in known), fmean(y for _, y in known), found, verdict(found))
+    if not measures:
+        raise DataError(f"{a.name} and {b.name} have no figure in common: evaluate both with the same reward")
+    return Comparison(
+        a.name,
+        b.name,
+        len(both),
+        len(of_a) - len(both),
+        len(of_b) - len(both),
+        _differing(a.record, b.record),
+        measures,
+    )
+
+
+def verdict(found: Difference) -> str:
+    """B is better, B is worse, within noise, or too few samples and how many prompts would do."""
+    if found.is_told:
+        return "B is better" if found.value > 0 else "B is worse"
+    if found.prompts < 2:
+        return "too few samples: one prompt says nothing of others"
+    if not found.differing:
+        most = most_differing(found.prompts)
+        return f"within noise: equal on every prompt, so at most {most:.1%} of all may differ"
+    if found.within_noise:
+        return "within noise: chance alone does as much one time in three"
+    return f"too few samples: {found.needed} prompts would tell a difference of this size"
+
+
+def _by_prompt(samples: Sequence[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
+    """The scored completions of each prompt; one that the dataset holds twice is two prompts."""
+    numbers: dict[str, list[int]] = defaultdict(list)
+    found: dict[Key, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        seen = numbers[sample["prompt_id"]]
+        if sample["prompt_number"] not in seen:
+            seen.append(sample["prompt_number"])
+        if sample["valid"]:
+            found.setdefault((sample["prompt_id"], seen.index(sample["prompt_number"])), []).append(sample)
+    return found
+
+
+def _mean(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [sample[name] for sample in samples if sample[name] is not None and math.isfinite(sample[name])]
+    return fmean(values) if values else None
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted settings, and the temperature that followed from them, that are not equal in two records."""
+    settings = [flat(record.get("settings", {})) | _drawn(record) for record in (a, b)]
+    if not all(settings):
+        return {}
+    keys = dict.fromkeys([*settings[0], *settings[1]])
+    both = {key: (settings[0].get(key), settings[1].get(key)) for key in keys if not key.startswith(MAY_DIFFER)}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
+
+
+def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The temperature that completions were really drawn at: what null came to in this evaluation."""
+    result = record.get("result", {})
+    return {"sampling.temperature": result["temperature"]} if "temperature" in result else {}
+
+
+def _row(title: str, name: str, measured: Measured) -> str:
+    found = measured.difference
+    spread = ""
+    if found.low is not None and found.high is not None:
+        spread = f"  [{_figure(found.low, name, '+')}, {_figure(found.high, name, '+')}]"
+    a, b = _figure(measured.a, name), _figure(measured.b, name)
+    return f"  {title:<18}{a:>8}{b:>8}    {_figure(found.value, name, '+')}{spread}"
+
+
+def _figure(value: float, name: str, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" if name == "reward" else f"{value:{sign}.1%}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.config.paths import cache_folder
-from rlpost.extras import installed_version
 from rlpost.files import remembered
+from rlpost.imports import installed_version
 from rlpost.model.packing import Microbatch
 
 Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
@@ -28,15 +28,7 @@ Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tens
 REFUSED = "refused"
 # whose versions decide, with the model's configuration, what is right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
-OWN_FILES = (
-    "packing.py",
-    "decoding.py",
-    "families.py",
-    "family_probe.py",
-    "logprobs.py",
-    "shared_prompt.py",
-    "small_copy.py",
-)
+OWN_FILES = ("packing.py", "families.py", "family_probe.py", "logprobs.py")
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Verdict:
     """The fastest ways that are right for a model."""
 
     reading: str  # a name in `rlpost.model.logprobs.READERS`, or "refused"
-    sampling: str  # a name in `rlpost.model.decoding.DECODINGS`
+    sampling: str  # a name in `rlpost.model.packing.DECODINGS`
     attention: str  # transformers' attention function for all but a packed row
     reason: str = ""  # why it is not read packed, or refused
 

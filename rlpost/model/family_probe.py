@@ -3,11 +3,16 @@
 A packed row is right for models whose tokens meet in attention alone, and whose attention is the
 one that rlpost replaces. Log-probs and a gradient of two short completions of one prompt are
 compared with the model's own forward on each, in float32, and so is sampling them token by token.
+
+A small random copy of a model's architecture: one layer of every kind, narrow, few words, short windows.
+
+What reads or samples a model in a fast way is tried on this copy before it is trusted with the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +20,259 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import REFUSED, Reader, Verdict, attending, plain_model, tried_on
-from rlpost.model.packing import Row, pack
-from rlpost.model.small_copy import VOCABULARY, CannotCopyError, small_copy, widths_to_try
+from rlpost.model.packing import DECODINGS, Row, pack
+from rlpost.text import first_line
+
+VOCABULARY = 64
+WINDOW = 4  # shorter than what the copy is shown, so that a window shows
+EVEN = 16  # what a hidden size stays a multiple of: some kernels take no other
+WIDE = 256  # hidden size up to which nothing is narrowed
+MOST_PARAMETERS = 40_000_000  # with two sets of gradients within 0.5 GB
+NOT_ITS_KIND = ("idx", "index", "layer_id", "layer_num", "training")  # parts of names that only say which layer it is
+
+# sizes by their names in configurations: all of these are divided by one number, so that their relations stay,
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+DIVIDED = (
+    *HIDDEN,
+    *("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    *("mamba_n_heads", "mamba_num_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads"),
+    *(
+        "attention_hidden_size",
+        "lru_width",
+        "word_embed_proj_dim",
+        "mamba_intermediate",
+        "block_dim",
+        "conv_dim",
+        "conv_dim_out",
+    ),
+)
+# these too, but rounded, down to 1,
+ROUNDED = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups")
+# and these may be what they like
+FREE = (
+    *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *(
+        "intermediate_size_mlp",
+        "shared_intermediate_size",
+        "ffn_hidden_size",
+        "block_ff_dim",
+        "prefix_dense_intermediate_size",
+    ),
+    *("moe_shared_expert_intermediate_size", "dense_intermediate_size", "expert_ffn_hidden_size"),
+)
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = (
+    *("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    "moe_k",
+)
+WINDOWS = (
+    *("sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "keep_window_size"),
+    *("sliding_window_size", "index_topk", "local_window_size", "max_window_size"),
+)
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "logit_softcapping")
+TIGHT = 1.0  # a cap that logits of a few units reach
+DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers")
+
+
+class CannotCopyError(Exception):
+    """No small copy of the architecture can be built."""
+
+
+def small_copy(model: PreTrainedModel, heads: int | None, device: torch.device) -> PreTrainedModel:
+    """A random float32 copy of the architecture of `model` on `device`, with `heads` heads or as wide as it is.
+
+    The caller guards torch's random state. Raises CannotCopyError where none can be built.
+    """
+    config = small_config(model, heads)
+    try:
+        with torch.device("meta"), no_init_weights():
+            size = sum(p.numel() for p in type(model)(copy.deepcopy(config)).parameters())
+        if size > MOST_PARAMETERS:
+            raise CannotCopyError(f"its smallest copy has {size / 1e6:.0f} million parameters")
+        small: Any = type(model)._from_config(config, dtype=torch.float32)
+    except CannotCopyError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        # what the model's own code raises for sizes that it does not expect
+        raise CannotCopyError(f"{type(error).__name__}: {first_line(error)}") from error
+    _draw_wide(small)
+    return small.to(device).eval()
+
+
+def widths_to_try(model: PreTrainedModel) -> list[int | None]:
+    """Numbers of heads of copies, the likeliest to work first; None: as wide as the model, which the last always is."""
+    wide = _first(model.config.get_text_config(decoder=True), HIDDEN) > WIDE
+    return [2, 8, None] if wide else [None]
+
+
+def small_config(model: PreTrainedModel, heads: int | None) -> Any:
+    """The configuration of the copy."""
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    _keep_layers(text, layers_until_every_kind(model))
+    for part in _parts(config):
+        _cut_words(part)
+        if part is not text and part is not config:
+            _set(part, DEPTHS, 1)
+    _shorten_windows(text)
+    for name in CAPS:
+        if isinstance(getattr(text, name, None), float):
+            setattr(text, name, TIGHT)
+    for name in EXPERTS:
+        _at_most(text, name, 4)
+    for name in CHOSEN_EXPERTS:
+        _at_most(text, name, 2)
+    for name in ("n_group", "topk_group"):
+        _at_most(text, name, 1)
+    if heads is not None:
+        _narrow(text, heads)
+        for part in _parts(config):
+            if isinstance(getattr(part, "out_hidden_size", None), int):
+                part.out_hidden_size = _first(text, HIDDEN)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def layers_until_every_kind(model: PreTrainedModel) -> int:
+    """How many of the first layers hold one of every kind that `model` has, at least two."""
+    text = model.config.get_text_config(decoder=True)
+    depth = text.num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if not stacks:
+        return depth
+    listed = [
+        value
+        for value in vars(text).values()
+        if isinstance(value, (list, tuple, str)) and len(value) == depth and list(value) != list(range(depth))
+    ]
+    first_of: dict[Any, int] = {}
+    for number, layer in enumerate(stacks[0]):
+        first_of.setdefault((_kind(layer), *(repr(values[number]) for values in listed)), number)
+    return min(depth, max(2, *(number + 1 for number in first_of.values())))
+
+
+def _kind(layer: nn.Module) -> str:
+    """What a layer is made of: its modules, their plain attributes and the shapes of their weights."""
+    made_of: list[Any] = []
+    for name, module in layer.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, str, type(None)))
+            and not key.startswith("_")
+            and not any(part in key for part in NOT_ITS_KIND)
+        }
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+        made_of.append((name, type(module).__name__, sorted(plain.items()), shapes))
+    return repr(made_of)
+
+
+def _parts(config: Any) -> list[Any]:
+    """A configuration and those inside it."""
+    inside = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [config, *(part for sub in inside if sub is not None for part in _parts(sub))]
+
+
+def _keep_layers(text: Any, count: int) -> None:
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple, str)) and len(value) == depth:
+            setattr(text, name, value[:count])
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if getattr(text, name, None) == depth:
+            setattr(text, name, count)
+    for name, value in list(vars(text).items()):  # layers named by their numbers
+        if name.endswith(("_indices", "_only_layers", "_idxs")) and isinstance(value, (list, tuple)):
+            setattr(text, name, type(value)(number for number in value if number < count))
+    _at_most(text, "num_kv_shared_layers", 0)
+    _at_most(text, "max_window_layers", count)
+
+
+def _cut_words(config: Any) -> None:
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, VOCABULARY)
+    for name, value in list(vars(config).items()):
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= VOCABULARY:
+            setattr(config, name, None if name == "pad_token_id" else 0)
+    if getattr(config, "pad_token_id", None) is not None:
+        config.pad_token_id = 0
+
+
+def _shorten_windows(text: Any) -> None:
+    for name in WINDOWS:
+        _at_most(text, name, WINDOW)
+
+
+def _narrow(text: Any, fewest_heads: int) -> None:
+    """Divide the sizes of `text` by the largest number that leaves `fewest_heads` and the relations between sizes.
+
+    A number of heads that nothing else divides is divided by itself.
+    """
+    hidden, heads = _first(text, HIDDEN), _first(text, HEADS)
+    values = {name: getattr(text, name) for name in DIVIDED if _is_own_size(text, name)}
+    widest = hidden // EVEN if hidden % EVEN == 0 else hidden
+    fitting = [
+        by
+        for by in range(1, (heads or hidden // 64) + 1)
+        if widest % by == 0 and all(value % by == 0 for value in values.values())
+    ]
+    by = next((by for by in reversed(fitting) if not heads or heads // by >= fewest_heads), 1)
+    if by == 1:
+        by = fitting[-1]
+    for name, value in values.items():
+        setattr(text, name, value // by)
+    for inside in [value for value in vars(text).values() if isinstance(value, dict)]:
+        inside.update({name: max(1, inside[name] // by) for name in HEADS if isinstance(inside.get(name), int)})
+    new_heads = max(1, _first(text, HEADS))
+    for name in ROUNDED:
+        if _is_own_size(text, name):
+            rounded = max(1, getattr(text, name) // by)
+            setattr(text, name, rounded if new_heads % rounded == 0 else 1)
+    for name in FREE:
+        if _is_own_size(text, name):
+            setattr(text, name, max(32, getattr(text, name) // by // 32 * 32))
+
+
+def _is_own_size(text: Any, name: str) -> bool:
+    """Whether `name` is a size of `text`, and no other name for one."""
+    value = getattr(text, name, None)
+    return isinstance(value, int) and not isinstance(value, bool) and name in vars(text)
+
+
+def _first(text: Any, names: tuple[str, ...]) -> int:
+    return next((value for name in names if isinstance(value := getattr(text, name, None), int)), 0)
+
+
+def _at_most(config: Any, name: str, most: int) -> None:
+    value = getattr(config, name, None)
+    if isinstance(value, int) and not isinstance(value, bool) and value > most:
+        setattr(config, name, most)
+
+
+def _set(config: Any, names: tuple[str, ...], value: int) -> None:
+    for name in names:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, value)
+
+
+@torch.no_grad()
+def _draw_wide(model: nn.Module) -> None:
+    """Weights with which every part of the model shows in its logits; caps, scales and decays keep their places."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+        else:  # gains, biases, sinks: around what they begin with
+            parameter.add_(0.3 * noise)
+
 
 LOG_PROBS_OFF, GRADIENT_OFF = 1e-3, 1e-2  # nats, and of its norm: above what float32 rounds, far below a fault
 TEMPERATURE = 0.8

@@ -25,30 +25,28 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from rlpost.config.manifest import verify_model
-from rlpost.config.model_folder import (
-    GGUF,
-    check_model_folder,
-    check_ships_no_code,
-    check_weights_file,
-    read_json,
-    weight_files,
-)
 from rlpost.config.paths import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    GGUF,
     adapter_base,
     cache_folder,
+    check_model_folder,
+    check_ships_no_code,
+    check_weights_file,
     is_adapter_folder,
+    read_json,
     resolve_model_path,
+    verify_model,
+    weight_files,
 )
-from rlpost.data.rendering import template_name
+from rlpost.data.chat import template_name
 from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.lora import MergedWeights, merged_with
-from rlpost.model.shards import is_adapted, is_sharded
+from rlpost.model.weights import is_adapted, is_sharded
 from rlpost.settings import ModelSettings
-from rlpost.settings.chat_template import template_variables
+from rlpost.settings.model import template_variables
 from rlpost.text import first_line
 
 hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on

@@ -21,11 +21,11 @@ from torch import nn
 
 from rlpost.config.paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.extras import require_peft
 from rlpost.files import json_in
-from rlpost.model.shards import ADAPTER, announced, whole
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.imports import require_peft
+from rlpost.model.weights import ADAPTER, announced, whole
 from rlpost.settings import LoRASettings
+from rlpost.text import did_you_mean, nearest
 
 NAME = "default"  # peft's for the one adapter that a model has
 PEFT_PREFIX = "base_model.model."  # of tensor names in an adapter's file

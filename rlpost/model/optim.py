@@ -8,8 +8,8 @@ from math import cos, pi
 import torch
 
 from rlpost.errors import CheckpointError
-from rlpost.extras import require_bitsandbytes
-from rlpost.model.shards import is_sharded
+from rlpost.imports import require_bitsandbytes
+from rlpost.model.weights import is_sharded
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
 # of the 8-bit form's state: the tables of its numbers, which all parameters share, and a scale for each block of them

@@ -2,21 +2,34 @@
 
     [prompt 1 | completion 1a | completion 1b | ... | prompt 2 | completion 2a | ...]
 
-No sequence is padded to the length of another. `rlpost.model.shared_prompt` keeps them apart: a completion
+No sequence is padded to the length of another. `rlpost.model.logprobs` keeps them apart: a completion
 sees its own group's prompt and itself. Linear layers, which are nearly all the work, run over the tokens
 there are; only inside attention are a group's completions padded to its longest. Neighbouring groups of
 one shape are attended together, their prompts then lying before all of their completions.
+
+A model read token by token, in the ways that give its next logits.
+
+`padded` is the fast one: prompts of any length together, pads at their left, rows that end dropped.
+It is right where layers are attention over keys that a mask can hide. A layer that carries a state
+from token to token also reads the pads, and its state may not be dropped row by row: `alike` puts
+only prompts of one length together, drops nothing and keeps the model's own cache; `anew` keeps no
+cache and reads every sequence again for each token.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
+from torch import nn
+from transformers import DynamicCache
+
+from rlpost.data.ragged import padded
 
 MOST_PADDING = 1.25  # times the keys that groups read apart, up to which they are attended together
 
@@ -300,3 +313,126 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         return grad.index_select(0, ctx.places), None, None
+
+
+CACHES = ("past_key_values", "cache_params")  # what models call the cache that they give and take
+
+
+class Decoding(Protocol):
+    """Sequences under way, a row each."""
+
+    def next_logits(self) -> torch.Tensor:
+        """(rows, V), of the token that follows each row."""
+        ...
+
+    def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
+        """Put a token (rows,) behind each row, and keep those where `going` (rows,) is True."""
+        ...
+
+
+class Padded:
+    """All rows in one batch, with a mask over the pads and a cache of keys and values.
+
+    `cache` may hold the first ids of a single prompt, at most all but one of them.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
+        self._model = model
+        self._cache = DynamicCache() if cache is None else cache
+        tokens, self._mask = left_padded(prompts, next(model.parameters()).device)
+        self._tokens = tokens[:, self._cache.get_seq_length() :]
+
+    def next_logits(self) -> torch.Tensor:
+        """See `Decoding.next_logits`."""
+        positions = (self._mask.cumsum(-1) - 1).clamp_(min=0)[:, -self._tokens.shape[1] :]
+        return self._model(
+            input_ids=self._tokens,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
+        """See `Decoding.go_on`."""
+        if not going.all():
+            self._cache.batch_select_indices(going.nonzero().squeeze(-1))
+            chosen, self._mask = chosen[going], self._mask[going]
+        self._tokens = chosen[:, None]
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], -1)
+
+
+class Alike:
+    """Rows of equal length together, none dropped before all of them have ended, in the model's own cache."""
+
+    cached = True
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
+        if cache is not None:
+            raise ValueError(f"{type(model).__name__} is not sampled with a cache of keys and values that was kept")
+        device = next(model.parameters()).device
+        lengths = sorted({len(ids) for ids in prompts})
+        places = [[place for place, ids in enumerate(prompts) if len(ids) == length] for length in lengths]
+        self._parts = [
+            _SameLength(model, torch.tensor([list(prompts[place]) for place in part], device=device), self.cached)
+            for part in places
+        ]
+        # of each row that is under way: its part, and its row there
+        where = {place: (number, row) for number, part in enumerate(places) for row, place in enumerate(part)}
+        self._where = [where[place] for place in range(len(prompts))]
+
+    def next_logits(self) -> torch.Tensor:
+        """See `Decoding.next_logits`."""
+        logits = {number: self._parts[number].next_logits() for number in {number for number, _ in self._where}}
+        return torch.stack([logits[number][row] for number, row in self._where])
+
+    def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
+        """See `Decoding.go_on`."""
+        for (number, row), token in zip(self._where, chosen, strict=True):
+            self._parts[number].following[row] = token
+        self._where = [where for where, goes in zip(self._where, going.tolist(), strict=True) if goes]
+        for number in {number for number, _ in self._where}:
+            self._parts[number].go_on()
+
+
+class Anew(Alike):
+    """As `Alike`, without a cache."""
+
+    cached = False
+
+
+class _SameLength:
+    """Rows of one length."""
+
+    def __init__(self, model: nn.Module, tokens: torch.Tensor, cached: bool) -> None:
+        self._model, self._tokens, self._cached = model, tokens, cached  # (rows, T)
+        self._cache: dict[str, Any] = {}
+        self._last_alone = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+        self.following = tokens[:, -1].clone()  # a row that has ended goes on with any token
+
+    def next_logits(self) -> torch.Tensor:
+        output = self._model(input_ids=self._tokens, use_cache=self._cached, **self._cache, **self._last_alone)
+        self._cache = {name: output[name] for name in CACHES if self._cached and output.get(name) is not None}
+        if self._cached and not self._cache:
+            raise NotImplementedError(f"{type(self._model).__name__} gives no cache")
+        return output.logits[:, -1]
+
+    def go_on(self) -> None:
+        new = self.following[:, None]
+        self._tokens = new if self._cached else torch.cat([self._tokens, new], -1)
+
+
+DECODINGS: dict[str, type[Padded | Alike]] = {"padded": Padded, "alike": Alike, "anew": Anew}  # the fast ones first
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether the forward of `model` has an argument of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, both (B, T) with the prompts at the right."""
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+    tokens, mask = padded(rows, left=True), padded([torch.ones_like(row) for row in rows], left=True)
+    return tokens.to(device), mask.to(device)

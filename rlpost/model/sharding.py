@@ -20,12 +20,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlpost.config.model_folder import weight_files
+from rlpost.config.paths import weight_files
 from rlpost.errors import ConfigError
 from rlpost.model.logprobs import READ_INSIDE, trainable_verdict
 from rlpost.model.lora import MergedWeights
 from rlpost.model.memory import give_back_freed_memory
-from rlpost.model.shards import announced, is_adapted, whole
+from rlpost.model.weights import announced, is_adapted, whole
 
 INDEX = "model.safetensors.index.json"
 OUTSIDE_LAYERS = "outside"

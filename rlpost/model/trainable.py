@@ -1,4 +1,7 @@
-"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to."""
+"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to.
+
+Activation checkpointing (arXiv:1604.06174): each layer's inputs are kept, the rest is computed again backward.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,56 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpost.config.paths import ADAPTER_CONFIG, NAMED_MODELS, adapter_base, resolve_adapter_path
-from rlpost.errors import CheckpointError
-from rlpost.home import expanded
-from rlpost.model.activations import recompute_activations
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.files import expanded
+from rlpost.model.families import attending
 from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, locate_tokenizer, pick_device
 from rlpost.model.logprobs import trainable_verdict
 from rlpost.model.lora import adapter_off, add_adapter, load_adapter
 from rlpost.model.optim import build_optimizer
-from rlpost.model.shards import is_sharded
+from rlpost.model.weights import is_sharded
 from rlpost.settings import ClusterSettings, DType, LoRASettings, ModelSettings, OptimSettings, Push, Sharding
 
 if TYPE_CHECKING:
     from rlpost.model.sharding import ShardingPlan
+
+
+def recompute_activations(model: Any) -> None:
+    """Let every layer of `model` forget its activations after the forward pass and compute them again.
+
+    transformers' own switch works in training mode only, which would turn dropout on. Without
+    gradients (while sampling) nothing changes. Raises ConfigError for a model not made of layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"model.activation_checkpointing=true: {type(model).__name__} names no layers that could be "
+            "computed again; leave it out"
+        )
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward, model.config)
+
+
+def _recomputed(forward: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        attention = config._attn_implementation
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with attending(config, attention):  # the backward pass runs where that may have been another
+                return forward(*args, **kwargs)
+
+        # nothing in the model is random, so there is no generator to rewind
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
 
 Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
 

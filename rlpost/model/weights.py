@@ -1,15 +1,102 @@
-"""The weights of another model, or of a folder, copied into a model's own tensors."""
+"""The weights of another model, or of a folder, copied into a model's own tensors.
+
+What the rest of the house needs to know of a model that is divided among ranks: see `rlpost.model.sharding`.
+
+Sums over weights: by them two copies are compared that are kept under other names and in other formats.
+
+An engine that packs a layer for its kernels has no weight to sum any more: such a layer is asked for its answer to a
+fixed input, which is compared as far as rounding allows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
 
 from rlpost.errors import PolicyError
-from rlpost.model.shards import is_adapted
+from rlpost.remote.exchange import with_room
+
+BLOCK_BYTES = 2**24  # that are gathered at once
+ADAPTER = "the adapter"  # announced in the place of a weight's name
+
+Announce = Callable[[str], None]  # told what all ranks are to gather
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether each rank has a part of `model`'s weights only."""
+    return hasattr(model, "unshard")  # FSDP2's own class, without importing it
+
+
+def divided_again(model: Any) -> None:
+    """Drop what a forward pass has gathered of a divided model; only a backward pass does that by itself."""
+    if is_sharded(model):
+        model.reshard()
+
+
+def device_of(model: Any) -> torch.device:
+    """Where `model` computes: its parts may wait in the machine's memory, and are gathered on a GPU."""
+    if not is_sharded(model):
+        return model.device
+    kind = next(iter(model.parameters())).device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, gathered from all ranks where each has a part of it: all must call this.
+
+    It is gathered in blocks: in one piece, gloo and DTensor's own way take its size again.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    shared: Any = tensor
+    if not (shared.ndim and all(placement.is_shard(0) for placement in shared.placements)):
+        return shared.full_tensor()
+    ranks = shared.device_mesh.size()
+    rows = -(-shared.shape[0] // ranks)  # of each rank, but for the last ones
+    own = shared.to_local().detach()
+    if own.shape[0] < rows:
+        own = torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
+    gathered = own.new_empty(ranks, rows, *own.shape[1:])
+    group = shared.device_mesh.get_group()
+    for begin, part in _blocks(own, BLOCK_BYTES // ranks):
+        block = own.new_empty(ranks, *part.shape)
+        torch.distributed.all_gather(list(block.unbind()), part.contiguous(), group=group)
+        gathered[:, begin : begin + part.shape[0]] = block
+    return gathered.flatten(0, 1)[: shared.shape[0]]
+
+
+def _blocks(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of `tensor` in pieces of at most so many bytes, but a row at least, each with the place of its first."""
+    size = max(1, most_bytes // max(1, tensor[:1].nbytes))
+    for begin in range(0, tensor.shape[0], size):
+        yield begin, tensor[begin : begin + size]
+
+
+def announce_with(model: nn.Module, announce: Announce) -> None:
+    """Have `announce` tell the other ranks of each weight of `model` that this one is about to read whole."""
+    _ANNOUNCE[model] = announce
+
+
+def announced(model: nn.Module, name: str) -> None:
+    """All ranks are about to gather `name`, where `model` is divided among them."""
+    if model in _ANNOUNCE:
+        _ANNOUNCE[model](name)
+
+
+_ANNOUNCE: weakref.WeakKeyDictionary[nn.Module, Announce] = weakref.WeakKeyDictionary()
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether `model` has an adapter of `add_adapter`'s."""
+    return isinstance(model, nn.Module) and hasattr(model, "peft_config")
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -92,3 +179,162 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(weights[name])
+
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # how names of what a head is tied to end
+AT_ONCE = 1 << 22  # elements that are widened together
+ROUNDED = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}  # of an answer's norm
+OFF = 1e-10  # of a sum: what the order of summing explains, far below any update
+
+
+@dataclass(frozen=True)
+class WeightSum:
+    """Of one weight, or of several that are kept as one: elements, their sum and that of their squares, in float64."""
+
+    numel: int
+    total: float
+    squares: float
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, dtype: torch.dtype | None = None) -> WeightSum:
+        """The sums of `weight`, rounded to `dtype` first where one is given."""
+        total = squares = 0.0
+        for part in weight.detach().flatten().split(AT_ONCE):
+            wide = (part if dtype is None else part.to(dtype)).double()
+            total += wide.sum().item()
+            squares += wide.square().sum().item()
+        return cls(weight.numel(), total, squares)
+
+    def __add__(self, other: WeightSum) -> WeightSum:
+        return WeightSum(self.numel + other.numel, self.total + other.total, self.squares + other.squares)
+
+    def is_of(self, other: WeightSum) -> bool:
+        """Whether both can be of the same values; an engine may pad with zeros."""
+        squares, numel = max(self.squares, other.squares), max(self.numel, other.numel)
+        absolute = (numel * squares) ** 0.5  # the sum of absolute values at most, by Cauchy and Schwarz
+        return abs(self.squares - other.squares) <= OFF * squares and abs(self.total - other.total) <= OFF * absolute
+
+
+@dataclass(frozen=True)
+class EngineSums:
+    """The sums of an engine's weights by its own names, and what it calls those that it keeps as one (qkv_proj).
+
+    `answers` are those of layers that it has packed for its kernels, to `asked`.
+    """
+
+    sums: Mapping[str, WeightSum]
+    answers: Mapping[str, Sequence[float]]
+    dtypes: Mapping[str, str]
+    packed: Mapping[str, Sequence[str]]
+
+    def engine_name(self, name: str) -> str:
+        """The engine's name for the weight that a checkpoint has as `name`."""
+        for one, parts in self.packed.items():
+            for part in parts:
+                if f".{part}." in name:
+                    return name.replace(f".{part}.", f".{one}.")
+        return name
+
+    def names_of(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Engine's name -> those of `names` that it keeps under it, of what it has told sums of."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            if (own := self.engine_name(name)) in self.sums or own in self.answers:
+                found.setdefault(own, []).append(name)
+        return found
+
+    def differing(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[str], int]:
+        """The engine's names of weights that are not those of `weights`, and how many were compared."""
+        off: list[str] = []
+        compared = 0
+        for own, names in self.names_of(weights).items():
+            compared += 1
+            if not (self._answers_as if own in self.answers else self._sums_as)(own, names, weights):
+                off.append(own)
+        return off, compared
+
+    def moved_since(self, earlier: EngineSums) -> bool:
+        """Whether any weight that both tell of is another one now."""
+        sums = any(self.sums[name] != earlier.sums[name] for name in self.sums.keys() & earlier.sums.keys())
+        answers = self.answers.keys() & earlier.answers.keys()
+        return sums or any(self.answers[name] != earlier.answers[name] for name in answers)
+
+    def _sums_as(self, own: str, names: Sequence[str], weights: Mapping[str, torch.Tensor]) -> bool:
+        dtype = getattr(torch, self.dtypes[own])
+        wanted = WeightSum(0, 0.0, 0.0)
+        for name in names:
+            wanted += WeightSum.of(weights[name], dtype)
+        return self.sums[own].is_of(wanted)
+
+    def _answers_as(self, own: str, names: Sequence[str], weights: Mapping[str, torch.Tensor]) -> bool:
+        dtype = getattr(torch, self.dtypes[own])
+        parts = self.packed.get(own.split(".")[-2], ())
+        ordered = sorted(names, key=lambda name: next((i for i, part in enumerate(parts) if f".{part}." in name), 0))
+        wanted = []
+        for name in ordered:
+            weight = weights[name].detach().to("cpu", dtype).float()
+            bias = weights.get(f"{name.removesuffix('.weight')}.bias")
+            answer = weight @ asked(weight.shape[1], dtype).float()
+            wanted.append(answer if bias is None else answer + bias.detach().cpu().to(dtype).float())
+        expected, given = torch.cat(wanted), torch.tensor(self.answers[own])[: sum(map(len, wanted))]
+        return (given - expected).norm().item() <= ROUNDED[dtype] * expected.norm().item()
+
+
+def sums_of(model: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """The sums of an engine's `model`, of all its weights or those of `names`, as plain data: see `EngineSums.of`."""
+    told = {name: w for name, w in model.named_parameters() if names is None or name in names}
+    packed = {name: weight for name, weight in told.items() if not weight.numel()}
+    head = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), "")
+    answers = {name: _answer(model.get_submodule(name.rpartition(".")[0]), weight) for name, weight in packed.items()}
+    if head and f"{head}.weight" not in told and (names is None or f"{head}.weight" in names):
+        answers[f"{head}.weight"] = _logits(model)
+    formats = {name: weight.dtype for name, weight in told.items()} | dict.fromkeys(
+        [f"{head}.weight"], next(model.parameters()).dtype
+    )
+    return {
+        "sums": {n: (w.numel(), *_pair(WeightSum.of(w))) for n, w in told.items() if n not in packed},
+        "answers": {name: answer.tolist() for name, answer in answers.items() if answer is not None},
+        "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in formats.items()},
+        "packed": {one: list(parts) for one, parts in getattr(model, "packed_modules_mapping", {}).items()},
+    }
+
+
+def as_engine_sums(told: Mapping[str, Any]) -> EngineSums:
+    """What `sums_of` gave, in another process."""
+    sums = {name: WeightSum(*each) for name, each in told["sums"].items()}
+    return EngineSums(sums, told["answers"], told["dtypes"], told["packed"])
+
+
+def asked(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The fixed input of a layer that is asked, (width,) on the CPU."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(dtype)
+
+
+@torch.inference_mode()
+def _answer(layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """What a packed linear layer of the engine makes of `asked`; None of a layer of another kind."""
+    width = getattr(layer, "input_size", None)
+    if width is None:
+        return None
+    answer = layer(asked(width, weight.dtype).to(weight.device)[None])
+    return (answer[0] if isinstance(answer, tuple) else answer)[0].float().cpu()
+
+
+@torch.inference_mode()
+def _logits(model: Any) -> torch.Tensor | None:
+    """What the output head makes of `asked`."""
+    norm = next((w for name, w in model.named_parameters() if name.endswith("norm.weight")), None)
+    if norm is None:
+        return None
+    return model.compute_logits(asked(norm.numel(), norm.dtype).to(norm.device)[None])[0].float().cpu()
+
+
+def _pair(of: WeightSum) -> tuple[float, float]:
+    return of.total, of.squares
+
+
+def save_one_by_one(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write a file a weight: tensors cannot cross to another process, a folder can, and no two are held at once."""
+    for number, (name, weight) in enumerate(weights):
+        file = with_room(folder / f"{number:05d}.safetensors", weight.nbytes)
+        save_file({name: weight.detach().contiguous().cpu()}, file)

@@ -2,15 +2,25 @@
 
 Every loss is Σ_bt weight_bt · value_bt / normaliser. Only the weights depend on a row's own length,
 so rows can be split over microbatches and ranks as long as all shares use one normaliser.
+
+Estimators of KL(π ‖ other) from the log-probabilities of sampled tokens.
+
+Weights for tokens that an engine sampled from µ, which is not quite the trainer's π_old.
+
+The weight is w = π_old / µ, of a token or of a whole completion (the product of its tokens'), a
+constant to the gradient. Truncation caps it; masking drops what lies outside its bounds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import log
+
 import torch
 
 from rlpost.errors import ConfigError
-from rlpost.nearest import did_you_mean, nearest
-from rlpost.settings import Aggregation
+from rlpost.settings import Aggregation, KLEstimator, SamplerCorrection
+from rlpost.text import did_you_mean, nearest
 
 AGGREGATIONS = tuple(Aggregation.__members__)
 
@@ -97,3 +107,131 @@ def sequence_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean over each row's masked tokens, (B,); 0 for an empty row."""
     return sequence_sum(values, mask) / mask.sum(-1).clamp(min=1)
+
+
+KL_ESTIMATORS = tuple(KLEstimator.__members__)
+
+
+def k1(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """log π − log other per token: unbiased for tokens drawn from π, of either sign.
+
+    Its gradient is ∇log π, 0 on average: it says how far apart the two are and pulls nothing back,
+    so it belongs in the reward and not in the loss.
+    """
+    return log_probs - other_log_probs
+
+
+def k2(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """(log π − log other)² / 2 per token: biased, but its gradient is on average the divergence's own."""
+    return (log_probs - other_log_probs).square() / 2
+
+
+def k3(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """exp(d) − d − 1 per token, d = log other − log π: unbiased for tokens drawn from π and never negative.
+
+    The three estimators and their names are those of http://joschu.net/blog/kl-approx.html; GRPO
+    (arXiv:2402.03300, eq. 4) uses this one.
+    """
+    difference = other_log_probs - log_probs
+    return torch.expm1(difference) - difference
+
+
+def k3_k2grad(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """k3's value with k2's gradient: unbiased in both, for tokens drawn from π."""
+    through = k2(log_probs, other_log_probs)
+    return through + (k3(log_probs, other_log_probs) - through).detach()
+
+
+_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3_k2grad": k3_k2grad}
+
+
+def kl_divergence(
+    log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: str = "k3", mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The estimate per token, of the shape of `log_probs`; 0 where `mask` is given and False.
+
+    Raises ConfigError for an unknown estimator.
+    """
+    check_choice("KL estimator", estimator, KL_ESTIMATORS)
+    if mask is not None:
+        log_probs, other_log_probs = keep(log_probs, mask), keep(other_log_probs, mask)
+    return _ESTIMATORS[estimator](log_probs, other_log_probs)
+
+
+def sequence_kl_divergence(
+    log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: str = "k1"
+) -> torch.Tensor:
+    """The estimate of a whole completion, Σ over its masked tokens, (B,): what a reward is reduced by."""
+    return sequence_sum(kl_divergence(log_probs, other_log_probs, estimator, mask), mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """One way to weigh: per token or per completion, cut or dropped outside bounds that may be overridden."""
+
+    per_sequence: bool
+    drops: bool  # outside the bounds the weight is 0; otherwise it is cut to `high`
+    low: float  # read only by what drops
+    high: float
+
+
+# Truncated: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025).
+# Masked: "When Speed Kills Stability" (Liu et al., 2025). IcePop: arXiv:2510.18855.
+CORRECTIONS = {
+    "tis_token": Correction(per_sequence=False, drops=False, low=0.0, high=2.0),
+    "tis_sequence": Correction(per_sequence=True, drops=False, low=0.0, high=2.0),
+    "mis_token": Correction(per_sequence=False, drops=True, low=0.0, high=3.0),
+    "mis_sequence": Correction(per_sequence=True, drops=True, low=0.0, high=3.0),
+    "icepop": Correction(per_sequence=False, drops=True, low=0.5, high=5.0),
+}
+SAMPLER_CORRECTIONS = tuple(SamplerCorrection.__members__)
+
+
+def sampler_weights(
+    old_log_probs: torch.Tensor,
+    sampler_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    correction: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight, cut), both (B, T) and without gradient: w, and where a bound changed it to `high` or to 0.
+
+    `low` and `high` are the correction's own where None; `low` is read by the masking ones only.
+    With "none" every weight is 1. Raises ConfigError for an unknown correction, bounds that exclude
+    1 or are not in order, and a bound that the correction does not read.
+    """
+    bounds = correction_bounds(correction, low, high)
+    if bounds is None:
+        return torch.ones_like(old_log_probs), torch.zeros_like(mask)
+    chosen, (least, most) = CORRECTIONS[correction], bounds
+    with torch.no_grad():
+        log_weight = keep(old_log_probs, mask) - keep(sampler_log_probs, mask)
+        if chosen.per_sequence:
+            log_weight = sequence_sum(log_weight, mask)[:, None].expand_as(mask)
+        weight = log_weight.clamp(max=log(most)).exp()  # cut before exp, which would overflow
+        cut = log_weight > log(most)
+        if chosen.drops:
+            cut = cut | (weight < least)
+            weight = torch.where(cut, 0, weight)
+    return weight, cut & mask
+
+
+def correction_bounds(correction: str, low: float | None, high: float | None) -> tuple[float, float] | None:
+    """The bounds in force, those of the correction itself where None; None for "none", which has none.
+
+    Raises ConfigError as `sampler_weights` does.
+    """
+    check_choice("sampler correction", correction, SAMPLER_CORRECTIONS)
+    if correction == "none":
+        if low is not None or high is not None:
+            raise ConfigError("sampler_ratio_low and sampler_ratio_high are read only with a sampler_correction")
+        return None
+    chosen = CORRECTIONS[correction]
+    if low is not None and not chosen.drops:
+        raise ConfigError(f"{correction} has no lower bound: leave sampler_ratio_low out")
+    least, most = chosen.low if low is None else low, chosen.high if high is None else high
+    if not 0 <= least <= 1 <= most:
+        raise ConfigError(f"sampler ratio bounds [{least:g}, {most:g}] must hold 1, the weight of an exact sampler")
+    return least, most

@@ -1,27 +1,292 @@
-"""The interface every policy implements: prompts in, completions out, and a version."""
+"""The interface every policy implements: prompts in, completions out, and a version.
+
+Requests that come one by one, from any thread, and are sampled together.
+
+How a policy is called on a TensorDict: what it reads, what it writes, and how it samples then.
+
+How completions are drawn where no temperature is set, and what the drawing leaves out.
+
+Distributions over tokens: of every position of a batch, with a mask that says which positions count.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
+from torch.distributions import Categorical
 
-from rlpost.data.continuation import Continuation
-from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel
-from rlpost.errors import DataError, PolicyError
-from rlpost.model.sums import EngineSums
-from rlpost.policies.batching import Batching, Request
-from rlpost.policies.face import Face
-from rlpost.settings import SamplingSettings
+from rlpost.data.chat import Continuation
+from rlpost.data.conversation import Completion, Conversation, InputMode, PolicyVersionLabel
+from rlpost.data.ragged import Key, padded, padding_id
+from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.model.weights import EngineSums
+from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings, SamplingSettings
+from rlpost.text import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlpost.torchrl.face import Reader
+
+QUIET_SECONDS = 0.002  # without a further request before a batch begins, so that what comes together is sampled so
+CLOSE_SECONDS = 10.0  # longest wait for the batch under way when the policy is closed
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion to sample: the prompt's ids, how many ids at most, and the seed of its randomness."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    seed: int
+
+
+Generate = Callable[[Sequence[Request], SamplingSettings], list[Completion]]
+Waiting = tuple[Future[Completion], Request, SamplingSettings]
+
+
+class Batching:
+    """The requests of one policy that wait, and the lock under which it samples and takes up weights.
+
+    One thread samples all that waits with one call, those of equal sampling settings together, again and
+    again; it ends when nothing waits any more. A copy, in another process too, begins with nothing waiting.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._changed = threading.Condition()  # of all that follows
+        self._waiting: list[Waiting] = []
+        self._at_work: list[Future[Completion]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batching, ()
+
+    def submit(self, generate: Generate, request: Request, sampling: SamplingSettings) -> Future[Completion]:
+        """The completion that `generate` makes of `request`, with what waits. Raises PolicyError once closed."""
+        future: Future[Completion] = Future()
+        with self._changed:
+            if self._closed:
+                raise PolicyError("the policy is closed and samples no more: build another")
+            self._waiting.append((future, request, sampling))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(generate,), name="rlpost-batches", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return future
+
+    def close(self) -> None:
+        """End what waits with PolicyError, and the batch under way too where it takes longer than `CLOSE_SECONDS`."""
+        with self._changed:
+            self._closed = True
+            left = [future for future, _, _ in self._waiting if future.set_running_or_notify_cancel()]
+            self._waiting.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():  # whose batch ends by what it raises
+            thread.join(CLOSE_SECONDS)
+            with self._changed:
+                left += self._at_work
+                self._at_work = []
+        for future in left:
+            future.set_exception(PolicyError("the policy was closed before this completion was sampled"))
+
+    def _run(self, generate: Generate) -> None:
+        while batch := self._next_batch():
+            try:
+                made = generate([request for _, request, _ in batch], batch[0][2])
+                if len(made) != len(batch):
+                    raise PolicyError(f"the policy gave {len(made)} completions for {len(batch)} requests")
+            except BaseException as error:  # noqa: BLE001  raised again in the threads that wait
+                failure = error
+                self._settle(lambda future, _, failure=failure: future.set_exception(failure))
+            else:
+                self._settle(lambda future, i, made=made: future.set_result(made[i]))
+
+    def _next_batch(self) -> list[Waiting]:
+        """What waits with the settings of the first of it, cancelled ones left out; nothing where the thread ends."""
+        with self._changed:
+            while self._waiting:
+                known = 0
+                while known < len(self._waiting):
+                    known = len(self._waiting)
+                    self._changed.wait(QUIET_SECONDS)
+                if not self._waiting:
+                    break  # closed meanwhile
+                sampling = self._waiting[0][2]
+                together = [one for one in self._waiting if one[2] == sampling]
+                self._waiting = [one for one in self._waiting if one[2] != sampling]
+                if batch := [one for one in together if one[0].set_running_or_notify_cancel()]:
+                    self._at_work = [future for future, _, _ in batch]
+                    return batch
+            self._thread = None
+            return []
+
+    def _settle(self, end: Callable[[Future[Completion], int], None]) -> None:
+        """End each future of the batch under way; `close` may have done so."""
+        with self._changed:
+            ended, self._at_work = self._at_work, []
+        for i, future in enumerate(ended):
+            end(future, i)
+
+
+# words of `generate_kwargs`, under the name that both spellings of one thing share
+SPELLINGS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "num_return_sequences": "num_samples",
+    "n": "num_samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "stop": "stop",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "do_sample": "do_sample",
+}
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))  # those that say how a completion is drawn
+# what other samplers know and this one has not: the trained log-probs would be of another distribution
+NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass(frozen=True)
+class Face:
+    """The TensorDict face of a policy, `policy(tensordict)`.
+
+    With `generate` it takes the model's turn: it reads the prompts as `input_mode` says, and writes
+    text, tokens, masks, log-probs and, in the mode history, messages, each with `prompt`,
+    `response` and `full`; `rlpost.torchrl.face` says how. Without, it gives the log-probs of
+    whole sequences, `("log_probs", "full")`, where the first token, which nothing predicts, has 0.
+
+    Where ids are there they are read, whatever the mode: a conversation under way goes on from
+    those that were sampled, and text is never tokenised a second time. `input_key` names an entry
+    that is to be read in their stead.
+
+    `generate_kwargs`: `max_new_tokens`, `num_return_sequences` (or `num_samples` of its own),
+    `do_sample`, and `temperature`, `top_p`, `top_k`, `min_p` and `stop` as in `SamplingSettings`;
+    `max_tokens` and `n` are other words for the first two, `stop_strings` and `stop_sequences` for the last.
+    `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors, prompts
+    padded on the left and responses on the right, for ragged ones. `inplace`: the TensorDict itself
+    is written into and returned; False: a copy of it; "empty": a new one with what is written
+    alone; None: itself where the batch keeps its shape, which has to be one row or one dimension.
+    What is written goes to `device`. A group whose `..._key` is None is not written.
+    `chat_template_name` names a template of `rlpost.data.chat_templates`, for the tokenizer's own.
+
+    Raises ConfigError for what contradicts itself or is unknown.
+    """
+
+    input_mode: InputMode | str = InputMode.history
+    input_key: Key | None = None
+    generate: bool = True
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pad_output: bool = False
+    inplace: bool | Literal["empty"] | None = None
+    device: torch.device | str | None = None
+    num_samples: int | None = None
+    chat_template_name: str | None = None
+    return_log_probs: bool = True
+    history_key: str | None = "history"
+    text_key: str | None = "text"
+    tokens_key: str | None = "tokens"
+    masks_key: str | None = "masks"
+    log_probs_key: str | None = "log_probs"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_mode", InputMode.of(self.input_mode))
+        object.__setattr__(self, "generate_kwargs", _one_spelling(self.generate_kwargs))
+        if not self.generate and not self.return_log_probs:
+            raise ConfigError(
+                "generate=False with return_log_probs=False leaves nothing to give: leave one of them out"
+            )
+        if not self.generate and (self.num_samples or "num_samples" in self.generate_kwargs):
+            raise ConfigError("num_samples is a number of completions, and generate=False samples none: leave it out")
+        if self.num_samples is not None and "num_samples" in self.generate_kwargs:
+            raise ConfigError("num_samples is given twice, once in generate_kwargs: leave one out")
+        for name in ("samples_per_prompt", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name.replace('samples_per_prompt', 'num_samples')}={value!r} must be at least 1")
+        if self.inplace is True and self.samples_per_prompt is not None:
+            raise ConfigError("num_samples gives a batch another shape, so inplace=True cannot be: leave it out")
+
+    @property
+    def mode(self) -> InputMode:
+        """`input_mode`, as the enumeration it is."""
+        return InputMode.of(self.input_mode)
+
+    @property
+    def samples_per_prompt(self) -> int | None:
+        """n of the batch (B, n); None: the batch stays (B,)."""
+        return self.num_samples if self.num_samples is not None else self.generate_kwargs.get("num_samples")
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """How many tokens a completion has at most, besides what its conversation says; None: no other limit."""
+        return self.generate_kwargs.get("max_new_tokens")
+
+    @property
+    def prompt_key(self) -> Key:
+        """The entry that is read in this mode, where no ids are there."""
+        if self.input_key is not None:
+            return self.input_key
+        group = getattr(self, f"{self.mode.value}_key") or self.mode.value
+        return (group, "prompt" if self.generate else "full")
+
+    def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
+        """`settings`, else the defaults, changed by what `generate_kwargs` says. Raises ConfigError."""
+        asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
+        greedy = self.generate_kwargs.get("do_sample") is False
+        if greedy and asked.get("temperature", 0.0) != 0:
+            raise ConfigError(
+                f"do_sample=False is greedy, and temperature={asked['temperature']:g} is not: leave one out"
+            )
+        if self.generate_kwargs.get("do_sample") and asked.get("temperature") == 0:
+            raise ConfigError("do_sample=True with temperature=0 contradicts itself: leave one out")
+        return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
+
+    def with_template(self, tokenizer: Any) -> Any:
+        """`tokenizer`, with the chat template that this face names: a copy then. Raises ConfigError for none."""
+        if self.chat_template_name is None:
+            return tokenizer
+        from rlpost.data.chat_templates import chat_template
+
+        changed = copy.copy(tokenizer)
+        changed.chat_template = chat_template(self.chat_template_name).template
+        return changed
+
+
+def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of `generate_kwargs` under one name each. Raises ConfigError for two of one, and for others."""
+    chosen: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    for word, value in given.items():
+        if word in NOT_SAMPLED_WITH:
+            raise ConfigError(
+                f"generate_kwargs: rlpost samples with temperature, top_p, top_k and min_p alone; leave {word} out"
+            )
+        if word not in SPELLINGS:
+            near = did_you_mean(nearest(word, SPELLINGS), f"the words are {', '.join(SPELLINGS)}")
+            raise ConfigError(f"generate_kwargs has no {word!r}{near}")
+        name = SPELLINGS[word]
+        if name in chosen:
+            raise ConfigError(f"generate_kwargs: {words[name]} and {word} are two words for one thing: leave one out")
+        chosen[name], words[name] = value, word
+    return chosen
 
 
 def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> int:
@@ -135,7 +400,7 @@ class Policy(ABC):
 
         Raises DataError for entries that are missing or of another kind, PolicyError when the engine fails.
         """
-        from rlpost.torchrl.calling import call
+        from rlpost.torchrl.face import call
 
         return call(self, tensordict)
 
@@ -201,3 +466,152 @@ class Policy(ABC):
                 f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
                 f"model's context of {context} tokens; {advice}"
             )
+
+
+MORE_IDS = 8  # than a stop text has bytes: of ids that are none of its characters
+
+
+def training_sampling(settings: SampledSettings) -> SamplingSettings:
+    """Of the completions that are learned from: at the environment's own temperature."""
+    return _drawn(settings.sampling, settings.env.train_temperature)
+
+
+def evaluation_sampling(asked: EvalSamplingSettings, samples: int) -> SamplingSettings:
+    """Of an evaluation: greedily for one completion a prompt, else at temperature 1."""
+    return _drawn(asked, 0.0 if samples == 1 else 1.0)
+
+
+def check_whole(sampling: SamplingSettings) -> None:
+    """Raise ConfigError where `sampling` draws from a part of the distribution, and the whole one is asked for."""
+    if sampling.filters and sampling.temperature > 0:
+        key, value = next(iter(sampling.filters.items()))
+        raise ConfigError(
+            f"{key}={value:g} is for sampling alone: log-probs of whole sequences are those of the whole distribution"
+        )
+
+
+def ends_with_stop(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> bool:
+    """Whether the text of the last of `ids`, special tokens left out, holds one of the texts in `stop`.
+
+    As many are looked at as a text can be spread over: asked after each id, this is True at the first that
+    completes one. A character that is not whole yet is no text.
+    """
+    last = ids[-max(len(text.encode()) for text in stop) - MORE_IDS :]
+    said = tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return any(text in said.rstrip("\ufffd") for text in stop)
+
+
+def _drawn(asked: DrawSettings, usual: float) -> SamplingSettings:
+    said: dict[str, Any] = {field.name: getattr(asked, field.name) for field in fields(DrawSettings)}
+    return SamplingSettings(**{**said, "temperature": usual if asked.temperature is None else asked.temperature})
+
+
+class MaskedCategorical(Categorical):
+    """One categorical distribution a token, (B, T); where `mask` is False, log-probs and entropies are 0."""
+
+    def __init__(self, logits: torch.Tensor, mask: torch.Tensor) -> None:
+        super().__init__(logits=logits, validate_args=False)
+        self.mask = mask
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        """log π of the tokens `value` (B, T)."""
+        return super().log_prob(value).masked_fill(~self.mask, 0.0)
+
+    def entropy(self) -> torch.Tensor:
+        """(B, T), in nats."""
+        return super().entropy().masked_fill(~self.mask, 0.0)
+
+
+class CategoricalSequential(ABC):
+    """What a policy is whose distributions can be had: a model of which the logits are known.
+
+    Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
+    does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
+    distribution at position t is the one that the token at t was drawn from, given those before it,
+    at the sampling temperature; position 0, which nothing predicts, is never in the mask. Logits of
+    every position are T times the vocabulary: `policy.token_log_probs` needs none of them.
+    """
+
+    face: Any
+    sampling: Any
+    tokenizer: Any
+
+    @abstractmethod
+    def token_logits(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
+
+    def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """The distributions of what the model said, or of every token where nothing says what that is.
+
+        It is what `("masks", "all_assistant_mask")` or the messages mark, else what stands behind
+        `("tokens", "prompt")`.
+        """
+        sequences = self._reader().sequences(tensordict)
+        if all(sequence.sampled is not None for sequence in sequences):
+            return self.get_dist_with_assistant_mask(tensordict)
+        if ("tokens", "prompt") in tensordict.keys(include_nested=True):
+            return self.get_dist_with_prompt_mask(tensordict)
+        return self.get_dist_with_attention_mask(tensordict)
+
+    def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of everything behind `("tokens", "prompt")`. Raises DataError where a sequence does not begin with it."""
+        reader = self._reader()
+        sequences = reader.sequences(tensordict)
+        prompts = reader.ids(tensordict, ("tokens", "prompt"))
+        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+            if sequence.ids[: len(prompt)] != prompt:
+                raise DataError(f"row {row}: the sequence does not begin with its ('tokens', 'prompt')")
+        masks = [
+            [place >= len(prompt) for place in range(len(sequence.ids))]
+            for sequence, prompt in zip(sequences, prompts, strict=True)
+        ]
+        return self._dist([sequence.ids for sequence in sequences], masks)
+
+    def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of the assistant's tokens. Raises DataError where the batch does not say which those are."""
+        sequences = self._reader().sequences(tensordict)
+        masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
+        if len(masks) < len(sequences):
+            raise DataError(
+                "nothing says which tokens are the assistant's: give ('masks', 'all_assistant_mask'), or messages "
+                "with input_mode='history'"
+            )
+        return self._dist([sequence.ids for sequence in sequences], masks)
+
+    def get_dist_with_attention_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
+        """Of every token but the first, which nothing predicts."""
+        sequences = self._reader().sequences(tensordict)
+        ids = [sequence.ids for sequence in sequences]
+        return self._dist(ids, [[True] * len(row) for row in ids])
+
+    def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
+        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError where it is too short."""
+        sequences = self._reader().sequences(tensordict)
+        rows = list(mask.unbind())
+        ids = [sequence.ids for sequence in sequences]
+        if len(rows) != len(ids) or any(m.numel() < len(row) for m, row in zip(rows, ids, strict=True)):
+            raise DataError(f"a mask of {tuple(mask.shape)} does not cover the {len(ids)} sequences: give one a token")
+        return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
+
+    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """(B, T) log π of the tokens, 0 where `get_dist`'s mask is False."""
+        ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
+        dist = self.get_dist(tensordict)
+        return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
+
+    def _reader(self) -> Reader:
+        from rlpost.torchrl.face import Reader
+
+        return Reader(self)  # type: ignore[arg-type]
+
+    def _dist(self, ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> MaskedCategorical:
+        check_whole(self.sampling)
+        temperature = self.sampling.temperature or 1.0
+        tokens = padded([torch.tensor(row) for row in ids], padding_id(self.tokenizer))
+        there = padded([torch.ones(len(row), dtype=torch.bool) for row in ids], 0)
+        counted = padded([torch.tensor(row, dtype=torch.bool) for row in masks], 0)
+        logits = self.token_logits(tokens, there) / temperature
+        # the logits that follow a token are the distribution of the next; of the first there is none
+        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        counted[:, 0] = False
+        return MaskedCategorical(shifted, counted.to(logits.device))

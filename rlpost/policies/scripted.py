@@ -9,9 +9,7 @@ from typing import Any, Self
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.policies.base import Policy, Request
-from rlpost.policies.face import Face
-from rlpost.policies.sampling import ends_with_stop
+from rlpost.policies.base import Face, Policy, Request, ends_with_stop
 from rlpost.settings import SamplingSettings, ScriptedSettings
 
 

@@ -17,18 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError
-from rlpost.model.decoding import DECODINGS
 from rlpost.model.families import attending
 from rlpost.model.load import load_model
 from rlpost.model.logprobs import microbatches_of, token_log_probs, verdict_of
-from rlpost.model.packing import Row
+from rlpost.model.packing import DECODINGS, Row
 from rlpost.model.precision import autocast, bfloat16_is_fast
-from rlpost.model.sums import EngineSums, as_engine_sums, sums_of
-from rlpost.model.weights import SavedWeights, copy_weights
-from rlpost.policies.base import Policy, Request
-from rlpost.policies.categorical import CategoricalSequential
-from rlpost.policies.face import Face
-from rlpost.policies.sampling import check_whole, ends_with_stop
+from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_weights, sums_of
+from rlpost.policies.base import CategoricalSequential, Face, Policy, Request, check_whole, ends_with_stop
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
 TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward

@@ -1,43 +1,350 @@
 """Sampling with vLLM: in this process, as AsyncLLM with its engine in a process of its own, or in a given `vllm.LLM`.
 
 vLLM is imported when an engine starts, never before.
+
+What vLLM is started with, and what it is asked of a completion.
+
+vLLM is imported when it is asked, never before.
+
+What vLLM's outputs say.
+
+Requests that vLLM works on at once, each with the future of its completion.
+
+How long a model's context is, and how large the KV cache of a sampler on a CPU: the tokens under way.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
-from rlpost.errors import PolicyError
-from rlpost.extras import require_vllm
-from rlpost.model.sums import EngineSums, as_engine_sums
-from rlpost.model.weights import SavedWeights
-from rlpost.policies.base import Policy, Request
-from rlpost.policies.batching import Batching
-from rlpost.policies.face import Face
-from rlpost.policies.sampling import check_whole
-from rlpost.policies.vllm_arguments import (
-    SAMPLER_LOG_PROBS,
-    check_log_probs_mode,
-    checkpoint_names,
-    engine_arguments,
-    folder_of,
-    reading_params,
-    sampling_params,
+from rlpost.errors import ConfigError, DataError, PolicyError
+from rlpost.estimate.needs import BYTES, KV_BLOCK, LARGEST_KV_CACHE, kv_cache_bytes, shape_of_config
+from rlpost.files import json_in
+from rlpost.imports import require_vllm
+from rlpost.model.precision import bfloat16_is_fast
+from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums
+from rlpost.policies.base import Batching, Face, Policy, Request, check_whole
+from rlpost.policies.vllm_engine import (
+    VLLMEngine,
+    engine_around,
+    first_line,
+    in_thread,
+    small_memory,
+    start_engine,
+    tokenizer_of,
+    wait_for,
+    with_head,
 )
-from rlpost.policies.vllm_engines import VLLMEngine, engine_around, start_engine
-from rlpost.policies.vllm_outputs import completion_of, log_probs_of
-from rlpost.policies.vllm_process import first_line, in_thread, small_memory, tokenizer_of, wait_for, with_head
-from rlpost.policies.vllm_requests import RequestsUnderWay
-from rlpost.policies.vllm_worker import WeightGroup
-from rlpost.settings import SamplingSettings, VLLMSettings
+from rlpost.policies.vllm_worker import EXTENSION, WeightGroup
+from rlpost.settings import DType, SamplingSettings, VLLMSettings
+
+
+def completion_of(
+    output: Any, tokenizer: Any, labels: Mapping[str, PolicyVersionLabel], version: PolicyVersionLabel
+) -> Completion:
+    """A completion with the versions it was sampled under: `version`, and those that the engine's `labels` stand for.
+
+    Raises PolicyError for one that was neither finished nor cut.
+    """
+    sample = output.outputs[0]
+    if sample.finish_reason not in ("stop", "length"):
+        raise PolicyError(f"vLLM ended a completion for the reason {sample.finish_reason!r}, not stop or length")
+    ids = list(sample.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(sample.logprobs, ids, strict=True)]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    spans = [(span.start, labels.get(span.version, version)) for span in sample.weight_versions or []]
+    (_, first), *changes = spans or [(0, version)]
+    return Completion(ids, log_probs, text, sample.finish_reason, first, changes)
+
+
+def log_probs_of(output: Any, ids: Sequence[int]) -> torch.Tensor:
+    """log π of each of the `ids` that were read, (len(ids),) float32; 0 for the first, which nothing predicts."""
+    known = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    return torch.tensor([0.0, *(step[token].logprob for step, token in known)])
+
+
+LOOK_EVERY = 0.5  # seconds
+
+
+class RequestsUnderWay:
+    """Those of one engine. Each future is ended once: by what vLLM answered, or by `end`, together with all others.
+
+    A thread looks after them while there are any: it calls `failed`, which is to `end` them, once the engine
+    has died, for vLLM can forget a request then, or where nothing came of any of them for `timeout_seconds`.
+    """
+
+    def __init__(self, timeout_seconds: float, failed: Callable[[BaseException], None]) -> None:
+        self._timeout = timeout_seconds
+        self._failed = failed
+        self._lock = threading.Lock()  # of all that follows
+        self._asked: dict[Future[Completion], Future[Any]] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._look = threading.Event()  # set: now, rather than in a while
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestsUnderWay, (self._timeout, self._failed)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def add(self, engine: VLLMEngine, asked: Future[Any], completed: Callable[[Any], Completion]) -> Future[Completion]:
+        """The future of what `completed` makes of the answer to `asked`, which is cancelled where that future is."""
+        future: Future[Completion] = Future()
+        with self._lock:
+            self._asked[future] = asked
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._look_after, args=(engine,), name="rlpost-vllm-requests", daemon=True
+                )
+                self._thread.start()
+        future.add_done_callback(lambda done: done.cancelled() and asked.cancel())
+        asked.add_done_callback(lambda answer: self._answered(future, answer, completed))
+        return future
+
+    def end(self, error: PolicyError) -> None:
+        """End every future that has not ended with `error`, and abort its request."""
+        with self._lock:
+            left, self._asked = self._asked, {}
+        for future, asked in left.items():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            asked.cancel()
+
+    def _answered(
+        self, future: Future[Completion], answer: Future[Any], completed: Callable[[Any], Completion]
+    ) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if type(error).__name__ == "EngineDeadError":
+            self._failure = error
+            self._look.set()  # and all end by one error
+            return
+        with self._lock:
+            if self._asked.pop(future, None) is None:
+                return
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if answer.cancelled():
+                raise PolicyError("vLLM's thread ended before this completion was sampled")
+            if error is not None:
+                raise PolicyError(f"vLLM failed at a completion: {first_line(error)}") from error
+            future.set_result(completed(answer.result()))
+        except Exception as failure:  # noqa: BLE001  raised again in the thread that waits
+            future.set_exception(failure)
+
+    def _look_after(self, engine: VLLMEngine) -> None:
+        seen, since = None, time.monotonic()
+        while True:
+            self._look.wait(LOOK_EVERY)
+            self._look.clear()
+            with self._lock:
+                if not self._asked:
+                    self._thread = None
+                    return
+            failure = self._failure
+            if failure is None and engine.died():
+                failure = RuntimeError("the engine's process died")
+            progress = engine.progress()
+            if progress != seen:
+                seen, since = progress, time.monotonic()
+            elif time.monotonic() - since > self._timeout:
+                failure = TimeoutError(
+                    f"nothing came of {len(self)} requests for {self._timeout:.0f} s; policy.timeout_seconds sets the "
+                    "limit"
+                )
+            if failure is not None:
+                with self._lock:
+                    self._thread, self._failure = None, None
+                self._failed(failure)
+                return
+
+
+# parts of a configuration's names whose layers keep something else than keys and values of every token
+RECURRENT = ("mamba", "ssm", "linear_", "conv", "rwkv", "state_size", "recurrent")
+OTHER_STATE = (*RECURRENT, "kv_lora")
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int | None:
+    """Bytes of one token's keys and values in all layers; None for a model whose layers keep other things as well.
+
+    `config` is a model's config.json, or its `text_config`. SmolLM2-135M in bfloat16, with 30 layers of 3 heads of 64
+    numbers: 2 (keys, values) x 30 x 3 x 64 x 2 bytes = 23,040.
+    """
+    shape = None if _names(config, OTHER_STATE) else shape_of_config(config)
+    return None if shape is None else shape.kv_bytes(BYTES.get(dtype, 4))
+
+
+def kv_cache_arguments(folder: Path, settings: VLLMSettings, max_model_len: int) -> dict[str, int]:
+    """vLLM's arguments for its KV cache on a CPU: `policy.kv_cache_gb`, or what its conversations fill, at most 1 GB.
+
+    Raises ConfigError for a cache that has no room for one conversation.
+    """
+    config = _config(folder)
+    each = kv_bytes_per_token(config, settings.dtype.value)
+    if each is None:
+        asked = LARGEST_KV_CACHE if settings.kv_cache_gb is None else round(settings.kv_cache_gb * 10**9)
+        # vLLM keeps the prefixes of a recurrent layer only where prompts are read in chunks
+        without_prefixes = {"enable_prefix_caching": False} if _names(config, RECURRENT) else {}
+        return {"kv_cache_memory_bytes": asked, **without_prefixes}
+    given, least = kv_cache_bytes(settings, each, max_model_len)
+    if given < least:
+        raise ConfigError(
+            f"policy.kv_cache_gb={settings.kv_cache_gb:g} has no room for one conversation of {max_model_len} tokens, "
+            f"which takes {least / 1e9:.2g} GB: raise it, or leave it out"
+        )
+    return {"kv_cache_memory_bytes": given, "block_size": KV_BLOCK}
+
+
+def longest_context(folder: Path) -> int | None:
+    """Tokens that the model of an HF folder was made for, None where its config does not say.
+
+    Raises ConfigError where there is no readable config.
+    """
+    config = _config(folder)
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The config.json of an HF folder, that of its text model if apart. Raises ConfigError where it is unreadable."""
+    try:
+        config = json_in(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no model folder: it has no readable config.json") from error
+    return config.get("text_config") or config
+
+
+def _names(config: dict[str, Any], parts: Sequence[str]) -> bool:
+    return any(part in name for name in config for part in parts)
+
+
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
+SAMPLER_LOG_PROBS = "processed_logprobs"  # vLLM's name for log-probs under temperature and filters
+
+
+def engine_arguments(
+    folder: Path,
+    settings: VLLMSettings,
+    *,
+    max_model_len: int | None,
+    seed: int,
+    adapter_rank: int | None = None,
+) -> dict[str, Any]:
+    """What vLLM is started with. Raises ConfigError for a folder that holds no model."""
+    on_gpu = torch.cuda.is_available()
+    settings = replace(settings, dtype=_format_of(settings, on_gpu))
+    eager = settings.enforce_eager
+    longest = max_model_len if max_model_len is not None else longest_context(folder)
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "tokenizer": str(folder),
+        "dtype": settings.dtype.value,
+        "max_model_len": longest,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": (not on_gpu) if eager is None else eager,
+        "logprobs_mode": SAMPLER_LOG_PROBS,
+        "enable_prefix_caching": True,
+        "seed": seed % 2**31,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+    }
+    if settings.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = settings.tensor_parallel_size
+    if adapter_rank is not None:
+        room = next(rank for rank in ADAPTER_RANKS if rank >= adapter_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = settings.sleep
+    else:
+        # a prompt read in chunks rewinds its seeded generator, which torch's CPU generator cannot do
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(4096, longest or 0)
+        arguments |= kv_cache_arguments(folder, settings, longest or 4096)
+    return arguments
+
+
+def _format_of(settings: VLLMSettings, on_gpu: bool) -> DType:
+    """The format of the engine's weights: vLLM's own `auto` is that of the folder, ours what is fast here."""
+    if settings.dtype is not DType.auto:
+        return settings.dtype
+    fast, _ = bfloat16_is_fast(torch.device("cuda" if on_gpu else "cpu"))
+    return DType.bfloat16 if fast else DType.float32
+
+
+def folder_of(model: str) -> Path:
+    """The local folder of what vLLM was given: a folder, or a hub id that it has downloaded."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Names of the weights in a model folder: what a complete push has to bring."""
+    return set(SavedWeights(folder)) if any(folder.glob("*.safetensors")) else set()
+
+
+def sampling_params(requests: Sequence[Request], sampling: SamplingSettings, end_of_turn: int | None) -> list[Any]:
+    """vLLM's SamplingParams for each request, with the log-prob of each sampled id.
+
+    `end_of_turn` is the tokenizer's, which may be told another than the folder that the engine reads.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return [
+        SamplingParams(
+            **asdict(sampling),
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,
+            stop_token_ids=None if end_of_turn is None else [end_of_turn],
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        for request in requests
+    ]
+
+
+def reading_params(sequences: Sequence[Sequence[int]], sampling: SamplingSettings, longest: int | None) -> list[Any]:
+    """vLLM's SamplingParams to read each whole sequence, which may have fewer than `longest` tokens.
+
+    Raises ConfigError for another temperature than 1, DataError for a sequence that is too long.
+    """
+    from vllm import SamplingParams
+
+    if sampling.temperature not in (0, 1):
+        raise ConfigError(
+            f"vLLM gives the log-probs of a whole sequence at temperature 1 and not at {sampling.temperature:g}: "
+            "read them with a TransformersWrapper, or set temperature to 1"
+        )
+    length = max(map(len, sequences))
+    if longest is not None and length >= longest:
+        raise DataError(f"a sequence has {length} tokens and vLLM reads at most {longest - 1} of them: cut it")
+    return [SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)] * len(sequences)
+
+
+def check_log_probs_mode(mode: str, sampling: SamplingSettings) -> None:
+    """Raise ConfigError where an engine's log-probs in this mode are not those of what `sampling` draws from."""
+    as_the_model_says = sampling.temperature == 0 or (sampling.temperature == 1 and not sampling.filters)
+    if mode != SAMPLER_LOG_PROBS and not as_the_model_says:
+        raise ConfigError(
+            f"this vllm.LLM gives {mode}, which are not those of {sampling}: build it with "
+            f"logprobs_mode={SAMPLER_LOG_PROBS!r}"
+        )
+
 
 ADAPTER_NAME, ADAPTER_ID = "trained", 1  # of the one adapter that is ever loaded
 PUSH = ("taking new weights", ", since it may hold a mixture of weights: resume the run from its last checkpoint")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.rewards import arithmetic
+from rlpost.rewards import numbers
 from rlpost.rewards.numbers import last_number
 from rlpost.rewards.score import Score
 
@@ -53,7 +53,7 @@ def _exact(reply: str, answer: str) -> Score:
 
 def _number(reply: str, answer: str) -> Score:
     """Lenient accuracy is the reward; strict accuracy asks that the reply be the number and nothing else."""
-    return arithmetic.score(reply, last_number(answer) or "")
+    return numbers.score(reply, last_number(answer) or "")
 
 
 def _no_number(answer: str) -> str | None:

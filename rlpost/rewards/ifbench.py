@@ -6,8 +6,7 @@ original takes that 0 for no argument and draws a random one.
 
 from __future__ import annotations
 
-from rlpost.rewards.checkers import ifbench_checkers
-from rlpost.rewards.instructions import Check, InstructionSet
+from rlpost.rewards.ifeval import Check, InstructionSet, ifbench_checkers
 
 
 def _repeat_span(prompt_to_repeat: str, n_start: int, n_end: int) -> Check:

@@ -1,4 +1,15 @@
-"""IFEval's 25 kinds of verifiable instructions (Zhou et al. 2023, arXiv:2311.07911).
+"""Does a reply follow the instructions of its prompt? Verdicts, strict and loose, and the reward made of them.
+
+The door to the libraries that check instructions: `if_verifiable`, and nltk and langdetect, which its classes use.
+
+Nothing here downloads, and nothing depends on chance: the language of a text is the same in every process.
+
+Replies made to follow or to break an IFEval instruction: what proves its checks, as no gold answers exist.
+
+Each breaks it loosely too: on one line and without asterisks no looser reading is left, and where
+more lines are needed none of them helps.
+
+IFEval's 25 kinds of verifiable instructions (Zhou et al. 2023, arXiv:2311.07911).
 
 The classes of `if_verifiable` check 21 of them. Four are checked here, because the original draws
 lots or answers differently from call to call: the language of a reply is langdetect's, seeded,
@@ -9,8 +20,521 @@ a paragraph drawn in place of one beyond the last: such an instruction is refuse
 
 from __future__ import annotations
 
-from rlpost.rewards.checkers import ifeval_checkers, known_languages, language_of
-from rlpost.rewards.instructions import Check, InstructionError, InstructionSet
+import importlib.metadata
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlpost.errors import ConfigError, DataError, RewardError
+from rlpost.imports import require
+from rlpost.rewards.score import Score
+from rlpost.text import did_you_mean, nearest
+
+LANGUAGE_SEED = 0  # of langdetect's sampling, which would otherwise differ from call to call
+
+# what nltk.data.find is given for each of NLTK's packages; a folder inside a zip, as the downloader leaves it, is
+# found by its / alone
+_NLTK_PLACES = {
+    "punkt_tab": "tokenizers/punkt_tab/english/",
+    "stopwords": "corpora/stopwords/english",
+    "averaged_perceptron_tagger_eng": "taggers/averaged_perceptron_tagger_eng/",
+}
+NLTK_DATA_PACKAGE = "llama-index-core"  # carries the first two; installed without its own dependencies
+INSTALL_NLTK_DATA = f"pip install --no-deps {NLTK_DATA_PACKAGE}==0.14.25"
+_OPENING = threading.RLock()  # the libraries fill their tables when first used, which two threads must not do at once
+
+
+@cache
+def ifeval_checkers() -> Mapping[str, Any]:
+    """IFEval's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFEval")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+@cache
+def ifbench_checkers() -> Mapping[str, Any]:
+    """IFBench's kinds of instructions and the class that checks each. Raises MissingExtraError."""
+    require_checkers("IFBench")
+    with _OPENING, _no_downloads():
+        from if_verifiable.ifbench.instructions_registry import INSTRUCTION_DICT
+    return INSTRUCTION_DICT
+
+
+def require_checkers(needed_for: str) -> None:
+    """Raise MissingExtraError unless the checkers are installed; imports nothing."""
+    require("if_verifiable", "ifeval", needed_for)
+
+
+def language_of(text: str) -> str | None:
+    """The ISO 639-1 code of the language `text` is in, or None where there is nothing to tell it by."""
+    from langdetect import LangDetectException
+
+    detector = _languages().create()
+    detector.append(text)
+    try:
+        return detector.detect()
+    except LangDetectException:  # raised for a text without letters
+        return None
+
+
+def known_languages() -> list[str]:
+    """The codes `language_of` can give, in order."""
+    return _languages().get_lang_list()
+
+
+@cache
+def require_nltk_data(package: str, needed_for: str) -> None:
+    """Raise DataError, with the way to get it, unless NLTK finds `package` in its folders or the packaged one."""
+    import nltk
+
+    with _OPENING:
+        packaged = packaged_nltk_data()
+        if packaged is not None and str(packaged) not in nltk.data.path:
+            nltk.data.path.append(str(packaged))  # the last, so that the user's NLTK_DATA goes before it
+        try:
+            nltk.data.find(_NLTK_PLACES[package])
+            if package == "stopwords":
+                nltk.corpus.stopwords.ensure_loaded()
+        except LookupError as error:
+            raise DataError(
+                f"{needed_for} needs NLTK's {package}, which {_how_to_get(package, packaged)} "
+                f"(env.leave_out={needed_for} does without)"
+            ) from error
+
+
+def packaged_nltk_data() -> Path | None:
+    """The folder of NLTK's data inside the installed package, without importing the package."""
+    try:
+        package = importlib.metadata.distribution(NLTK_DATA_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(package.locate_file("llama_index/core/_static/nltk_cache")))
+    return folder if folder.is_dir() else None
+
+
+def _how_to_get(package: str, packaged: Path | None) -> str:
+    if packaged is not None and (packaged / _NLTK_PLACES[package]).exists():
+        return f"it does not read from a folder that others may write to: chmod -R go-w {packaged}"
+    if package in ("punkt_tab", "stopwords"):
+        return f"is in none of its folders: {INSTALL_NLTK_DATA}"
+    return f"is in none of its folders: python -m nltk.downloader {package}"
+
+
+@cache
+def _languages() -> Any:
+    """langdetect's profiles, in an object of our own: the seed of the library's is its other users' to choose."""
+    from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
+
+    with _OPENING:
+        factory = DetectorFactory()
+        factory.set_seed(LANGUAGE_SEED)
+        profiles = sorted(file for file in Path(PROFILES_DIRECTORY).iterdir() if not file.name.startswith("."))
+        factory.load_json_profile([file.read_text(encoding="utf-8") for file in profiles])
+    return factory
+
+
+@contextmanager
+def _no_downloads() -> Iterator[None]:
+    """Keep modules from fetching NLTK's data as they are imported, as IFBench's do: that is the user's decision."""
+    import nltk
+
+    before = nltk.download
+    nltk.download = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        nltk.download = before
+
+
+Check = Callable[[str], bool]  # whether a text follows one instruction
+
+WEIGHTS = (0.4, 0.3, 0.2, 0.1)  # all strictly, share strictly, all loosely, share loosely
+ANSWER_BONUS = 0.1  # for exactly one <answer> block, where only that is judged
+THINK_BONUS = 0.05  # for exactly one <think> block, likewise
+
+_PROBE = "One sentence, and *another* one. Is this a third?\n\nP.S. The second paragraph ends here."
+
+
+class InstructionError(DataError):
+    """An instruction that cannot be checked: `field` of its row is at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a reply follows: a verdict for each instruction, and the reply's complete think and answer blocks."""
+
+    strict: list[bool]
+    loose: list[bool]
+    think_blocks: list[str]
+    answer_blocks: list[str]
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """The kinds of instructions of one benchmark.
+
+    `checkers()` maps each kind to its class; `own` to a check of this package's instead, where the
+    class draws lots: a function from the instruction's arguments to the check. `nltk_data` says
+    which of NLTK's packages a kind reads.
+    """
+
+    name: str
+    checkers: Callable[[], Mapping[str, Any]]
+    own: Mapping[str, Callable[..., Check]] = field(default_factory=dict)
+    nltk_data: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def verdicts(
+        self, instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str, response: str
+    ) -> tuple[list[bool], list[bool]]:
+        """Which instructions `response` follows, strictly and loosely, in their order.
+
+        Strictly: the response itself does. Loosely: it does, or one of the seven others that leave
+        out its first line, its last, or both, and its asterisks or not (Zhou et al. 2023,
+        arXiv:2311.07911, section 2.3). Blank text follows nothing. `kwargs` are the arguments of
+        each instruction, `None` being none. Raises DataError for an instruction that is unknown or
+        lacks an argument, RewardError, naming it, where its check fails on the response;
+        MissingExtraError.
+        """
+        checks = self.checks(instruction_ids, kwargs)
+        strict, loose = [], []
+        for kind, check in zip(instruction_ids, checks, strict=True):
+            follows = partial(_follows, kind, check, prompt)
+            strict.append(follows(response))
+            loose.append(strict[-1] or any(map(follows, _variants(response))))
+        return strict, loose
+
+    def judge(
+        self,
+        instruction_ids: Sequence[str],
+        kwargs: Sequence[Mapping[str, Any]],
+        prompt: str,
+        reply: str,
+        *,
+        answer_only: bool,
+    ) -> Judged:
+        """The verdicts on all of `reply` or, with `answer_only`, on its first answer block; see `verdicts`."""
+        answers = blocks(reply, "answer")
+        judged = (answers[0] if answers else "") if answer_only else reply
+        return Judged(*self.verdicts(instruction_ids, kwargs, prompt, judged), blocks(reply, "think"), answers)
+
+    def complaint(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The field of a row that cannot be used and what is wrong with it, or None.
+
+        Each instruction is set up and tried once. Raises DataError where NLTK's data are missing.
+        """
+        for name in ("instruction_id_list", "kwargs"):
+            if not isinstance(row.get(name), list | tuple):
+                return name, "missing" if name not in row else "must be a list, one entry an instruction"
+        try:
+            checks = self.checks(row["instruction_id_list"], row["kwargs"])
+            for kind, arguments, check in zip(row["instruction_id_list"], row["kwargs"], checks, strict=True):
+                _try(kind, arguments or {}, check)
+        except InstructionError as error:
+            return error.field, str(error)
+        return None
+
+    def checks(self, instruction_ids: Sequence[str], kwargs: Sequence[Mapping[str, Any]]) -> list[Check]:
+        """A check for each instruction. Raises DataError as `verdicts` does."""
+        if not instruction_ids:
+            raise InstructionError("instruction_id_list", "there is no instruction to follow")
+        if len(kwargs) != len(instruction_ids):
+            raise InstructionError(
+                "kwargs",
+                f"there are {len(kwargs)} for {len(instruction_ids)} instructions: each needs one, {{}} if empty",
+            )
+        if wrong := next((one for one in kwargs if not isinstance(one, Mapping | None)), None):
+            raise InstructionError("kwargs", f"{wrong!r:.60} is no object of named arguments")
+        return [self._check(kind, arguments) for kind, arguments in zip(instruction_ids, kwargs, strict=True)]
+
+    def _check(self, kind: str, arguments: Mapping[str, Any] | None) -> Check:
+        checkers = self.checkers()
+        if kind not in checkers:
+            families = ", ".join(dict.fromkeys(name.partition(":")[0] for name in checkers))
+            near = nearest(str(kind), checkers)
+            raise InstructionError(
+                "instruction_id_list",
+                f"{kind!r} is no instruction of {self.name}{did_you_mean(near, f'its families are {families}')}",
+            )
+        for package in self.nltk_data.get(kind, ()):
+            require_nltk_data(package, kind)
+        build = self.own.get(kind)
+        checker = checkers[kind](kind)
+        given = _given(kind, arguments or {}, build or checker.build_description)
+        return build(**given) if build else _library_check(kind, checker, given)
+
+
+def score(judged: Judged, *, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> Score:
+    """The reward of the verdicts: `weights` times (all strictly, share strictly, all loosely, share loosely).
+
+    With `answer_only`, exactly one answer block earns 0.1 more and exactly one think block 0.05.
+    The parts sum to the reward. Accuracy is whether all instructions are followed: strictly
+    (`accuracy_strict`), loosely (`accuracy_lenient`).
+    """
+    strict, loose = judged.strict, judged.loose
+    measures = (float(all(strict)), fmean(strict), float(all(loose)), fmean(loose))
+    names = ("prompt_strict", "instructions_strict", "prompt_loose", "instructions_loose")
+    parts = {name: weight * measure for name, weight, measure in zip(names, weights, measures, strict=True)}
+    if answer_only:
+        parts["answer_block"] = ANSWER_BONUS * (len(judged.answer_blocks) == 1)
+        parts["think_block"] = THINK_BONUS * (len(judged.think_blocks) == 1)
+    return Score(
+        math.fsum(parts.values()),
+        parts,
+        accuracy_strict=measures[0],
+        accuracy_lenient=measures[2],
+        instructions={"strict": strict, "loose": loose},
+    )
+
+
+def best_reward(*, answer_only: bool, weights: Sequence[float] = WEIGHTS) -> float:
+    """What `score` gives a reply that follows everything, in its form too."""
+    return score(Judged([True], [True], [""], [""]), answer_only=answer_only, weights=weights).reward
+
+
+def checked_weights(weights: Sequence[float]) -> tuple[float, ...]:
+    """`weights` as they are, or ConfigError unless they are four finite numbers."""
+    if len(weights) != len(WEIGHTS) or not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(
+            f"format_weights={list(weights)} must be four numbers: all strictly, share strictly, all loosely, share "
+            "loosely"
+        )
+    return tuple(weights)
+
+
+def blocks(reply: str, tag: str) -> list[str]:
+    """What stands in each `<tag>...</tag>` of `reply`, white space around it left out. Linear in its length."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found, at = [], 0
+    while (start := reply.find(opening, at)) >= 0 and (end := reply.find(closing, start)) >= 0:
+        found.append(reply[start + len(opening) : end].strip())
+        at = end + len(closing)
+    return found
+
+
+def _variants(response: str) -> list[str]:
+    """The seven texts besides `response` itself that may follow an instruction for it, each once."""
+    lines = response.split("\n")
+    cut = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    plain = [text.replace("*", "") for text in cut]
+    return list(dict.fromkeys([*cut[1:], *plain]))
+
+
+def _follows(kind: str, check: Check, prompt: str, text: str) -> bool:
+    if not text.strip():
+        return False
+    try:
+        return bool(check(text))
+    except Exception as error:
+        asked = prompt if len(prompt) <= 60 else f"{prompt[:60]}..."
+        raise RewardError(
+            f"{kind} cannot be checked on a reply to {asked!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _given(kind: str, arguments: Mapping[str, Any], build: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of an instruction that say something: a 0 does where `build` takes it, an empty other one not."""
+    taken = inspect.signature(build).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    given = {name: v for name, v in arguments.items() if v or (v is not None and name in taken)}
+    for name in () if anything else given:
+        if name not in taken:
+            near = nearest(name, taken)
+            known = f"it takes {', '.join(taken)}" if taken else "it takes none"
+            raise InstructionError("kwargs", f"{kind} has no argument {name!r}{did_you_mean(near, known)}")
+    needed = [name for name, p in taken.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if lacking := [name for name in needed if name not in given]:
+        raise InstructionError("kwargs", f"{kind} needs {', '.join(lacking)}")
+    return given
+
+
+def _library_check(kind: str, checker: Any, given: Mapping[str, Any]) -> Check:
+    """The check of one of the library's classes, which draws an argument it is not given, or cannot use, at random."""
+    try:
+        checker.build_description(**given)
+    except Exception as error:
+        raise InstructionError("kwargs", f"{kind} cannot be checked with {dict(given)}: {error}") from error
+    used = checker.get_instruction_args() or {}
+    drawn = [name for name, value in used.items() if _plain(value) != _plain(given.get(name))]
+    if drawn:
+        asked = ", ".join(f"{name}={given[name]!r}" if name in given else name for name in drawn)
+        wrong = "cannot be checked with" if any(name in given for name in drawn) else "needs"
+        raise InstructionError("kwargs", f"{kind} {wrong} {asked}")
+    return checker.check_following
+
+
+def _plain(value: Any) -> Any:
+    """An argument without what the library's classes change in it: order, repetition, case, white space around it."""
+    if isinstance(value, list | tuple | set):
+        return sorted({str(_plain(one)) for one in value})
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _try(kind: str, arguments: Mapping[str, Any], check: Check) -> None:
+    """Run a check once, so that an argument it cannot work with is found before training.
+
+    The text has the arguments in it: a check that looks for one after the other comes to the last.
+    """
+    given = [one for value in arguments.values() for one in (value if isinstance(value, list) else [value])]
+    try:
+        check(f"{_PROBE}\n{' '.join(map(str, given))}")
+    except Exception as error:
+        raise InstructionError("kwargs", f"{kind} cannot be checked with them: {error}") from error
+
+
+NEUTRAL = "0"  # says nothing: no word, no letter, no sentence mark
+ENGLISH = "The river runs past the old mill and through the quiet village to the sea."
+
+# the same sentence, long enough for its language to be told
+SENTENCES = {
+    "ar": "يجري النهر بجانب الطاحونة القديمة ويعبر القرية الهادئة إلى البحر.",
+    "bg": "Реката тече покрай старата воденица и през тихото село към морето.",
+    "bn": "নদীটি পুরনো কলের পাশ দিয়ে এবং শান্ত গ্রামের মধ্য দিয়ে সমুদ্রে যায়।",
+    "de": "Der Fluss fließt an der alten Mühle vorbei und durch das stille Dorf zum Meer.",
+    "en": ENGLISH,
+    "es": "El río pasa junto al viejo molino y atraviesa el tranquilo pueblo hasta el mar.",
+    "fa": "رودخانه از کنار آسیاب قدیمی و از میان روستای آرام به سوی دریا می‌رود.",
+    "fi": "Joki virtaa vanhan myllyn ohi ja hiljaisen kylän läpi mereen.",
+    "fr": "La rivière passe devant le vieux moulin et traverse le village tranquille jusqu'à la mer.",
+    "gu": "નદી જૂની મિલની બાજુમાંથી અને શાંત ગામમાંથી સમુદ્ર તરફ વહે છે.",
+    "he": "הנהר זורם ליד הטחנה הישנה ודרך הכפר השקט אל הים.",
+    "hi": "नदी पुरानी चक्की के पास से और शांत गाँव से होकर समुद्र तक जाती है।",
+    "it": "Il fiume scorre accanto al vecchio mulino e attraversa il villaggio tranquillo fino al mare.",
+    "ja": "川は古い水車小屋のそばを流れ、静かな村を通って海へ向かいます。",
+    "kn": "ನದಿಯು ಹಳೆಯ ಗಿರಣಿಯ ಪಕ್ಕದಲ್ಲಿ ಮತ್ತು ಶಾಂತ ಹಳ್ಳಿಯ ಮೂಲಕ ಸಮುದ್ರಕ್ಕೆ ಹರಿಯುತ್ತದೆ.",
+    "ko": "강은 오래된 방앗간을 지나 조용한 마을을 거쳐 바다로 흐릅니다.",
+    "ml": "നദി പഴയ മില്ലിനടുത്തുകൂടി ശാന്തമായ ഗ്രാമത്തിലൂടെ കടലിലേക്ക് ഒഴുകുന്നു.",
+    "mr": "नदी जुन्या गिरणीजवळून आणि शांत गावातून समुद्राकडे वाहते आहे.",
+    "ne": "नदी पुरानो घट्टको छेउबाट र शान्त गाउँ हुँदै समुद्रतिर बग्छ।",
+    "pa": "ਨਦੀ ਪੁਰਾਣੀ ਚੱਕੀ ਦੇ ਕੋਲੋਂ ਅਤੇ ਸ਼ਾਂਤ ਪਿੰਡ ਵਿੱਚੋਂ ਸਮੁੰਦਰ ਵੱਲ ਵਗਦੀ ਹੈ।",
+    "pl": "Rzeka płynie obok starego młyna i przez cichą wieś do morza.",
+    "pt": "O rio passa pelo velho moinho e atravessa a aldeia tranquila até o mar.",
+    "ru": "Река течёт мимо старой мельницы и через тихую деревню к морю.",
+    "sw": "Mto unapita karibu na kinu cha zamani na kupitia kijiji kimya hadi baharini.",
+    "ta": "நதி பழைய ஆலையைக் கடந்து அமைதியான கிராமத்தின் வழியாகக் கடலுக்குச் செல்கிறது.",
+    "te": "నది పాత మిల్లు పక్కనుండి ప్రశాంతమైన గ్రామం గుండా సముద్రానికి ప్రవహిస్తుంది.",
+    "th": "แม่น้ำไหลผ่านโรงสีเก่าและหมู่บ้านอันเงียบสงบไปสู่ทะเล",
+    "uk": "Річка тече повз старий млин і через тихе село до моря.",
+    "ur": "دریا پرانی چکی کے پاس سے اور خاموش گاؤں سے گزر کر سمندر تک جاتا ہے۔",
+    "vi": "Dòng sông chảy qua cối xay cũ và ngôi làng yên tĩnh để ra biển.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """One reply that follows an instruction and one that does not (None: every reply follows it, blank ones aside)."""
+
+    following: str
+    breaking: str | None
+
+
+def replies_to(kind: str, arguments: Mapping[str, Any]) -> Replies | None:
+    """Replies to the instruction `kind` with `arguments`, or None where none are known that follow it."""
+    write = _WRITERS.get(kind)
+    return write(**arguments) if write else None
+
+
+def _of_count(less: str, unit: str, count: int, relation: str) -> Replies | None:
+    """`unit` as often as a relation wants, and the other side of the line; `less` where that is not at all."""
+    enough, too_few = unit * count, unit * (count - 1)
+    if relation == "at least":
+        return Replies(enough.strip() or less, None if count < 1 else too_few.strip() or less)
+    return None if count < 1 else Replies(too_few.strip() or less, enough.strip())
+
+
+def _frequency(keyword: str, frequency: int, relation: str) -> Replies | None:
+    return _of_count(NEUTRAL, f"{keyword.strip()} ", frequency, relation)
+
+
+def _letters_reply(letter: str, let_frequency: int, let_relation: str) -> Replies | None:
+    return _of_count("-" if letter == NEUTRAL else NEUTRAL, letter, let_frequency, let_relation)
+
+
+def _language(language: str) -> Replies | None:
+    other = "de" if language == "en" else "en"
+    return Replies(SENTENCES[language], SENTENCES[other]) if language in SENTENCES else None
+
+
+def _sentences(num_sentences: int, relation: str) -> Replies | None:
+    written = _of_count("", "It rained. ", num_sentences, relation)
+    return written if written and written.following else None  # nothing has no sentences, and follows nothing
+
+
+def _paragraphs(num_paragraphs: int) -> Replies:
+    one = "A paragraph."
+    return Replies("\n***\n".join([one] * num_paragraphs), None if num_paragraphs == 1 else one)
+
+
+def _nth_paragraph(num_paragraphs: int, nth_paragraph: int, first_word: str) -> Replies:
+    others = ["Otherwise this is a paragraph."] * num_paragraphs
+    chosen = [*others[: nth_paragraph - 1], f"{first_word} begins it.", *others[nth_paragraph:]]
+    return Replies("\n\n".join(chosen), "\n\n".join(f"Not{first_word} begins it." for _ in others))
+
+
+def _placeholders(num_placeholders: int) -> Replies | None:
+    return _of_count(NEUTRAL, "[place] ", num_placeholders, "at least")
+
+
+def _postscript(postscript_marker: str) -> Replies:
+    return Replies(f"{ENGLISH}\n\n{postscript_marker} It is cold.", NEUTRAL)
+
+
+def _bullets(num_bullets: int) -> Replies:
+    return Replies("\n".join(["* a point"] * num_bullets) or NEUTRAL, NEUTRAL if num_bullets else "- a\n- b\n- c")
+
+
+def _highlights(num_highlights: int) -> Replies | None:
+    return _of_count(NEUTRAL, "*part* ", num_highlights, "at least")
+
+
+def _sections(section_spliter: str, num_sections: int) -> Replies:
+    text = "\n".join(f"{section_spliter} {number}\n{ENGLISH}" for number in range(1, num_sections + 1))
+    return Replies(text or NEUTRAL, NEUTRAL if num_sections else None)
+
+
+def _capital_words(capital_frequency: int, capital_relation: str) -> Replies | None:
+    return _of_count("word", "WORD ", capital_frequency, capital_relation)
+
+
+_WRITERS: dict[str, Callable[..., Replies | None]] = {
+    "keywords:existence": lambda keywords: Replies(" ".join(keywords), NEUTRAL),
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": lambda forbidden_words: Replies(NEUTRAL, " ".join(forbidden_words)),
+    "keywords:letter_frequency": _letters_reply,
+    "language:response_language": _language,
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": lambda num_words, relation: _of_count("-", "word ", num_words, relation),
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": lambda: Replies("My answer is maybe.", "My answer is late."),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": lambda: Replies('```json\n{"level": [1, 2]}\n```', "{level: [1, 2]}"),
+    "detectable_format:title": lambda: Replies(f"<<The River>>\n{ENGLISH}", ENGLISH),
+    "combination:two_responses": lambda: Replies(f"{ENGLISH}\n******\nIt rained.", ENGLISH),
+    "combination:repeat_prompt": lambda prompt_to_repeat: Replies(f"{prompt_to_repeat}\n\n{ENGLISH}", NEUTRAL),
+    "startend:end_checker": lambda end_phrase: Replies(f"{ENGLISH} {end_phrase}", NEUTRAL),
+    "startend:quotation": lambda: Replies(f'"{ENGLISH}"', ENGLISH),
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": lambda: Replies(ENGLISH.upper(), ENGLISH),
+    "change_case:english_lowercase": lambda: Replies(ENGLISH.lower(), ENGLISH),
+    "punctuation:no_comma": lambda: Replies(ENGLISH, f"First, {ENGLISH}"),
+}
 
 
 def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Check:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlpost.extras import require
+from rlpost.imports import require
 from rlpost.rewards.gsm8k import first_block
-from rlpost.rewards.limits import MEMORY_BYTES, limit_memory
 from rlpost.rewards.score import Score
+from rlpost.rewards.worker import MEMORY_BYTES, limit_memory
 from rlpost.rewards.workers import Workers
 
 TIERS = (1.0, 0.1, 0.0)  # right boxed answer, some other boxed answer, none

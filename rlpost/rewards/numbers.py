@@ -2,12 +2,16 @@
 
 Everything here works on strings, in linear time: a reply may hold a number of a hundred thousand
 digits, which `int` refuses and `float` cannot tell from its neighbours.
+
+Is the sum right? A reply to an arithmetic question, scored by its last number.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
+
+from rlpost.rewards.score import Score
 
 _MINUS = "-\N{MINUS SIGN}"
 _NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+")
@@ -61,3 +65,17 @@ def _has_sign(text: str, start: int) -> bool:
         return False
     before = before.rstrip()
     return not before or not (before[-1].isdigit() or before[-1] in _OPERAND_ENDS)
+
+
+def score(reply: str, answer: str) -> Score:
+    """Reward 1 (part `answer`) when the last number of `reply` is `answer`, else 0.
+
+    `answer` is an integer as Python writes it. `accuracy_lenient` is the same measure;
+    `accuracy_strict` asks that the reply be the number and nothing else, a final full stop allowed.
+    """
+    found = last_number(reply)
+    right = float(found == answer)
+    strict = float(only_number(reply) == answer)
+    return Score(
+        reward=right, parts={"answer": right}, accuracy_strict=strict, accuracy_lenient=right, answer=found or ""
+    )

@@ -20,10 +20,10 @@ from importlib.metadata import version
 from typing import Any
 
 from rlpost.errors import ConfigError, DataError
-from rlpost.extras import require
-from rlpost.nearest import did_you_mean, nearest
-from rlpost.rewards.limits import MEMORY_BYTES, limit_memory
+from rlpost.imports import require
+from rlpost.rewards.worker import MEMORY_BYTES, limit_memory
 from rlpost.rewards.workers import Worker
+from rlpost.text import did_you_mean, nearest
 
 CHUNK = 500  # problems of one dataset; some generators make them all at once
 DATASETS_KEPT = 64

@@ -3,6 +3,8 @@
 Requests come as pickled data of rlpost's own; answers go back as JSON, since whatever the function
 runs could write anything there. A frame is its length in 8 bytes, then its content. The first request
 is the order; its answer says that the function is ready.
+
+Limits that a process sets itself before it works on what a model wrote.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from rlpost.child import LENGTH_BYTES, framed
 from rlpost.errors import RlpostError
-from rlpost.user_file import named
+from rlpost.imports import named
+from rlpost.remote.child import LENGTH_BYTES, framed
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,12 @@ def _write(stream: IO[bytes], content: bytes) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+MEMORY_BYTES = 4 << 30  # enough for sympy and NumPy; a number of a billion digits fails instead of filling the machine
+
+
+def limit_memory(num_bytes: int = MEMORY_BYTES) -> None:
+    """Let every later request for more memory than this fail, with a MemoryError."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))

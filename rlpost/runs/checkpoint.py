@@ -23,14 +23,25 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from rlpost.config.manifest import check_file, read_manifest, sha256
-from rlpost.config.paths import BEST, LATEST, MANIFEST, checkpoints, step_of, unfinished_saves
+from rlpost.config.paths import (
+    ADVICE,
+    BEST,
+    LATEST,
+    MANIFEST,
+    check_listed,
+    check_resumable,
+    checkpoints,
+    keep_the_model_alone,
+    keeps_the_model_alone,
+    read_manifest,
+    sha256,
+    step_of,
+    unfinished_saves,
+)
 from rlpost.errors import CheckpointError
 from rlpost.files import json_in, sync, sync_tree
 from rlpost.model.optim import restore_optimizer
-from rlpost.model.shards import is_sharded
-from rlpost.model.weights import SavedWeights
-from rlpost.runs.resumable import ADVICE, check_resumable, keep_the_model_alone, keeps_the_model_alone
+from rlpost.model.weights import SavedWeights, is_sharded
 
 TENSORS = "state/tensors.safetensors"
 MOMENTS = "state/optimizer"
@@ -135,7 +146,7 @@ def verify(path: Path) -> None:
     expected = read_manifest(path, ADVICE)
     state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
     for file in dict.fromkeys([*state, *expected]):
-        check_file(file, expected.get(file), ADVICE)
+        check_listed(file, expected.get(file), ADVICE)
     written = json_in(path / STATE).get("format") if state else FORMAT
     if written != FORMAT:
         raise CheckpointError(

@@ -2,13 +2,22 @@
 
 Everything is read as it lies on disk, and a folder may be written to meanwhile: a file that is
 missing, or a line that is not whole yet, leaves its part of the record empty.
+
+Which checkpoints a run can go on from: the newest is whole, all others keep the model alone. No torch.
+
+What of the runs' folders can go, by rule, and its removal. Imports nothing heavy.
+
+A run that a process holds is left alone, and so is everything outside the folder of runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,14 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.paths import RUNS, SWEEP_FILE, is_run_folder
-from rlpost.config.registry import default_choices
-from rlpost.errors import ConfigError
-from rlpost.files import locked
-from rlpost.home import expanded
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.config.keys import default_choices
+from rlpost.config.paths import (
+    BEST,
+    LATEST,
+    RUNS,
+    SWEEP_FILE,
+    bytes_of_state,
+    checkpoints,
+    is_run_folder,
+    keep_the_model_alone,
+    keeps_the_model_alone,
+)
+from rlpost.errors import CheckpointError, ConfigError
+from rlpost.files import bytes_of, expanded, locked
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
-from rlpost.settings.run import says_where
+from rlpost.settings.commands import says_where
+from rlpost.text import did_you_mean, nearest
 
 LOG_END = 65536  # bytes of log.txt that are searched for its last word
 
@@ -264,7 +282,7 @@ def _mapping_of_json(file: Path) -> dict[str, Any]:
 def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
-    from rlpost.config.plain_yaml import check_plain
+    from rlpost.config.keys import check_plain
 
     try:
         if not file.is_file():
@@ -296,3 +314,91 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:  # a line that was cut short
         return command.split()
+
+
+DAY = 86400
+
+
+class Rule(Enum):
+    """Why something can go."""
+
+    unstarted = "never trained a step"
+    checkpoint = "neither the last nor the best"
+    state = "the run is finished"
+    rollouts = "old rollouts"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove: a run, a checkpoint, the state of one, or a file of rollouts."""
+
+    run: Path
+    path: Path
+    rule: Rule
+    bytes: int
+
+
+def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
+    """What the rules say of every run in `folder` that no process holds."""
+    if not folder.is_dir():
+        return []
+    inside = folder.resolve()
+    found: list[Removal] = []
+    for run in find_runs(folder):
+        if not run.is_symlink() and run.resolve().is_relative_to(inside) and not is_running(run):
+            found += [r for r in _of_run(run, rollout_days) if r.rule in rules]
+    return found
+
+
+def remove(removal: Removal) -> bool:
+    """Remove it, holding the run's lock meanwhile; False where a process has taken the run since."""
+    with _locked(removal.run) as is_ours:
+        if is_ours and removal.rule is Rule.state:
+            keep_the_model_alone(removal.path)
+        elif is_ours and removal.path.is_dir():
+            shutil.rmtree(removal.path)
+        elif is_ours:
+            removal.path.unlink(missing_ok=True)
+        return is_ours
+
+
+def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
+    record = read_run(run)
+    folder = run / "checkpoints"
+    saved = checkpoints(folder)
+    if not record.commands:
+        return  # somebody's own folder of checkpoints, or a record that was cut short
+    if record.steps_done == 0 and not any(folder.glob("step-*")):
+        yield Removal(run, run, Rule.unstarted, bytes_of(run))
+        return
+    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
+    for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
+        yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
+    if record.state is RunState.finished:
+        for checkpoint in sorted(kept & set(saved)):
+            with contextlib.suppress(CheckpointError):  # a damaged one is for its owner to look at
+                if not keeps_the_model_alone(checkpoint):
+                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
+    oldest = time.time() - rollout_days * DAY
+    for file in sorted((run / "rollouts").glob("step-*.parquet")):
+        if file.stat().st_mtime < oldest:
+            yield Removal(run, file, Rule.rollouts, file.stat().st_size)
+
+
+def _pointed_at(folder: Path) -> Iterator[str]:
+    """The names of the checkpoints that `latest` and `best` point at."""
+    for link in (LATEST, BEST):
+        with contextlib.suppress(OSError):  # no such link
+            yield (folder / link).readlink().name
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[bool]:
+    """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
+    try:
+        lock = (run / ".lock").open("a")
+    except OSError:  # gone, or no file
+        yield False
+        return
+    with lock:
+        yield locked(lock)

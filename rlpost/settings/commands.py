@@ -1,28 +1,157 @@
-"""Everything one command can say: the root of each composed configuration."""
+"""Everything one command can say: the root of each composed configuration.
+
+Everything `rlpost train sft` can say, and the losses on demonstrations.
+
+Everything `rlpost train expert-iteration` can say.
+
+What an evaluation plays and measures: `rlpost eval`, and the one during training.
+
+Where one run writes, and what was asked for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rlpost.errors import ConfigError
-from rlpost.settings.advantage import AdvantageSettings, DynamicSamplingSettings, Estimator, OverlongSettings
-from rlpost.settings.checks import MISSING, Settings, limited
-from rlpost.settings.cluster import ClusterSettings, RayClusterSettings, Sharding
-from rlpost.settings.code import CODE
-from rlpost.settings.collector import MAX_RESTARTS, AsyncCollectorSettings, CollectorSettings
-from rlpost.settings.diagnosis import DiagnosisSettings
-from rlpost.settings.env import EnvSettings
-from rlpost.settings.evaluation import EvalDuringTrainingSettings
-from rlpost.settings.gate import GateSettings
-from rlpost.settings.learning import GRPO_RATES, SFT_RATES, AdamW8bitSettings, OptimSettings, UsualRates
-from rlpost.settings.lora import LoRASettings, Push
-from rlpost.settings.loss import KLPlace, PolicyLossSettings, SamplerCorrection
-from rlpost.settings.model import ModelSettings
-from rlpost.settings.policy import PolicySettings, TrainSamplingSettings
-from rlpost.settings.tools import ToolsSettings, check_turns
-from rlpost.settings.tracking import TrackingSettings
+from rlpost.settings.base import CODE, MISSING, Settings, limited
+from rlpost.settings.env import EnvSettings, ToolsSettings, check_turns
+from rlpost.settings.loss import (
+    AdvantageSettings,
+    DynamicSamplingSettings,
+    Estimator,
+    KLPlace,
+    OverlongSettings,
+    PolicyLossSettings,
+    SamplerCorrection,
+)
+from rlpost.settings.model import LoRASettings, ModelSettings, Push
+from rlpost.settings.policy import (
+    MAX_RESTARTS,
+    AsyncCollectorSettings,
+    ClusterSettings,
+    CollectorSettings,
+    DrawSettings,
+    NoClusterSettings,
+    PolicySettings,
+    RayClusterSettings,
+    Sharding,
+    TrainSamplingSettings,
+)
+from rlpost.settings.training import (
+    GRPO_RATES,
+    SFT_RATES,
+    AdamW8bitSettings,
+    DiagnosisSettings,
+    GateSettings,
+    OptimSettings,
+    TrackingSettings,
+    UsualRates,
+)
 from rlpost.text import counted
+
+
+def samples_per_prompt(k: Sequence[int], samples: int | None) -> int:
+    """Completions that are drawn for each prompt: `samples`, or where it is None the greatest of `k`."""
+    return max(k) if samples is None else samples
+
+
+@dataclass
+class AttemptsSettings(Settings, group="eval"):
+    """How often each prompt is answered, and what is made of it."""
+
+    k: list[int] = field(default_factory=lambda: [1])  # pass@k, avg@k and maj@k for each of these
+    samples: int | None = None  # completions a prompt; None: the greatest of eval.k
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.k:
+            raise ConfigError("eval.k is empty: give at least one number of attempts, as in 'eval.k=[1,8]'")
+        if min(self.k) < 1:
+            raise ConfigError(f"eval.k={min(self.k)} is out of range: it must be at least 1")
+        if len(set(self.k)) < len(self.k):
+            raise ConfigError(f"eval.k={self.k} names a number twice: leave one of them out")
+        if self.samples is not None and self.samples < max(self.k):
+            raise ConfigError(
+                f"eval.samples={self.samples} is fewer than the {max(self.k)} attempts that eval.k={self.k} asks for: "
+                "raise it, or leave it out"
+            )
+
+
+@dataclass
+class HeldOutSettings(Settings, group="eval"):
+    """Evaluations during training, and what of them ends it: decided on half of the prompts, the other is reported."""
+
+    enabled: bool = True  # false: no evaluation at all
+    every: int = limited(0, at_least=0)  # steps; 0: before and after only
+    limit: int | None = limited(None, at_least=1)  # prompts; None: env.eval_limit
+    stop_at_accuracy: float | None = limited(None, 0.0, 1.0)  # lenient accuracy of an evaluation that ends training
+    stop_at_reward: float | None = None  # reward of an evaluation that ends training
+    patience: int | None = limited(None, at_least=1)  # evaluations in a row, none the best so far, that end training
+
+    @property
+    def stops(self) -> list[str]:
+        """The keys that are set of those that end training early, as they are typed."""
+        names = ("stop_at_accuracy", "stop_at_reward", "patience")
+        return [f"eval.{name}" for name in names if getattr(self, name) is not None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in self.stops:
+            if not self.enabled:
+                raise ConfigError(f"{key} has nothing to go by while eval.enabled=false: take one of them out")
+            if self.every == 0:
+                raise ConfigError(
+                    f"{key} needs evaluations between the first step and the last: add eval.every=10, say"
+                )
+
+
+@dataclass
+class EvalDuringTrainingSettings(HeldOutSettings, AttemptsSettings):
+    """Evaluation on held-out prompts: before the first step, after the last, and between.
+
+    One completion a prompt is greedy; several are drawn as `sampling` says.
+    """
+
+
+@dataclass
+class EvalSamplingSettings(DrawSettings):
+    """How a completion of `rlpost eval` is drawn."""
+
+    temperature: float | None = limited(None, at_least=0.0)  # 0: greedy; None: 0 for one completion, 1 for several
+
+
+@dataclass
+class EvalSettings(Settings):
+    """`rlpost eval`."""
+
+    uses_policy: ClassVar[bool] = True
+
+    model: ModelSettings = MISSING  # what is scored
+    env: EnvSettings = MISSING  # what is asked, and how replies are scored
+    tools: ToolsSettings = field(default_factory=ToolsSettings)  # what the model may call while it answers
+    policy: PolicySettings = MISSING  # what samples the completions
+    sampling: EvalSamplingSettings = field(default_factory=EvalSamplingSettings)  # how a completion is drawn
+    eval: AttemptsSettings = field(default_factory=AttemptsSettings)  # how often, and what is made of it
+    plugin: list[str] = field(
+        default_factory=list, metadata=CODE
+    )  # Python files that register environments and rewards
+    seed: int = limited(0, at_least=0)  # of sampling; the order of the prompts is that of env.seed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_turns(self.env, self.tools)
+        if isinstance(self.eval, AttemptsSettings) and isinstance(self.sampling, EvalSamplingSettings):
+            count = samples_per_prompt(self.eval.k, self.eval.samples)
+            if count > 1 and self.sampling.temperature == 0:
+                raise ConfigError(
+                    f"sampling.temperature=0 gives the same completion {count} times, and that says no more than one "
+                    "sample a prompt: raise it, or leave it out"
+                )
 
 
 @dataclass
@@ -243,3 +372,143 @@ class GRPOSettings(SampledSettings):
                 "advantage.estimator=reinforce_pp with loss.kl_in=reward gives each token an advantage of its own, and "
                 "loss=gspo weighs whole completions: take loss=gspo_token"
             )
+
+
+class SFTAggregation(Enum):
+    """What the sum over a minibatch's trained tokens is divided by."""
+
+    token_mean = "token_mean"  # all of them: each weighs the same
+    sequence_mean = "sequence_mean"  # those of their sample, then the samples: each of these weighs the same
+
+
+@dataclass
+class DemonstrationLossSettings(Settings, group="loss"):
+    """What every loss on demonstrations is."""
+
+    variant: ClassVar[str]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the log-probs of the starting model."""
+        return False
+
+
+@dataclass
+class SFTLossSettings(DemonstrationLossSettings):
+    """Cross entropy of the demonstrated replies, with an optional KL penalty to the starting model."""
+
+    variant: ClassVar[str] = "sft"
+
+    aggregation: SFTAggregation = SFTAggregation.token_mean  # what the sum over tokens is divided by
+    kl_coef: float = limited(0.0, at_least=0.0)  # weight of the KL penalty (k3) to the starting model; 0: not loaded
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `DemonstrationLossSettings.needs_reference`."""
+        return self.kl_coef > 0
+
+
+@dataclass
+class MinorSFTLossSettings(DemonstrationLossSettings):
+    """MinorSFT (arXiv:2408.10642): a sample weighs less the further the model has left its reference for it."""
+
+    variant: ClassVar[str] = "minor_sft"
+
+    beta: float = limited(0.1, above=0.0)  # how fast a sample's weight falls with the distance to the reference
+
+    @property
+    def needs_reference(self) -> bool:
+        """See `DemonstrationLossSettings.needs_reference`."""
+        return True
+
+
+@dataclass
+class SFTEvalSettings(HeldOutSettings):
+    """The loss on held-out rows: before the first step, after the last, and between; accuracy where asked for."""
+
+    accuracy: bool = False  # also samples greedy replies to held-out prompts and scores them; starts the policy
+
+    def __post_init__(self) -> None:
+        if self.accuracy and not self.enabled:
+            raise ConfigError("eval.accuracy=true measures nothing while eval.enabled=false: take one of them out")
+        if self.stops and not self.accuracy:
+            raise ConfigError(f"{self.stops[0]} needs replies to be scored: add eval.accuracy=true")
+        super().__post_init__()
+
+
+@dataclass
+class SFTSettings(TrainingSettings):
+    """`rlpost train sft`."""
+
+    must_stay: ClassVar = ("seed", "minibatch_size")  # what a run that goes on cannot change
+
+    env: EnvSettings = MISSING  # whose demonstrations are learned, or rows of your own
+    policy: PolicySettings = MISSING  # what samples replies where eval.accuracy asks for them
+    cluster: NoClusterSettings = MISSING  # pyright: ignore[reportIncompatibleVariableOverride]  # what trains it
+    loss: DemonstrationLossSettings = MISSING  # what turns demonstrations into a gradient
+    eval: SFTEvalSettings = field(default_factory=SFTEvalSettings)  # on held-out rows
+    steps: int | None = limited(None, at_least=1)  # optimizer steps; None: as many as epochs has
+    epochs: int | None = limited(None, at_least=1)  # times every sample is trained on; None: 1, unless steps says
+    seed: int = 0  # of the order of the samples
+    minibatch_size: int = limited(32, at_least=1)  # samples an optimizer step
+    packing: bool = True  # several samples a row of the forward, none of which sees another; false: one each
+    max_tokens: int = limited(1024, at_least=2)  # of a sample; one whose reply would be cut is a bad row
+    max_bad_share: float = limited(0.1, 0.0, 1.0)  # of the rows; more that cannot be trained on are an error
+    deterministic: bool = False  # bitwise equal runs; with eval.accuracy it needs policy=transformers
+
+    @property
+    def uses_policy(self) -> bool:
+        """Whether completions are sampled at all: for the accuracy alone."""
+        return self.eval.accuracy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"steps={self.steps} and epochs={self.epochs} both say when training ends: take one of them out"
+            )
+        self._check_split(self.eval.enabled)
+
+
+@dataclass
+class ExpertIterationSettings(SampledSettings):
+    """`rlpost train expert-iteration`."""
+
+    must_stay: ClassVar = ("seed", "prompts_per_step", "group_size", "topk_size")  # what a run that goes on keeps
+
+    loss: DemonstrationLossSettings = MISSING  # what turns the selected completions into a gradient
+    steps: int = limited(30, at_least=1)  # each: sample, reward, select, train on the selection, push the weights
+    topk_size: int = limited(4, at_least=1)  # completions a prompt that are trained on, at most
+    min_reward: float | None = None  # of a completion that is selected; None: above the median of its prompt's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topk_size > self.group_size:
+            raise ConfigError(
+                f"topk_size={self.topk_size} is more than the group_size={self.group_size} completions of a prompt: "
+                "lower it, or raise group_size"
+            )
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run as the command line asked for it.
+
+    `resume` is None (a new run), "auto" (go on where there is a checkpoint, else begin), "latest"
+    (go on from the newest checkpoint) or the path of a checkpoint or run folder. `overrides` are
+    the recipe's and the user's settings as `key=value` words that compose to the same settings
+    again; `command` is what was typed; `config_yaml` the resolved configuration. `plain` asks for one
+    line a step where there would be a live picture.
+    """
+
+    folder: Path
+    resume: str | None
+    overrides: list[str]
+    command: list[str]
+    config_yaml: str
+    plain: bool = False
+
+
+def says_where(command: Sequence[str]) -> bool:
+    """Whether the words of a command say where its run is: `--name` or `--out`."""
+    return any(word.partition("=")[0] in ("--out", "--name") for word in command)

@@ -1,16 +1,41 @@
-"""What the model is asked, and how its replies are scored."""
+"""What the model is asked, and how its replies are scored.
+
+Settings of environments: mathematics, and problems and games made on the spot.
+
+Settings of the environments whose prompts hold instructions that a program can check.
+
+A mix of whole environments: what `env.sources` says, as text.
+
+The tools a model may use while it answers.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from dataclasses import dataclass, field, replace
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from string import Formatter
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from rlpost.errors import ConfigError
-from rlpost.settings.checks import MISSING, Settings, limited
-from rlpost.settings.code import CODE_UNLESS_NAMES
+from rlpost.settings.base import (
+    CODE_IF_MODULE,
+    CODE_UNLESS_NAMES,
+    MISSING,
+    NAME,
+    PROGRAM,
+    RUNS,
+    SANDBOX,
+    TOOLS,
+    Runs,
+    Settings,
+    limited,
+)
+from rlpost.text import did_you_mean, nearest
 
 
 class Operation(Enum):
@@ -180,4 +205,322 @@ def _check_template(template: str) -> None:
     if not fields:
         raise ConfigError(
             f"env.prompt_template={template!r} has no field such as {{question}}: every prompt would be the same"
+        )
+
+
+@dataclass
+class MathSettings(RowsSettings):
+    """Mathematics problems answered in boxes, from the hub or from a folder or file of your own."""
+
+    path: str = "DigitalLearningGmbH/MATH-lighteval"
+    config: str | None = None  # configuration of a hub dataset
+    verify_seconds: float = limited(5.0, 0.01, 3600.0)  # longest comparison of an answer; a later one is unverified: 0
+    max_prompt_tokens: int = 2048  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 1024  # a longer completion is cut
+    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+
+class CountdownOperation(Enum):
+    """An operation of the countdown environment, by its name; its value is its sign."""
+
+    add = "+"
+    subtract = "-"
+    multiply = "*"
+    divide = "/"
+
+
+@dataclass
+class CountdownSettings(MadeSettings):
+    """Make a target out of a few numbers, each used exactly once; train and test share no problem unless held_out=0."""
+
+    min_numbers: int = limited(3, at_least=2)  # numbers to make the target of, at least
+    max_numbers: int = limited(3, at_most=10)  # and at most
+    max_number: int = limited(25, at_least=1)  # the largest of them
+    max_target: int = limited(100, at_least=1)  # the largest target
+    operations: list[CountdownOperation] = field(default_factory=lambda: list(CountdownOperation))  # allowed ones
+    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
+    max_completion_tokens: int = 128  # a longer completion is cut
+    max_prompt_tokens: int = 256  # a longer prompt is an error that names its row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_numbers < self.min_numbers:
+            raise ConfigError(
+                f"env.min_numbers={self.min_numbers} and env.max_numbers={self.max_numbers} do not fit: the second "
+                "must be no smaller than the first"
+            )
+        if not self.operations:
+            raise ConfigError("env.operations is empty: name at least one of add, subtract, multiply, divide")
+
+
+class AnswerPlace(Enum):
+    """Where the answer of a reply stands."""
+
+    tags = "tags"  # between <answer> and </answer>
+    reply = "reply"  # all of it
+
+
+@dataclass
+class ReasoningGymSettings(MadeSettings):
+    """Puzzles of any of reasoning-gym's generators; train and test share no question unless held_out=0."""
+
+    task: str = MISSING  # the generator, such as leg_counting
+    task_config: list[str] = field(default_factory=list)  # its own settings: [min_animals:2,max_animals:4]
+    answer_in: AnswerPlace = AnswerPlace.tags  # where the answer of a reply is looked for
+    score_seconds: float = limited(5.0, 0.01, 3600.0)  # longest scoring of an answer; a later one is unverified: 0
+    limit: int | None = None  # use only the first problems, over and over; null: 10,000 a pass, without end
+    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 512  # a longer completion is cut
+    eval_limit: int = 100  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named_values("env.task_config", self.task_config)
+
+
+@dataclass
+class TextGameSettings(MadeSettings):
+    """A game of gymnasium's registry, played by text over several turns; train and test share no start."""
+
+    id: str = field(default=MISSING, metadata=CODE_IF_MODULE)  # name of the game: FrozenLake-v1, or MODULE:NAME
+    arguments: list[str] = field(default_factory=list)  # the game is made with: [is_slippery:false]
+    moves: list[str] = field(default_factory=list)  # names of the actions 0, 1, ...; empty: their numbers, or texts
+    success_return: float | None = None  # what an episode has to earn to count as accurate; null: not measured
+    invalid_reward: float = 0.0  # what a reply earns that is no action
+    step_seconds: float = limited(10.0, 0.01, 3600.0)  # longest wait for the game; a move answered later is an error
+    limit: int | None = None  # use only the first starts, over and over; null: 10,000 a pass, without end
+    max_turns: int = 10  # moves in an episode
+    max_prompt_tokens: int = 512  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 64  # of each turn; a longer completion is cut
+    eval_limit: int = 50  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named_values("env.arguments", self.arguments)
+
+
+def named_values(key: str, words: list[str]) -> dict[str, Any]:
+    """Name -> value of words like `name:value` or `name=value`, values as JSON where they are it, else as text.
+
+    Raises ConfigError for a word that is neither.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, mark, text = re.match(r"\s*([A-Za-z_]\w*)?\s*([:=])?\s*(.*)", word, re.DOTALL).groups()  # type: ignore[union-attr]
+        if not name or not mark:
+            raise ConfigError(f"{key}={word!r} names no setting: write '{key}=[name:value,other:value]'")
+        try:
+            values[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            values[name] = text.strip()
+    return values
+
+
+@dataclass
+class IFEvalSettings(RowsSettings):
+    """IFEval's prompts with verifiable instructions: a folder with train.jsonl, one file, or the hub's.
+
+    The whole reply is judged, as the benchmark does, unless `answer_only`. To count as the benchmark
+    does, play all prompts: held_out=1, where test is the split (rlpost eval).
+    """
+
+    path: str = "google/IFEval"
+    answer_only: bool = False  # true: ask for <think> and <answer> blocks, judge the first answer block only
+    leave_out: list[str] = field(default_factory=list)  # kinds of instructions whose rows are left out
+    max_prompt_tokens: int = 1024  # a longer prompt is an error that names its row
+    max_completion_tokens: int = 512  # a longer completion is cut
+    eval_limit: int = 64  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+
+@dataclass
+class IFBenchSettings(IFEvalSettings):
+    """IFBench's prompts with verifiable instructions of 58 other kinds; otherwise as IFEval's."""
+
+    path: str = "allenai/IFBench_test"
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A source as it was written: `arithmetic digits=1 weight=3`. `name` is empty where none was given."""
+
+    env: str
+    name: str
+    weight: float
+    given: dict[str, str]  # the environment's own settings: key without env. -> text
+
+    @classmethod
+    def of(cls, text: str) -> SourceText:
+        """What `text` says. Raises ConfigError where it is not read as an environment and settings of it."""
+        try:
+            env, *words = shlex.split(text)
+        except ValueError as error:
+            wrong = "a quote is not closed" if text.strip() else "it is empty"
+            raise ConfigError(f"{_said(text)}: {wrong}; write NAME key=value ..., as in arithmetic digits=1") from error
+        if not NAME.fullmatch(env):
+            raise ConfigError(f"{_said(text)}: {env!r} is no name; begin with that of an environment")
+        given: dict[str, str] = {}
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals or not key:
+                raise ConfigError(
+                    f"{_said(text)}: {word!r} is no setting; write key=value, in quotes where it has spaces"
+                )
+            if key.startswith("env."):
+                raise ConfigError(f"{_said(text)}: settings of a source are written without env.; write {key[4:]}=...")
+            if key in given:
+                raise ConfigError(f"{_said(text)}: {key} stands there twice; give it once")
+            given[key] = value
+        name = given.pop("name", "")
+        if name and not NAME.fullmatch(name):
+            raise ConfigError(f"{_said(text)}: name={name} is no name; it is letters, digits, - and _, a letter first")
+        return cls(env, name, _weight(text, given.pop("weight", "1")), given)
+
+
+def _weight(text: str, said: str) -> float:
+    try:
+        weight = float(said)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"{_said(text)}: weight={said} is no share; give a number above 0, or leave the source out")
+    return weight
+
+
+def _said(text: str) -> str:
+    return f'env.sources "{text}"'
+
+
+def runs_code(sources: Any) -> bool:
+    """Whether a setting of one of `sources` makes something run, asked as it is for the same setting of `env=NAME`."""
+    if isinstance(sources, str):  # nothing yet, or a reference to what nobody has read
+        return sources != MISSING
+    return any(_runs_code(text) for text in sources or ())
+
+
+def _runs_code(text: Any) -> bool:
+    try:
+        given = SourceText.of(str(text)).given
+    except ConfigError:  # composing it raises this
+        return False
+    return any(
+        runs.by([part.strip() for part in given[key].strip("[] ").split(",")])
+        for key, runs in _running(EnvSettings)
+        if key in given and given[key] != "null"
+    )
+
+
+def _running(settings: type) -> Iterator[tuple[str, Runs]]:
+    """The fields that make something run, of all settings classes of environments, those of plugins included."""
+    for name, own in getattr(settings, "__dataclass_fields__", {}).items():
+        if RUNS in own.metadata and settings is not MixSettings:
+            yield name, own.metadata[RUNS]
+    for derived in settings.__subclasses__():
+        yield from _running(derived)
+
+
+@dataclass
+class MixSettings(EnvSettings):
+    """Several environments at once: every prompt is drawn from one of them, in shares as their weights are.
+
+    A source is the name of an environment, as `env=NAME` takes it, then settings of that environment without
+    `env.`, and of the source: `weight=` (1) and `name=`, by which figures and rollouts know it (else the
+    environment's name). `limit` is how many prompts of the mix are used; the limits of tokens and turns are the
+    greatest that a source has, and one that is given here holds for all of them.
+    """
+
+    sources: list[str] = field(
+        default=MISSING, metadata={RUNS: Runs("name code to run", runs_code)}
+    )  # [arithmetic,gsm8k], or with settings and shares: ["arithmetic digits=1 weight=3","ifeval path=FOLDER"]
+    eval_limit: int = 200  # held-out prompts an evaluation during training plays, unless eval.limit says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("system_prompt", "prompt_template"):
+            if getattr(self, key) is not None:
+                raise ConfigError(f'env.{key} is each source\'s own in a mix: write it there, as in "gsm8k {key}=..."')
+
+
+BUILT_IN_TOOLS = ("python", "mcp", "browser")
+
+
+class ToolRole(Enum):
+    """The role of the message that answers a call."""
+
+    user = "user"
+    tool = "tool"  # for models whose chat template has it
+
+
+class PythonSandbox(Enum):
+    """How the model's Python programs are kept apart from this machine."""
+
+    bubblewrap = "bubblewrap"  # no network, none of its files, another user
+    limits = "limits"  # memory, time and processes alone: a program can read and write what you can
+
+
+@dataclass
+class ToolsSettings(Settings, group="tools"):
+    """Tools for environments of several turns: `tools.use=python env.max_turns=2`.
+
+    Names are `python`, `mcp`, `browser` and those that a plugin registers.
+    """
+
+    use: list[str] = field(default_factory=list)  # python, mcp, browser, or what a plugin registers
+    describe: bool = True  # show the functions as the chat template does; false: env.system_prompt says what to call
+    role: ToolRole = ToolRole.user  # of the messages that answer calls
+    max_calls: int | None = limited(None, at_least=1)  # in a conversation; null: as many as its turns hold
+    max_calls_per_turn: int | None = limited(8, at_least=1)  # further ones in a reply are refused; null: no limit
+    max_output_chars: int = limited(2000, at_least=100)  # shown of an answer; the middle of a longer one is left out
+    timeout_seconds: float = limited(10.0, above=0)  # of each call
+    python_sandbox: PythonSandbox = field(default=PythonSandbox.bubblewrap, metadata=SANDBOX)  # limits: weaker
+    python_persistent: bool = False  # true: variables last from turn to turn
+    python_memory_mb: int = limited(512, at_least=64)  # of one program
+    mcp_file: str | None = field(
+        default=None, metadata=PROGRAM
+    )  # JSON file with the servers, {"mcpServers": {name: {"command": ..., "args": [...]}}}
+    allowed_domains: list[str] = field(default_factory=list)  # that the browser may visit, with all below them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = [*BUILT_IN_TOOLS, *TOOLS]
+        for name in self.use:
+            if name not in known:
+                hint = did_you_mean(nearest(name, known), f"there are {', '.join(known)}")
+                raise ConfigError(f"tools.use names {name}, which is no tool{hint}")
+        if len(set(self.use)) < len(self.use):
+            raise ConfigError(f"tools.use={self.use} names a tool twice: name each once")
+        if "mcp" in self.use and self.mcp_file is None:
+            raise ConfigError("tools.use=mcp needs tools.mcp_file, the JSON file that names the servers")
+        if "browser" in self.use and not self.allowed_domains:
+            raise ConfigError("tools.use=browser may visit nothing: name tools.allowed_domains=example.org")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError for a setting of a tool that is not used."""
+        belongs = {"mcp_file": "mcp", "allowed_domains": "browser"}
+        for each in fields(self):
+            if each.name == "use":
+                continue
+            tool = belongs.get(each.name, "python" if each.name.startswith("python_") else None)
+            changed = getattr(self, each.name) != (each.default_factory() if each.name in LISTS else each.default)  # type: ignore[misc]
+            if changed and (tool not in self.use if tool else not self.use):
+                needed = tool or "python, for example"
+                raise ConfigError(f"tools.{each.name} means nothing without its tool: add tools.use={needed}")
+
+    def told(self, env: EnvSettings) -> list[str]:
+        """A line of a plan where a conversation has several turns: how many, and with which tools."""
+        if env.max_turns == 1:
+            return []
+        using = f", tools {', '.join(self.use)}" if self.use else ""
+        return [f"turns   at most {env.max_turns} a conversation{using}"]
+
+
+LISTS = ("allowed_domains",)
+
+
+def check_turns(env: EnvSettings, tools: ToolsSettings) -> None:
+    """Raise ConfigError for tools in an environment of one turn: their answers would never be read."""
+    if isinstance(env, EnvSettings) and tools.use and env.max_turns < 2:
+        raise ConfigError(
+            f"tools.use=[{', '.join(tools.use)}] with env.max_turns={env.max_turns} leaves no turn in which an answer "
+            "is read: add env.max_turns=2 or more"
         )

@@ -1,14 +1,82 @@
-"""What is trained, and in which numbers."""
+"""What is trained, and in which numbers.
+
+What a chat template is told beside the messages: a mapping, written as text so that any road can carry it.
+
+A low-rank change that is trained in the place of the model's own weights.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
 
 from rlpost.errors import ConfigError
-from rlpost.settings.chat_template import template_variables
-from rlpost.settings.checks import MISSING
+from rlpost.settings.base import MISSING, Settings, limited
+from rlpost.text import shortened
+
+# what a template is always told, what rendering itself takes, and what jinja calls something else
+TAKEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+    | {"conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "bos_token", "eos_token"}
+    | {"true", "false", "none", "null", "True", "False", "None", "not", "and", "or", "in", "is", "if", "else", "loop"}
+)
+_MOST_SHOWN = 60  # columns of what somebody wrote
+_MOST_LEVELS = 100  # of lists and mappings within each other: what reads and writes them calls itself for each
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_QUOTED_OR_WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|(?<![\w.])[A-Za-z_][\w.-]*""")  # not the e of 1e3
+_JSON_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+
+
+def template_variables(key: str, text: str | None) -> dict[str, Any]:
+    """The mapping that `text`, the value of `key`, writes as JSON, quotes left out or not: `{enable_thinking: false}`.
+
+    Raises ConfigError for what is no mapping of names to plain values.
+    """
+    if text is None or not text.strip():
+        return {}
+    try:
+        read = json.loads(_QUOTED_OR_WORD.sub(_as_json, text))
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise ConfigError(
+            f"{key}={shortened(text, _MOST_SHOWN)} is no mapping: write names and values, as in "
+            f"{key}={{enable_thinking: false}}"
+        )
+    for name, value in read.items():
+        if not _NAME.fullmatch(name) or name in TAKEN:
+            shown = shortened(repr(name), _MOST_SHOWN)
+            raise ConfigError(f"{key}: {shown} cannot be told to a chat template: leave it out")
+        if (wrong := _wrong_with(value)) is not None:
+            raise ConfigError(f"{key}: {shortened(name, _MOST_SHOWN)} {wrong}")
+    return read
+
+
+def _wrong_with(value: Any) -> str | None:
+    """Why a template cannot be told a value, at any depth of it; None where it can."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        for each in level:
+            if isinstance(each, float) and not math.isfinite(each):
+                return f"holds {each}: every number in it must be finite"
+        holding = [each for each in level if isinstance(each, list | dict)]
+        if not holding:
+            return None
+        level = [inner for each in holding for inner in (each.values() if isinstance(each, dict) else each)]
+    return f"is nested too deep ({_MOST_LEVELS} levels at most): flatten it"
+
+
+def _as_json(found: re.Match[str]) -> str:
+    word = found[0]
+    if word.startswith("'"):
+        return json.dumps(word[1:-1])
+    return word if word.startswith('"') else _JSON_WORDS.get(word.lower()) or json.dumps(word)
+
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
@@ -61,3 +129,44 @@ class ModelSettings:
             hint = "; did you mean cuda?" if self.device.lower() in ("gpu", "nvidia", "cuda") else ""
             raise ConfigError(f"model.device={self.device} is unknown: it is auto, cpu, cuda, cuda:N, mps or xpu{hint}")
         template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
+
+
+LARGEST_PUSHED_RANK = 512
+
+
+class Push(Enum):
+    """What a weight push brings to vLLM: the merged weights, or the adapter beside the starting ones."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
+@dataclass
+class LoRASettings(Settings, group="lora"):
+    """LoRA (arXiv:2106.09685): each adapted layer computes W x + (alpha / rank) B A x; A and B are trained.
+
+    There is no dropout: with it the trainer's log-probs would never match the sampler's. A and B
+    want about ten times the learning rate of full training.
+    """
+
+    enabled: bool = False  # train an adapter instead of the weights; give optim.lr about 10 times as much
+    rank: int = limited(16, at_least=1)  # rows of A and columns of B
+    alpha: int = limited(32, at_least=1)  # the adapter counts alpha / rank times
+    target_modules: list[str] | None = None  # names of layers; None: every linear layer but the output head
+    path: str | None = None  # peft adapter to start from; merged into the model first
+    push: Push = Push.merged  # what reaches vLLM: the merged weights, or the adapter itself
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_modules is not None and not self.target_modules:
+            raise ConfigError("lora.target_modules=[] adapts nothing: name layers, or leave it out for all of them")
+        if self.push is Push.adapter and self.rank > LARGEST_PUSHED_RANK:
+            raise ConfigError(
+                f"lora.rank={self.rank} is more than vLLM applies beside a model ({LARGEST_PUSHED_RANK}): lower it, or "
+                "leave lora.push=adapter out"
+            )
+        if self.enabled:
+            return
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(f"lora.{field.name} means nothing while lora.enabled=false: add lora.enabled=true")

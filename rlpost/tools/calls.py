@@ -17,9 +17,9 @@ from threading import Semaphore
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tool import ToolCall, ToolLimits, ToolResult, ToolTransform
+from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RlpostError
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.text import did_you_mean, nearest
 
 AT_ONCE = 16  # conversations of one call whose tools run at the same time
 

@@ -1,17 +1,86 @@
-"""Settings to tools: the one place that maps each name of `tools.use` to what it builds."""
+"""Settings to tools: the one place that maps each name of `tools.use` to what it builds.
+
+A plain Python function as a tool.
+"""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from rlpost.data.conversation import Conversation
+from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.envs.chat import ChatEnv
-from rlpost.envs.tool import ToolLimits, ToolTransform
-from rlpost.errors import ConfigError
-from rlpost.home import expanded
+from rlpost.errors import ConfigError, RewardError
+from rlpost.files import expanded
 from rlpost.settings import ToolsSettings
-from rlpost.settings.registered import TOOLS
-from rlpost.tools.functions import FunctionTool
+from rlpost.settings.base import TOOLS
+
+TIMEOUT_SECONDS = 10.0
+
+
+class FunctionTool(ToolTransform):
+    """Offers `function` to the model under `name`.
+
+    What the model is shown is its signature with type hints, and its docstring: what it does, and under
+    `Args:` a line `name: what it is` for each parameter. What it returns is shown as text; an exception
+    is told to the model and counted. Several conversations may call it at the same time, each from a thread.
+    Raises ConfigError for a function that does not say enough, and `call` RewardError for one that does not
+    return within `timeout` seconds: a thread cannot be killed.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str | None = None, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        self.function = function
+        self.timeout = timeout
+        self._schema = _schema_of(function, name or function.__name__)
+        self._signature = inspect.signature(function)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """See `ToolTransform.schemas`."""
+        return [self._schema]
+
+    def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
+        """See `ToolTransform.call`."""
+        try:
+            bound = self._signature.bind(**call.arguments)
+        except TypeError as error:
+            return ToolResult(f"{call.name} cannot be called like that: {error}", ok=False)
+        results: list[ToolResult] = []
+        thread = threading.Thread(target=lambda: results.append(self._result(bound)), name=call.name, daemon=True)
+        thread.start()
+        thread.join(self.timeout)
+        if not results:
+            raise RewardError(
+                f"the tool {call.name} did not return within {self.timeout:g} s when called with "
+                f"{dict(call.arguments)!r:.200}: give what it waits for a deadline, or raise tools.timeout_seconds"
+            )
+        return results[0]
+
+    def _result(self, bound: inspect.BoundArguments) -> ToolResult:
+        try:
+            return ToolResult(str(self.function(*bound.args, **bound.kwargs)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  told to the model and counted in tools/errors
+            return ToolResult(f"{type(error).__name__}: {error}", ok=False)
+
+
+def _schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"the tool {name} does not say enough for a model to call it: {' '.join(str(error).split())}; give each "
+            'parameter a type and a line "name: what it is" under "Args:" in the docstring'
+        ) from error
+    described = {key: value for key, value in schema["function"].items() if key != "return"}  # no part of the format
+    return {"type": "function", "function": {**described, "name": name}}
 
 
 def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:

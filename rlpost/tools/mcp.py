@@ -1,26 +1,439 @@
-"""The tools of MCP servers, for a model to call."""
+"""The tools of MCP servers, for a model to call.
+
+A connection to one MCP server that is made again when the server dies; everything here runs on one asyncio loop.
+
+The process of an MCP server, and the messages on its pipes: a transport for the SDK's client.
+
+The SDK's own stdio transport tells neither how a server ended nor what it wrote on stderr, logs a
+traceback for every line that is no message, holds a line of any length, and leaves behind what a
+server that died had started. An environment has to name all that and contain it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import os
 import re
+import shlex
+import signal
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlpost import __version__
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
-from rlpost.errors import ConfigError, DataError
-from rlpost.extras import require
-from rlpost.loop_thread import LoopThread
-from rlpost.nearest import did_you_mean, nearest
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
+from rlpost.errors import ConfigError, DataError, ToolError
+from rlpost.imports import require
+from rlpost.remote.child import ending, kill_group
+from rlpost.remote.loop import LoopThread
+from rlpost.text import counted, did_you_mean, nearest, printable
 from rlpost.tools.calls import AT_ONCE, json_object, without_control_tokens
-from rlpost.tools.mcp_process import ServerCommand
-from rlpost.tools.mcp_server import Server
+
+if TYPE_CHECKING:
+    from anyio import CancelScope
+    from mcp import Client
+    from mcp.types import CallToolResult, Tool
+
+MAX_LINE_BYTES = 16 * 2**20  # of one message
+MAX_JUNK_LINES = 1000  # in a row on stdout that are no messages: a flood, not a greeting
+STDERR_KEPT_BYTES = 4000
+EXIT_SECONDS = 2.0  # for a server to leave by itself after its stdin has closed, as the protocol asks
+TERMINATE_SECONDS = 1.0  # between SIGTERM and SIGKILL
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How a server is started; `env` is added to the few variables that every server is given."""
+
+    name: str
+    command: str
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The command as a shell would take it; what is in `env` may be secret and is not part of it."""
+        return printable(shlex.join([self.command, *self.args]))
+
+
+class ServerProcess:
+    """One process from its start to its end; `over` is set when no more messages come of it."""
+
+    def __init__(self, command: ServerCommand) -> None:
+        self.command = command
+        self.over = asyncio.Event()
+        self.pid: int | None = None
+        self._process: Process | None = None
+        self._left = False  # by itself, before it was asked to
+        self._junk_lines = 0
+        self._last_junk = b""
+        self._stderr = b""
+
+    @contextlib.asynccontextmanager
+    async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
+        """Start the server; what the SDK reads from it and writes to it. Raises OSError where it cannot be run."""
+        import anyio
+        from mcp.client.stdio import get_default_environment
+
+        process = await asyncio.create_subprocess_exec(
+            *[self.command.command, *self.command.args],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env={**get_default_environment(), **self.command.env},
+            cwd=self.command.cwd,
+            limit=MAX_LINE_BYTES,
+            start_new_session=True,  # a group of its own, to be ended as one; Ctrl-C is not for it
+        )
+        self._process, self.pid = process, process.pid
+        received, incoming = anyio.create_memory_object_stream(0)
+        outgoing, to_send = anyio.create_memory_object_stream(0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read, process, received)
+            tasks.start_soon(self._write, process, to_send)
+            tasks.start_soon(self._listen_to_stderr, process)
+            try:
+                yield incoming, outgoing
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._stop(process)
+                    for stream in (received, incoming, outgoing, to_send):
+                        await stream.aclose()
+                tasks.cancel_scope.cancel()
+
+    async def _read(self, process: Process, received: Any) -> None:
+        """Hand each line of stdout on that is a message, and count the others."""
+        import anyio
+        from mcp.shared.message import SessionMessage
+        from mcp.types import jsonrpc_message_adapter
+
+        assert process.stdout is not None
+        in_a_row = 0
+        with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session has ended
+            while in_a_row <= MAX_JUNK_LINES:
+                try:
+                    line = await process.stdout.readline()
+                except ValueError:  # longer than the limit
+                    self._note_junk(b"a line of more than 16 MiB")
+                    break
+                if not line:
+                    break
+                try:
+                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError:
+                    self._note_junk(line)
+                    in_a_row += 1
+                    continue
+                in_a_row = 0
+                await received.send(SessionMessage(message))
+        self.over.set()  # before the session learns of it, so that a call which fails with it can say why
+        await received.aclose()
+
+    def _note_junk(self, line: bytes) -> None:
+        self._junk_lines += 1
+        self._last_junk = line[:200]
+
+    async def _write(self, process: Process, to_send: Any) -> None:
+        """Write each message as a line of stdin."""
+        assert process.stdin is not None
+        try:
+            async for each in to_send:
+                line = each.message.model_dump_json(by_alias=True, exclude_unset=True) + "\n"
+                process.stdin.write(line.encode())
+                await process.stdin.drain()
+        except OSError:  # it has closed its stdin: the session must not wait for an answer
+            self.over.set()
+
+    async def _listen_to_stderr(self, process: Process) -> None:
+        """Keep the end of what the server writes there."""
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(65536):
+            self._stderr = (self._stderr + chunk)[-STDERR_KEPT_BYTES:]
+
+    async def _stop(self, process: Process) -> None:
+        """End the server, at first as the protocol asks, and whatever else is left in its process group."""
+        assert process.stdin is not None
+        self._left = self.over.is_set()
+        process.stdin.close()
+        if not await _has_ended(process, EXIT_SECONDS):
+            kill_group(process.pid, signal.SIGTERM)
+            await _has_ended(process, TERMINATE_SECONDS)
+        kill_group(process.pid)
+        await _has_ended(process, TERMINATE_SECONDS)
+        # asyncio closes the pipes at their end alone, which a descendant in another group can put off for ever.
+        process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def account(self) -> str:
+        """How the server ended, if it has, and what else it left: its stdout's junk, and its stderr's last lines."""
+        status = self._process.returncode if self._process is not None and self._left else None
+        parts = []
+        if status is not None:
+            parts.append(ending(status))
+        if junk := self.junk():
+            parts.append(junk)
+        lines = [line.strip() for line in self._stderr.decode(errors="replace").splitlines() if line.strip()]
+        if lines:
+            parts.append("its stderr ends: " + printable(" | ".join(lines[-5:])))
+        return "; ".join(parts)
+
+    def junk(self) -> str:
+        """What stdout had that is no message, or nothing."""
+        if not self._junk_lines:
+            return ""
+        last = self._last_junk.decode(errors="replace").strip()
+        return f"it wrote {counted(self._junk_lines, 'line')} besides JSON-RPC on stdout, the last {last!r}"
+
+
+async def _has_ended(process: Process, seconds: float) -> bool:
+    """Whether it ends in time; `process.wait()` would also wait for whoever else holds its pipes."""
+    end = asyncio.get_running_loop().time() + seconds
+    while process.returncode is None and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(_POLL_SECONDS)
+    return process.returncode is not None
+
+
+_BACK_OFF_SECONDS = 0.1  # before the second start without an answered call in between; doubles from there
+_MAX_BACK_OFF_SECONDS = 5.0
+_MAX_TOOL_PAGES = 100  # a list of tools that never ends cannot hold up a start
+
+
+class _Connection:
+    """One life of a server: its process and the SDK's client on it."""
+
+    def __init__(self, command: ServerCommand) -> None:
+        self.process = ServerProcess(command)
+        self.settled = asyncio.Event()  # ready, or known not to become so
+        self.client: Client | None = None
+        self.tools: list[Tool] = []
+        self.fault = ""
+        self.under_watch = False
+        self.task: asyncio.Task[None] | None = None
+        self._starting: CancelScope | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.client is not None and not self.process.over.is_set()
+
+    async def live(self, startup_seconds: float) -> None:
+        """Start the server, greet it, and hold the connection until it is over."""
+        import anyio
+        from mcp import Client
+        from mcp.types import Implementation
+
+        try:
+            with anyio.CancelScope(deadline=anyio.current_time() + startup_seconds) as self._starting:
+                ourselves = Implementation(name="rlpost", version=__version__)
+                async with Client(self.process.streams(), client_info=ourselves, cache=None) as client:
+                    self.tools = await _all_tools(client)
+                    self._starting.deadline = math.inf
+                    self.client = client
+                    self.settled.set()
+                    await self.process.over.wait()
+            self.fault = "ended" if self.client else f"was not ready within {startup_seconds:g} s"
+        except Exception as error:  # noqa: BLE001  whatever it is, it means that this server cannot be used
+            ended = self.process.over.is_set()
+            self.fault = "ended before it was ready" if ended else f"cannot be used: {_innermost(error)}"
+        finally:
+            self.process.over.set()
+            self.settled.set()
+
+    async def end(self) -> None:
+        """End the process; comes back when it is gone, after a few seconds at most."""
+        self.process.over.set()
+        if self._starting is not None and not self.settled.is_set():
+            self._starting.cancel()
+        if self.task is not None:
+            await asyncio.wait([self.task])
+
+
+class Server:
+    """One server by its name: calls go to its present process, which is replaced when it has died or hangs.
+
+    `timeout` and `startup_timeout` in seconds. A replacement is tried `max_restarts` times in a row.
+    """
+
+    def __init__(self, command: ServerCommand, *, timeout: float, startup_timeout: float, max_restarts: int) -> None:
+        self.command = command
+        self.timeout = timeout
+        self.startup_timeout = startup_timeout
+        self.max_restarts = max_restarts
+        self.restarts = 0
+        self._unanswered_starts = 0  # since the last call that was answered
+        self._given_up: str | None = None  # why it is not started again
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._checks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """The present process, where there is one."""
+        return self._connection.process.pid if self._connection and self._connection.usable else None
+
+    async def start(self) -> list[Tool]:
+        """Start the server and return its tools. Raises ToolError, with what it wrote on stderr."""
+        async with self._connecting:
+            self._given_up = None
+            if self._connection is None or not self._connection.usable:
+                await self._open()
+            assert self._connection is not None
+            return self._connection.tools
+
+    async def close(self) -> None:
+        """End the server; comes back when its process is gone."""
+        self._given_up = f"the MCP server {self.command.name} was closed"
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.end()
+        self._connecting = asyncio.Lock()  # one belongs to the loop that used it, and the next start has another
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """What `tool` answers. Raises ToolError where a server that died cannot be replaced."""
+        import anyio
+        from mcp.types import CallToolRequestParams
+
+        try:
+            CallToolRequestParams(name=tool, arguments=dict(arguments)).model_dump_json()
+        except ValueError as error:  # half a surrogate pair, nested without end
+            return _failed("the arguments cannot be sent", str(error))
+        connection = await self._connected()
+        assert connection.client is not None
+        try:
+            with anyio.fail_after(self.timeout):  # the SDK's own limit is one of a round, and a call may have several
+                result = await connection.client.call_tool(tool, dict(arguments))
+        except TimeoutError:
+            self._check(connection)
+            return _failed(f"no answer within {self.timeout:g} s", connection.process.junk())
+        except Exception as error:  # noqa: BLE001  an error of the server's, or an answer that the SDK refuses
+            if connection.process.over.is_set():
+                return _failed(f"the server {self.command.name} stopped in mid-call", connection.process.junk())
+            self._unanswered_starts = 0
+            return ToolResult(str(_innermost(error)), ok=False)
+        self._unanswered_starts = 0
+        return ToolResult(text_of(result), ok=not result.is_error)
+
+    async def _connected(self) -> _Connection:
+        """The present connection, else a new one."""
+        async with self._connecting:
+            for attempt in range(1, self.max_restarts + 1):
+                if self._given_up is not None:
+                    raise ToolError(self._given_up)
+                if self._connection is not None and self._connection.usable:
+                    break
+                if self._connection is not None:
+                    await self._connection.end()
+                await self._back_off()
+                try:
+                    await self._open()
+                except ToolError as error:
+                    if attempt == self.max_restarts:
+                        self._given_up = f"started again {attempt} times in vain: {error}"
+                        raise ToolError(self._given_up) from error
+            assert self._connection is not None
+            return self._connection
+
+    async def _back_off(self) -> None:
+        """Wait before a start, the longer the more of them no call has been answered after."""
+        if self._unanswered_starts:
+            await asyncio.sleep(min(_BACK_OFF_SECONDS * 2.0 ** (self._unanswered_starts - 1), _MAX_BACK_OFF_SECONDS))
+        self._unanswered_starts = min(self._unanswered_starts + 1, 10)
+        self.restarts += 1
+
+    async def _open(self) -> None:
+        """A new connection. Raises ToolError where the server does not become ready."""
+        connection = self._connection = _Connection(self.command)
+        connection.task = asyncio.create_task(connection.live(self.startup_timeout))
+        await connection.settled.wait()
+        if not connection.usable:
+            await connection.end()
+            what = [connection.fault, connection.process.account(), "run that command by hand to see why"]
+            raise ToolError(
+                f"the MCP server {self.command.name} ({self.command.line}) {'; '.join(part for part in what if part)}"
+            )
+
+    def _check(self, connection: _Connection) -> None:
+        """After a call that was not answered in time: end a server which does not even list its tools any more."""
+
+        async def check() -> None:
+            import anyio
+            from mcp import MCPError
+
+            assert connection.client is not None
+            try:
+                with anyio.fail_after(self.timeout):
+                    await connection.client.list_tools()
+            except TimeoutError:
+                connection.process.over.set()
+            except (MCPError, ValueError):  # a refusal, or a list that is none, is an answer too
+                pass
+            finally:
+                connection.under_watch = False
+
+        if not connection.under_watch:
+            connection.under_watch = True
+            task = asyncio.create_task(check())
+            self._checks.add(task)  # the loop itself holds a task only weakly
+            task.add_done_callback(self._checks.discard)
+
+
+async def _all_tools(client: Client) -> list[Tool]:
+    tools: list[Tool] = []
+    cursor = None
+    for _ in range(_MAX_TOOL_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _failed(what: str, more: str) -> ToolResult:
+    return ToolResult(f"{what}: {more}" if more else what, ok=False)
+
+
+def text_of(result: CallToolResult) -> str:
+    """A result for the model to read; of an image and the like it says what is there."""
+    parts = [_text_of_part(part) for part in result.content]
+    if result.structured_content is not None and not any(part.type == "text" for part in result.content):
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _text_of_part(part: Any) -> str:
+    if part.type == "text":
+        return part.text
+    if part.type == "resource_link":
+        return f"[resource {part.uri}: {part.name}]"
+    if part.type == "resource":
+        resource = part.resource
+        content = getattr(resource, "text", None)
+        if content is not None:
+            return f"[resource {resource.uri}]\n{content}"
+        return f"[resource {resource.uri}: {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
+    return f"[{part.type}: {part.mime_type}, {_num_bytes(part.data)} bytes]"
+
+
+def _num_bytes(base64: str) -> int:
+    """How many bytes a base64 text stands for."""
+    return len(base64) * 3 // 4 - base64[-2:].count("=")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first cause in groups of exceptions, which task groups make of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
 
 _FIELDS = ("command", "args", "env", "cwd", "type")
 _NAME = re.compile(r"[\w\-]+")  # of a server: what a call can name before the dot
@@ -188,10 +601,10 @@ def server_command(name: str, content: Any) -> ServerCommand:
         raise ConfigError(f'the server {name} is {type(content).__name__}: give {{"command": ..., "args": [...]}}')
     if "url" in content or content.get("type", "stdio") != "stdio":
         raise ConfigError(f"the server {name} is no stdio server: give the command that starts one")
-    for field in content:
-        if field not in _FIELDS:
-            hint = did_you_mean(nearest(str(field), _FIELDS), f"there are {', '.join(_FIELDS)}")
-            raise ConfigError(f"the server {name} has a field {field!r} that means nothing{hint}")
+    for key in content:
+        if key not in _FIELDS:
+            hint = did_you_mean(nearest(str(key), _FIELDS), f"there are {', '.join(_FIELDS)}")
+            raise ConfigError(f"the server {name} has a field {key!r} that means nothing{hint}")
     command, args, env = content.get("command"), content.get("args", []), content.get("env", {})
     if not isinstance(command, str) or not command:
         raise ConfigError(f"the server {name} has no command: give the program that starts it")

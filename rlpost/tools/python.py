@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError
-from rlpost.nearest import member
+from rlpost.text import member
 from rlpost.tools.calls import AT_ONCE, Tools
-from rlpost.tools.sandbox.execution import Execution
-from rlpost.tools.sandbox.limits import Limits
+from rlpost.tools.sandbox.process import Execution, Limits
 from rlpost.tools.sandbox.sandbox import Sandbox, SandboxMode, Session
 
 _BLOCK = re.compile(

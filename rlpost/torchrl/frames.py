@@ -1,13 +1,29 @@
-"""Environments whose frames are tensors: what they have in common, and the spaces that actions lie in."""
+"""Environments whose frames are tensors: what they have in common, and the spaces that actions lie in.
+
+Frames without groups: a buffer that draws them at random, and what is made of a batch of them.
+
+Several environments of TensorDicts at once, a thread each.
+
+gymnasium's environments as those of TensorDicts.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack, pad_sequence
+
+from rlpost.errors import CheckpointError, ConfigError, DataError, PolicyError
+from rlpost.imports import require
 
 
 class Spec(Protocol):
@@ -143,3 +159,472 @@ class TensorDictEnv(ABC):
 
     def _placed(self, tensordict: TensorDict) -> TensorDict:
         return tensordict if self.device is None else tensordict.to(self.device)
+
+
+TRAJ_IDS = ("collector", "traj_ids")
+
+
+class LazyTensorStorage:
+    """Room for `max_size` frames, made on `device` when the first come, which say what entries there are."""
+
+    def __init__(self, max_size: int, *, device: torch.device | str = "cpu") -> None:
+        if max_size < 1:
+            raise ValueError(f"max_size={max_size} leaves no room: it must be at least 1")
+        self.max_size = max_size
+        self.device = torch.device(device)
+        self.frames: TensorDict | None = None  # (max_size,)
+
+    def write(self, places: torch.Tensor, frames: TensorDictBase) -> None:
+        """Keep `frames` (N,) at `places` (N,). Raises DataError where entries differ from those of the first frames."""
+        if self.frames is None:
+            self.frames = self._room(frames)
+        kinds = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(frames)]
+        room = [(_key(key), value.dtype, value.shape[1:]) for key, value in _leaves(self.frames)]
+        if wrong := sorted({*map(str, kinds)} ^ {*map(str, room)}):
+            raise DataError(f"these frames are not like the first of this buffer: they differ in {wrong[0]}")
+        self.frames[places.to(self.device)] = frames.to(self.device)
+
+    def read(self, places: torch.Tensor) -> TensorDictBase:
+        """Copies of the frames at `places` (N,)."""
+        assert self.frames is not None  # the buffer reads what it has written
+        return self.frames[places.to(self.device)]
+
+    def _room(self, frames: TensorDictBase) -> TensorDict:
+        for key, value in _leaves(frames):
+            if not isinstance(value, torch.Tensor) or value.is_nested:
+                raise DataError(
+                    f"a frame's {_key(key)} is no tensor of one shape: texts and ragged entries of conversations go "
+                    "into rlpost.data.ReplayBuffer"
+                )
+        made: Any = frames.to(self.device).apply(
+            lambda value: value.new_zeros(self.max_size, *value.shape[1:]), batch_size=[self.max_size]
+        )
+        return made
+
+
+class FrameBuffer:
+    """Frames that are drawn at random, again and again; the oldest make room for new ones.
+
+    One thread may write while another draws. `batch_size` is how many `sample` draws where it is not told,
+    `seed` that of its drawing.
+
+    >>> import torch
+    >>> from rlpost.data import FrameBuffer, LazyTensorStorage
+    >>> from tensordict import TensorDict
+    >>> buffer = FrameBuffer(storage=LazyTensorStorage(3))
+    >>> buffer.extend(TensorDict({"observation": torch.arange(5)}, batch_size=[5]))
+    >>> buffer.write_count, len(buffer), buffer.capacity
+    (5, 3, 3)
+    >>> set(buffer.sample(50)["observation"].tolist())
+    {2, 3, 4}
+    """
+
+    def __init__(
+        self, *, storage: LazyTensorStorage, batch_size: int | None = None, seed: int = 0, shared: bool = False
+    ) -> None:
+        if shared:
+            raise TypeError(
+                "shared=True: this buffer is one process's, any thread of which may write to it; a collector in "
+                "another process sends its frames here. Leave it out"
+            )
+        self.storage = storage
+        self.batch_size = batch_size
+        self.write_count = 0  # frames written since the buffer was built
+        self._generator = torch.Generator().manual_seed(seed)
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        """How many frames there is room for."""
+        return self.storage.max_size
+
+    def __len__(self) -> int:
+        return min(self.write_count, self.capacity)
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Write every frame of `batch`, of any batch size.
+
+        Raises DataError for frames unlike those before, or with entries that are no tensors of one shape.
+        """
+        frames = batch.contiguous().reshape(-1)
+        count = frames.batch_size[0]
+        if not count:
+            return
+        with self._lock:
+            newest = torch.arange(max(0, count - self.capacity), count)
+            self.storage.write((self.write_count + newest) % self.capacity, frames[newest[0] :])
+            self.write_count += count
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """`batch_size` frames (N,), each any of those there with the same chance.
+
+        Raises TypeError where no size is known, DataError from an empty buffer.
+        """
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
+            raise TypeError("sample needs a batch_size: give it here, or to the buffer")
+        with self._lock:
+            if not self.write_count:
+                raise DataError("nothing can be drawn from an empty buffer: collect into it first")
+            return self.storage.read(torch.randint(len(self), (size,), generator=self._generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frames, their count and where drawing goes on, as tensors."""
+        with self._lock:
+            kept = None if self.storage.frames is None else self.storage.read(torch.arange(len(self)))
+            return {"frames": kept, "write_count": self.write_count, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises CheckpointError for a buffer of another capacity."""
+        kept, count = state["frames"], state["write_count"]
+        if kept is not None and kept.batch_size[0] != min(count, self.capacity):
+            raise CheckpointError(
+                f"the saved buffer held {kept.batch_size[0]} of {count} frames, and this one has room for "
+                f"{self.capacity}: give it the capacity it had"
+            )
+        with self._lock:
+            if kept is not None:
+                self.storage.write(torch.arange(kept.batch_size[0]), kept)
+            self.write_count = count
+            self._generator.set_state(state["generator"])
+
+
+def dense(stacked: TensorDictBase) -> TensorDictBase:
+    """`stacked`, as plain tensors where all frames have the same shapes."""
+    ragged = any(isinstance(value, torch.Tensor) and value.is_nested for value in stacked.unbind(-1)[0].values(True))
+    return stacked if ragged else stacked.contiguous()
+
+
+def mark_truncated(batch: TensorDictBase) -> None:
+    """Mark the last frame of each row, in place. Raises ValueError where the environment does not tell truncation."""
+    following = batch["next"]
+    if "truncated" not in following.keys():  # noqa: SIM118
+        raise ValueError("set_truncated=True needs the environment's 'truncated', and its frames have none")
+    last = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
+    last[..., -1] = True
+    for name in ("truncated", "done"):
+        following.set(name, following[name] | last.unsqueeze(-1))
+
+
+def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
+    """The trajectories of `batch` (*batch_size, T), one a row, in the order of their numbers.
+
+    (N, T), shorter ones padded with zeros behind; `("collector", "mask")` (N, T) says what is no pad. Raises
+    DataError without `("collector", "traj_ids")`.
+    """
+    flat = batch.reshape(-1)
+    if TRAJ_IDS not in flat.keys(include_nested=True):
+        raise DataError(f"frames without {TRAJ_IDS} cannot be told apart into trajectories: take a collector's batch")
+    ids = flat[TRAJ_IDS]
+    rows = [flat[ids == number] for number in ids.unique()]
+    padded = pad_sequence(rows)
+    lengths = torch.tensor([row.batch_size[0] for row in rows], device=ids.device).unsqueeze(1)
+    return padded.set(("collector", "mask"), torch.arange(padded.batch_size[1], device=ids.device) < lengths)
+
+
+class MultiStep:
+    """A postproc that makes each reward the discounted sum of `n_steps` rewards, Σ_k γ^k r_{t+k}, or of those up to
+    the end of its trajectory or batch, and `next` what follows the last of them.
+
+    Adds `steps_to_next_obs` (..., T, 1), how many were summed, `gamma`, γ to that power, by which the value of
+    `next` is to be discounted, and `("next", "original_reward")`. Sutton and Barto, section 7.1.
+    """
+
+    def __init__(self, gamma: float, n_steps: int) -> None:
+        if n_steps < 1 or not 0 < gamma <= 1:
+            raise ValueError(
+                f"MultiStep(gamma={gamma}, n_steps={n_steps}): gamma lies in (0, 1], n_steps is at least 1"
+            )
+        self.gamma = gamma
+        self.n_steps = n_steps
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """`batch` (..., T) with sums for its rewards (..., T, 1)."""
+        following = batch["next"]
+        reward, done = following["reward"], following["done"]
+        length = batch.batch_size[-1]
+        total, steps = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.int64)
+        goes_on = torch.ones_like(done)
+        for k in range(min(self.n_steps, length)):
+            there = goes_on[..., : length - k, :]  # whether step t + k belongs to t's trajectory
+            total[..., : length - k, :] += self.gamma**k * reward[..., k:, :] * there
+            steps[..., : length - k, :] += there
+            goes_on[..., : length - k, :] = there & ~done[..., k:, :]
+        last = torch.arange(length, device=reward.device).unsqueeze(-1) + steps - 1  # (..., T, 1)
+        rows = following.reshape(-1, length)
+        index = last.reshape(-1, length)
+        picked: Any = torch.stack([row[own] for row, own in zip(rows, index, strict=True)]).reshape(batch.batch_size)
+        picked.set("original_reward", reward)
+        made = batch.copy().set("next", picked.set("reward", total))
+        return made.set("steps_to_next_obs", steps).set("gamma", self.gamma ** steps.to(reward.dtype))
+
+
+def _leaves(frames: TensorDictBase) -> Any:
+    return frames.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, (torch.Tensor, NonTensorStack)) or not issubclass(kind, TensorDictBase)
+
+
+def _key(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else ".".join(key)
+
+
+T = TypeVar("T")
+
+
+class _Worker:
+    """A thread that does one thing after the other; it ends with this object, and keeps no process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.stop = weakref.finalize(self, self._work.put, None)
+        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((future, work))
+        return future
+
+
+def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := queue.get()) is not None:
+        future, work = given
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+            future.set_exception(error)
+        del given, future, work  # the queue's next may be long in coming
+
+
+class ParallelEnv(TensorDictEnv):
+    """`num_workers` environments as one of batch size (num_workers,), each stepped in a thread of this process.
+
+    `create_env_fn` makes each, or is a list with a function for each; so are `create_env_kwargs`. What waits, for a
+    simulator, a server or a tool, waits side by side; what computes in Python does not get faster. A step that
+    has not ended after `wait_seconds` raises PolicyError; what an environment raises says which one it was.
+    Raises ConfigError for environments that are batches themselves.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        wait_seconds: float = 600.0,
+    ) -> None:
+        makers = [create_env_fn] * num_workers if callable(create_env_fn) else list(create_env_fn)
+        shared = create_env_kwargs is None or isinstance(create_env_kwargs, Mapping)
+        arguments: list[Any] = [create_env_kwargs or {}] * num_workers if shared else list(create_env_kwargs or ())
+        if num_workers < 1 or not len(makers) == len(arguments) == num_workers:
+            raise ConfigError(
+                f"num_workers={num_workers} environments need so many functions and keyword arguments, or one for "
+                f"all; here are {len(makers)} and {len(arguments)}"
+            )
+        self.envs: list[Any] = [make(**given) for make, given in zip(makers, arguments, strict=True)]
+        for env in self.envs:
+            if len(env.batch_size):
+                raise ConfigError(f"an environment here has the batch size {tuple(env.batch_size)}: give single ones")
+        self.batch_size = torch.Size([num_workers])
+        self.action_spec = self.envs[0].action_spec
+        self.observation_keys, self.action_keys = self.envs[0].observation_keys, self.envs[0].action_keys
+        self.wait_seconds = wait_seconds
+        self._threads = [_Worker(f"rlpost-env-{i}") for i in range(num_workers)]
+        self._closed = False
+
+    def begin(self, where: torch.Tensor) -> TensorDict:
+        """See `TensorDictEnv.begin`."""
+        places = where.nonzero().flatten().tolist()
+        begun = dict(zip(places, self._all(lambda i: self.envs[i].reset(), places), strict=True))
+        blank = torch.zeros_like(begun[places[0]])
+        return self._stacked([begun.get(i, blank) for i in range(len(self.envs))])
+
+    def act(self, tensordict: TensorDictBase) -> TensorDict:
+        """See `TensorDictEnv.act`."""
+        rows = [row.copy() for row in tensordict.unbind(0)]
+        return self._stacked(self._all(lambda i: self.envs[i].step(rows[i])["next"], range(len(rows))))
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed each environment with a hash of `seed` and its place, or all with `seed` itself if `static_seed`.
+
+        Returns the last of as many seeds as there are environments, `seed` being the first: two pools that were
+        given different ones have no environment alike.
+        """
+        for place, env in enumerate(self.envs):
+            digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest()
+            env.set_seed(seed if static_seed else int.from_bytes(digest, "big") >> 1)
+        return seed if static_seed else seed + len(self.envs) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TensorDictEnv.state_dict`: of each environment."""
+        return {"envs": [env.state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TensorDictEnv.load_state_dict`."""
+        for env, own in zip(self.envs, state["envs"], strict=True):
+            env.load_state_dict(own)
+
+    def close(self) -> None:
+        """Close the environments, each once the step it is at has ended; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._all(lambda i: self.envs[i].close(), range(len(self.envs)))
+        finally:
+            for thread in self._threads:
+                thread.stop()
+
+    def _stacked(self, frames: Sequence[Any]) -> TensorDict:
+        return torch.stack(list(frames)).contiguous()  # type: ignore[arg-type]
+
+    def _all(self, work: Callable[[int], T], places: Sequence[int]) -> list[T]:
+        """`work` of each place, side by side."""
+        futures = [self._threads[i].submit(partial(work, i)) for i in places]
+        _, late = wait(futures, self.wait_seconds)
+        if late:
+            raise self._too_late([i for i, future in zip(places, futures, strict=True) if future in late])
+        return [_result(i, future) for i, future in zip(places, futures, strict=True)]
+
+    def _too_late(self, places: Sequence[int]) -> PolicyError:
+        return PolicyError(f"waited {self.wait_seconds:g} s for environment {places[0]} of the pool: it may hang")
+
+
+class AsyncEnvPool(ParallelEnv):
+    """Environments of which none waits for another: `AsyncEnvPool([make_env] * 4)`.
+
+    It is a batch of environments as `ParallelEnv` is; a `Collector` takes each frame when it is there, and its
+    environment goes on at once.
+    """
+
+    def __init__(
+        self,
+        env_makers: Sequence[Callable[..., Any]],
+        *,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        wait_seconds: float = 600.0,
+    ) -> None:
+        super().__init__(len(env_makers), env_makers, create_env_kwargs=create_env_kwargs, wait_seconds=wait_seconds)
+        self._under_way: dict[Future[Any], int] = {}  # the place of each
+        self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
+
+    @property
+    def num_under_way(self) -> int:
+        """How much work was sent and not received yet."""
+        return len(self._under_way)
+
+    def send(self, place: int, work: Callable[[Any], Any]) -> None:
+        """Begin `work`, called with the environment number `place`, in a thread."""
+        future = self._threads[place].submit(partial(work, self.envs[place]))
+        self._under_way[future] = place
+        future.add_done_callback(self._ended.put)
+
+    def receive(self) -> tuple[int, Any]:
+        """The place and the result of the work that ended first of what was not received. Raises what it raised."""
+        try:
+            future = self._ended.get(timeout=self.wait_seconds)
+        except Empty:
+            raise self._too_late(sorted(self._under_way.values())) from None
+        place = self._under_way.pop(future)
+        return place, _result(place, future)
+
+
+def _result(place: int, future: Future[T]) -> T:
+    try:
+        return future.result()
+    except BaseException as error:
+        error.add_note(f"in environment {place} of the pool")
+        raise
+
+
+class GymEnv(TensorDictEnv):
+    """One environment of gymnasium's: `GymEnv("Pendulum-v1")`, made with `arguments`, or an object of that kind.
+
+    Observations are the entry `observation`, those of a dictionary an entry each, as their space has them;
+    frames are (), flags and rewards (1,). Once it is seeded an episode is a function of the seed and its
+    number, so that a saved environment begins the same ones again; before, each is gymnasium's.
+    Raises MissingExtraError without gymnasium, ConfigError for a space that is no Box, Discrete,
+    MultiDiscrete or MultiBinary, or a dictionary of them.
+    """
+
+    def __init__(self, game: Any, *, device: torch.device | str | None = None, **arguments: Any) -> None:
+        require("gymnasium", "gymnasium", "GymEnv")
+        import gymnasium
+
+        self._game: Any = gymnasium.make(game, **arguments) if isinstance(game, str) else game
+        self.device = None if device is None else torch.device(device)
+        self.action_spec = spec_of(self._game.action_space)
+        space = self._game.observation_space
+        spaces = dict(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else {"observation": space}
+        self.observation_spec: dict[str, Spec] = {name: spec_of(inner) for name, inner in spaces.items()}
+        self.observation_keys = tuple(spaces)
+        self._by_name = isinstance(space, gymnasium.spaces.Dict)
+        self._seed: int | None = None
+        self._episodes = 0  # begun since it was seeded
+        self._closed = False
+
+    def begin(self, where: torch.Tensor) -> TensorDict:
+        """See `TensorDictEnv.begin`."""
+        observation, _ = self._game.reset(seed=self._episode_seed())
+        self._episodes += 1
+        return self._frame(observation)
+
+    def act(self, tensordict: TensorDictBase) -> TensorDict:
+        """See `TensorDictEnv.act`."""
+        action = tensordict.get("action").detach().cpu().numpy()
+        played = action.item() if isinstance(self.action_spec, Categorical) and action.ndim == 0 else action
+        observation, reward, terminated, truncated, _ = self._game.step(played)
+        frame = self._frame(observation)
+        frame.set("reward", torch.tensor([float(reward)]))
+        frame.set("terminated", torch.tensor([bool(terminated)]))
+        return frame.set("truncated", torch.tensor([bool(truncated)]))
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """See `TensorDictEnv.set_seed`; the first episode is what gymnasium begins with `seed`."""
+        self._seed, self._episodes = seed, 0
+        return seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed, and how many episodes were begun with it."""
+        return {"seed": self._seed, "episodes": self._episodes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TensorDictEnv.load_state_dict`; the episode under way is given up."""
+        self._seed, self._episodes = state["seed"], state["episodes"]
+
+    def close(self) -> None:
+        """Close the game."""
+        if not self._closed:
+            self._closed = True
+            self._game.close()
+
+    def _episode_seed(self) -> int | None:
+        if self._seed is None or self._episodes == 0:
+            return self._seed
+        digest = hashlib.blake2b(f"{self._seed}/{self._episodes}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def _frame(self, observation: Any) -> TensorDict:
+        named = observation if self._by_name else {"observation": observation}
+        return TensorDict({name: torch.as_tensor(value).clone() for name, value in named.items()}, batch_size=[])
+
+
+def spec_of(space: Any) -> Spec:
+    """A space of gymnasium's. Raises ConfigError for one of another kind."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Box):
+        return Bounded(torch.as_tensor(space.low), torch.as_tensor(space.high))
+    if isinstance(space, spaces.Discrete):
+        return Categorical(int(space.n), start=int(space.start))
+    if isinstance(space, spaces.MultiBinary):
+        return Categorical(2, space.shape)
+    if isinstance(space, spaces.MultiDiscrete):
+        start = torch.as_tensor(space.start)
+        return Bounded(start, start + torch.as_tensor(space.nvec) - 1)
+    raise ConfigError(
+        f"GymEnv takes the spaces Box, Discrete, MultiDiscrete and MultiBinary, and dictionaries of them to observe, "
+        f"not {space}: flatten it with a wrapper of gymnasium's first"
+    )

@@ -1,20 +1,158 @@
-"""A model's log-probs of the token sequences of a batch, for transforms."""
+"""The token sequences of a batch, however it lays them out, and a model's reading of them.
+
+A model's log-probs of the token sequences of a batch, for transforms.
+
+What the public losses are given to train, and its reading of whole sequences.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from rlpost.data.chat_mask import ChatMask
+from rlpost.data.chat import ChatMask
 from rlpost.data.history import History
-from rlpost.data.ragged import Key
+from rlpost.data.ragged import ASSISTANT, ATTENTION, Key, padded, ragged, ragged_rows
 from rlpost.errors import ConfigError, DataError
-from rlpost.torchrl.token_sequences import HISTORY, TOKENS, Sequences, read
+from rlpost.model.logprobs import microbatches_of, token_log_probs
+from rlpost.model.packing import Row
+
+TOKENS, HISTORY = ("tokens", "full"), ("history", "full")
+REF_LOG_PROBS: Key = ("next", "ref_log_probs", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """B token sequences of a batch.
+
+    `ids` holds each without pads, (T_b,). `attention` (B, T) bool tells ids from pads where the batch
+    is padded; None: no field has pads.
+    """
+
+    ids: list[torch.Tensor]
+    attention: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, *, needs_mask: bool = True) -> Sequences:
+        """Those under `("tokens", "full")`, ragged or, beside an attention mask, padded.
+
+        Without a mask a padded tensor has no pads, unless `needs_mask`. Raises DataError for none, and where
+        the mask is missing.
+        """
+        tokens = batch.get(TOKENS, None)
+        if tokens is None:
+            raise DataError(
+                f"the batch has no {TOKENS}: log-probs are those of ids, which the policy has to write there"
+            )
+        if tokens.is_nested:
+            return cls(ragged_rows(tokens), None)
+        attention = batch.get(ATTENTION, None)
+        if not needs_mask and (attention is None or attention.is_nested):
+            return cls(list(tokens.unbind()), None)
+        if attention is None or attention.is_nested or attention.shape != tokens.shape:
+            raise DataError(
+                f"{TOKENS} is padded, {tuple(tokens.shape)}, and has no mask of that shape under {ATTENTION}"
+            )
+        return cls([row[kept] for row, kept in zip(tokens, attention.bool(), strict=True)], attention.bool())
+
+    @classmethod
+    def of_history(
+        cls, history: History, tokenizer: ChatMask, attention: torch.Tensor | None = None
+    ) -> tuple[Sequences, list[torch.Tensor]]:
+        """The conversations as `tokenizer` writes them, and which ids are the assistant's, bool.
+
+        `attention` is of fields that are padded. Raises DataError for a conversation that the template refuses.
+        """
+        encoded = [tokenizer.encode(chat) for chat in history.to_chats()]
+        masks = [torch.tensor(mask, dtype=torch.bool) for _, mask in encoded]
+        return cls([torch.tensor(ids) for ids, _ in encoded], attention), masks
+
+    def field(
+        self, batch: TensorDictBase, key: Key, hint: str = "", missing: type[Exception] = DataError
+    ) -> list[torch.Tensor]:
+        """A field with one value an id, row by row. Raises `missing` where there is none, else as `rows`."""
+        values = batch.get(key, None)
+        if values is None:
+            raise missing(f"the batch has no {key}{hint and ': '}{hint}")
+        return self.rows(values, key)
+
+    def field_or_expanded(self, batch: TensorDictBase, key: Key, hint: str) -> list[torch.Tensor]:
+        """The same of a field that may have one value a row, (B,) or (B, 1), which then is each id's."""
+        values, size = batch.get(key, None), len(self.ids)
+        if values is not None and not values.is_nested and tuple(values.shape) in ((size,), (size, 1), (size, 1, 1)):
+            return [row.expand(ids.numel()) for row, ids in zip(values.reshape(size, 1), self.ids, strict=True)]
+        return self.field(batch, key, hint)
+
+    def rows(self, values: torch.Tensor, name: Key) -> list[torch.Tensor]:
+        """`values`, one an id and laid out as the ids are, row by row. Raises DataError where they are not."""
+        if values.is_nested and self.attention is not None:
+            raise DataError(f"{name} is ragged and the batch's tokens are padded: give both the same pad_output")
+        if values.is_nested:
+            rows = ragged_rows(values)
+        else:
+            values = values.squeeze(-1) if values.ndim == 3 else values
+            if values.ndim != 2 or (self.attention is not None and values.shape != self.attention.shape):
+                tokens = "ragged tokens" if self.attention is None else f"tokens of {tuple(self.attention.shape)}"
+                raise DataError(f"{name} has shape {tuple(values.shape)} for {tokens}: give both the same pad_output")
+            kept = torch.ones_like(values, dtype=torch.bool) if self.attention is None else self.attention
+            rows = [row[mask] for row, mask in zip(values, kept, strict=True)]
+        lengths, wanted = [row.shape[0] for row in rows], [row.numel() for row in self.ids]
+        if lengths != wanted:
+            raise DataError(f"{name} has rows of {lengths} values for sequences of {wanted} ids")
+        return rows
+
+    def laid_out(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One value an id, as a field of the batch: ragged (B, *), or (B, T) with 0 at the pads."""
+        if self.attention is None:
+            return ragged(rows)
+        flat = torch.cat(list(rows)).to(self.attention.device)
+        return flat.new_zeros(self.attention.shape).masked_scatter(self.attention, flat)
+
+    def masks(self, batch: TensorDictBase, *, assistant_only: bool) -> list[torch.Tensor]:
+        """Which ids count, bool: the assistant's, or all; never a sequence's first, which nothing predicts.
+
+        Raises DataError for a batch without an assistant mask where only those count.
+        """
+        if assistant_only:
+            hint = "let the policy write it, or read every token (assistant_only=False, masking_strategy='generic')"
+            chosen = [row.bool().clone() for row in self.field(batch, ASSISTANT, hint)]
+        else:
+            chosen = [torch.ones_like(row, dtype=torch.bool) for row in self.ids]
+        for row in chosen:
+            row[:1] = False
+        return chosen
+
+
+def read(
+    model: nn.Module,
+    ids: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    temperature: float,
+    tokens_at_once: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π and the entropy of the ids where `masks` is True, both (M,), sequence by sequence.
+
+    `model` reads `tokens_at_once`, or all. Raises ValueError where no id is asked for.
+    """
+    rows = []
+    for row, mask in zip(ids, masks, strict=True):
+        if mask.any():
+            first = int(mask.int().argmax())  # what comes before is read once for neighbours that share it
+            rest = row[first:].cpu()
+            rows.append(Row(row[:first].cpu(), rest, mask[first:].cpu(), torch.zeros(rest.numel())))
+    if not rows:
+        raise ValueError("no token of the batch is trained: all masks are empty")
+    size = tokens_at_once or sum(row.prompt.numel() + row.response.numel() for row in rows)
+    device = next(model.parameters()).device
+    parts = [token_log_probs(model, part, temperature) for part in microbatches_of(model, rows, size, device)]
+    return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
 
 LogProbModel = nn.Module | Callable[[TensorDictBase], TensorDictBase]
 
@@ -102,3 +240,33 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def model_and_temperature(actor: Any, temperature: float | None) -> tuple[nn.Module, float]:
+    """The model of an actor network, a causal LM of transformers or a wrapper around one, and its temperature, else 1.
+
+    Raises TypeError for anything else, ValueError for a temperature that gives no probabilities.
+    """
+    model = actor if isinstance(actor, nn.Module) else getattr(actor, "model", None)
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
+        raise TypeError(
+            f"actor_network is a {type(actor).__name__}: give a causal LM of transformers, or a TransformersWrapper"
+        )
+    sampling = None if model is actor else getattr(actor, "sampling", None)
+    chosen = temperature if temperature is not None else 1.0 if sampling is None else float(sampling.temperature)
+    if chosen <= 0:
+        raise ValueError(f"temperature={chosen:g} gives no probabilities to train: it must be above 0")
+    return model, chosen
+
+
+def read_sequences(
+    model: nn.Module, ids: Sequence[torch.Tensor], trained: Sequence[torch.Tensor], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π_θ and the entropy of the trained tokens, both (B, T) in the places of their ids, 0 elsewhere.
+
+    Raises ValueError where no token is trained.
+    """
+    values = read(model, ids, trained, temperature)
+    places = padded(trained).to(values[0].device)
+    log_probs, entropy = (each.new_zeros(places.shape).masked_scatter(places, each) for each in values)
+    return log_probs, entropy

@@ -1,20 +1,25 @@
-"""vLLM engines on chosen devices: in a process of their own here, or in a Ray actor."""
+"""vLLM engines on chosen devices: in a process of their own here, or in a Ray actor.
+
+A vLLM engine that runs: here, or in a Ray actor.
+
+A vLLM engine in a Ray actor, anywhere in the cluster.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlpost.errors import ConfigError
-from rlpost.extras import require_vllm
-from rlpost.policies.vllm_arguments import engine_arguments
-from rlpost.policies.vllm_engines import OwnProcessEngine
-from rlpost.policies.vllm_process import environment, set_environment, tokenizer_of
+from rlpost.imports import require, require_vllm
+from rlpost.policies.vllm import engine_arguments
+from rlpost.policies.vllm_engine import NamedWeights, OwnProcessEngine, environment, set_environment, tokenizer_of
 from rlpost.settings import VLLMSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -77,3 +82,134 @@ def _only(devices: Sequence[int] | None) -> AbstractContextManager[None]:
     if seen:  # what `devices` counts, where this process sees a part itself
         numbers = [seen.split(",")[number] for number in devices]
     return environment(VISIBLE, ",".join(numbers))
+
+
+class RayLLM:
+    """An `LLMOnDevice` in a Ray actor that holds `num_devices` GPUs (None: one where there are any).
+
+    What `vLLMWrapper` asks of it is sent there; every wait has `settings.timeout_seconds` as its
+    limit. `folder` has to be there on every node. Raises MissingExtraError without ray.
+    """
+
+    continuous = False  # whole batches are sent
+    asleep = False  # `rest` is for engines that were started here
+
+    def __init__(
+        self, folder: str | Path, *, num_devices: int | None = None, settings: VLLMSettings, **engine: Any
+    ) -> None:
+        require("ray", "ray", "make_ray_worker=True")
+        import ray  # pyright: ignore[reportMissingImports]
+
+        self._ray: Any = ray
+        self._timeout = settings.timeout_seconds
+        self.folder = Path(folder)
+        if not ray.is_initialized():  # type: ignore[attr-defined]
+            self._ray.init()
+        gpus = num_devices if num_devices is not None else int(self._ray.cluster_resources().get("GPU", 0) > 0)
+        # Ray shows the actor its own GPUs as 0, 1, ...
+        on = list(range(gpus)) or None
+        self.actor = self._ray.remote(num_gpus=gpus)(_Actor).remote(str(folder), on, settings, engine)
+        self.model_config = self._call("config", waited_for="the engine to start")
+
+    def _call(self, method: str, *args: Any, waited_for: str) -> Any:
+        try:
+            return self._ray.get(getattr(self.actor, method).remote(*args), timeout=self._timeout)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(
+                f"waited {self._timeout:.0f} s for {waited_for} in a Ray actor; policy.timeout_seconds sets the limit"
+            ) from error
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer in the model's folder."""
+        return tokenizer_of(self.folder)
+
+    def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._call("call", "generate", prompts, params, waited_for=f"{len(prompts)} completions")
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """See `VLLMEngine`."""
+        yield
+        self.reset_prefix_cache()
+
+    def load_folder(self, folder: Path) -> None:
+        """See `VLLMEngine`; the folder has to be there on the actor's node."""
+        self._call("call", "load_folder", folder, waited_for="the weight push")
+
+    def load_weights(self, weights: NamedWeights) -> None:
+        """See `VLLMEngine`."""
+        sent = [(name, weight.detach().cpu()) for name, weight in weights]
+        self._call("call", "load_weights", sent, waited_for="the weight push")
+
+    def load_adapter(self, adapter: Any) -> None:
+        """See `VLLMEngine`."""
+        self._call("call", "load_adapter", adapter, waited_for="the adapter to be loaded")
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `VLLMEngine`."""
+        return self._call("call", "call_workers", method, *args, waited_for=f"the workers' {method}")
+
+    def reset_prefix_cache(self) -> None:
+        """See `VLLMEngine`."""
+        self._call("call", "reset_prefix_cache", waited_for="the prefix cache to be reset")
+
+    def close(self) -> None:
+        """See `VLLMEngine`."""
+        try:
+            self._call("call", "close", waited_for="the engine to stop")
+        finally:
+            self._ray.kill(self.actor)
+
+
+class _Config:
+    """Of vLLM's configuration what `vLLMWrapper` reads: the whole of it does not travel."""
+
+    def __init__(self, whole: Any) -> None:
+        self.model: str = whole.model
+        self.max_model_len: int = whole.max_model_len
+        self.logprobs_mode: str = whole.logprobs_mode
+
+
+class _Actor:
+    """What runs in the actor's process."""
+
+    def __init__(self, folder: str, devices: list[int] | None, settings: VLLMSettings, engine: dict[str, Any]) -> None:
+        self._llm = LLMOnDevice(folder, devices, settings=settings, **engine)
+
+    def config(self) -> _Config:
+        return _Config(self._llm.model_config)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._llm, method)(*args)
+
+
+def make_vllm_worker(
+    model_name: str | Path,
+    devices: Sequence[int] | None = None,
+    num_devices: int | None = None,
+    *,
+    make_ray_worker: bool = False,
+    enforce_eager: bool | None = None,
+    settings: VLLMSettings | None = None,
+    **engine: Any,
+) -> Any:
+    """A running vLLM engine that `vLLMWrapper` takes: an `LLMOnDevice` here, or one in a Ray actor.
+
+    It is on `devices`, or on the first `num_devices` GPUs; with neither, on one GPU or the CPU. Ray
+    chooses the GPUs of its actors itself, so there only their number counts. Other keyword arguments
+    are vLLM's. Raises ConfigError for both or for devices that are not there, MissingExtraError for
+    Ray where it is not installed.
+    """
+    if devices is not None and num_devices is not None:
+        raise ConfigError(f"devices={list(devices)} and num_devices={num_devices} are two answers: give one of them")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices} must be at least 1")
+    chosen = settings or VLLMSettings()
+    if enforce_eager is not None:
+        chosen = replace(chosen, enforce_eager=enforce_eager)
+    if make_ray_worker:
+        number = len(devices) if devices is not None else num_devices
+        return RayLLM(model_name, num_devices=number, settings=chosen, **engine)
+    on = devices if num_devices is None else range(num_devices)
+    return LLMOnDevice(model_name, on, settings=chosen, **engine)

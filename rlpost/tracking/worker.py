@@ -13,43 +13,26 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from rlpost.child import readable_within
-from rlpost.files import json_in, replaced
 from rlpost.record import MetricsFile
-from rlpost.tracking.base import MARK_FILE, METRICS_FILE, Status, TrackedRun, Tracker
+from rlpost.remote.child import readable_within
+from rlpost.tracking.trackers import (
+    DONE,
+    METRICS_FILE,
+    Mark,
+    Order,
+    Status,
+    TrackedRun,
+    Tracker,
+    read_mark,
+    write_mark,
+)
 
-DONE = "done"
 LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
 REASON_LENGTH = 300  # characters
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one worker is to do.
-
-    `kept_step` is the last step that a resumed run kept, -1 for a new run.
-    """
-
-    name: str
-    factory: str
-    options: dict[str, Any]
-    timeout_seconds: float
-    folder: str
-    config: dict[str, Any]
-    kept_step: int
-
-
-@dataclass
-class Mark:
-    """How far a tracker is: its id of the run and the last step it took."""
-
-    known_as: str
-    step: int
 
 
 def main() -> None:
@@ -99,24 +82,6 @@ def make_tracker(factory: str, options: dict[str, Any]) -> Tracker:
     """The tracker whose class `factory` names as `module:class`."""
     module, _, name = factory.partition(":")
     return getattr(import_module(module), name)(**options)
-
-
-def read_mark(folder: Path, tracker: str) -> Mark | None:
-    """How far `tracker` is with the run in `folder`; None if it has none of it."""
-    file = folder / MARK_FILE
-    marks = json_in(file) if file.is_file() else {}
-    return Mark(**marks[tracker]) if tracker in marks else None
-
-
-def write_mark(folder: Path, tracker: str, mark: Mark | None) -> None:
-    """Keep the mark of `tracker`, or that it has none; those of others stay."""
-    file = folder / MARK_FILE
-    marks = json_in(file) if file.is_file() else {}
-    marks.pop(tracker, None)
-    if mark is not None:
-        marks[tracker] = asdict(mark)
-    with replaced(file) as making:
-        making.write_text(json.dumps(marks, indent=1) + "\n")
 
 
 def _ending(words: IO[bytes]) -> Status | None:

@@ -14,14 +14,14 @@ from math import ceil
 import torch
 from tensordict import TensorDict
 
-from rlpost.assemble import ExpertIterationParts, assemble_expert_iteration
-from rlpost.data.best import best_of_groups
+from rlpost.data.batch import best_of_groups
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.sft_objective import SFTOutput, sft_metrics
+from rlpost.objectives.supervised import SFTOutput, sft_metrics
 from rlpost.settings import ExpertIterationSettings
-from rlpost.settings.run import RunRequest
-from rlpost.train.sampled import SamplingSession
+from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble import ExpertIterationParts, assemble_expert_iteration
+from rlpost.train.session import SamplingSession
 from rlpost.train.update import Update
 
 ExpertIterationSession = SamplingSession[ExpertIterationSettings, ExpertIterationParts]

@@ -12,17 +12,16 @@ from collections.abc import Iterator, Sequence
 
 from tensordict import TensorDict
 
-from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.model.optim import learning_rate_of
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages, kl_in_reward
-from rlpost.objectives.overlong import mask_overlong, penalise_overlong
-from rlpost.objectives.policy_objective import PolicyOutput
+from rlpost.objectives.advantage import give_advantages, kl_in_reward, mask_overlong, penalise_overlong
+from rlpost.objectives.policy_loss import PolicyOutput
 from rlpost.settings import GRPOSettings
-from rlpost.settings.run import RunRequest
-from rlpost.train.metrics import loss_metrics
+from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble import GRPOParts, assemble_grpo
+from rlpost.train.narration import loss_metrics
 from rlpost.train.ranks import Ranks
-from rlpost.train.sampled import SamplingSession
+from rlpost.train.session import SamplingSession
 from rlpost.train.update import Update
 
 GRPOSession = SamplingSession[GRPOSettings, GRPOParts]

@@ -2,37 +2,238 @@
 
 Rank 0 runs the loop, with the folder, the screen, the draws and the evaluations. The others hold the model, or their
 part of it, and do what rank 0 tells them: each reads whole groups of a minibatch, and their gradients are summed.
+
+What each rank of a training does: rank 0 in its own process, the others as it tells them.
+
+Values that hold tensors, made fit for a pipe and back: as arrays, which go over with their own numbers alone.
+
+A tensor that is a view takes all that it is a view of with it.
+
+How the ranks of a training come together: started here, or by torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import logging
 import os
+import resource
+import secrets
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from rlpost import distributed
-from rlpost.distributed import leave_group
-from rlpost.errors import PolicyError, RankError, RlpostError
+from rlpost.config.code import load_plugins
+from rlpost.distributed import Place, device_of, forget_place, form_group, leave_group
+from rlpost.errors import ConfigError, PolicyError, RankError, RlpostError
+from rlpost.estimate.machine import chosen_policy
+from rlpost.model import weights
 from rlpost.model.logprobs import verdict_of
+from rlpost.model.lora import whole_adapter
 from rlpost.model.packing import Row, shares_of
-from rlpost.model.shards import announce_with, is_sharded
-from rlpost.train.rank import Progress, Rank
-from rlpost.train.sending import as_arrays, as_tensors
-from rlpost.train.update import Update
+from rlpost.model.trainable import Reference, Trainable, load_trainable, locate_start
+from rlpost.model.weights import ADAPTER, announce_with, is_sharded
+from rlpost.remote.process import START_SECONDS, RemoteObject, WorkerProcess, listen
+from rlpost.remote.worker import Host
+from rlpost.runs.checkpoint import restore_moments
+from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
+from rlpost.settings.commands import SampledSettings, TrainingSettings
+from rlpost.train.update import (
+    Learner,
+    Microbatches,
+    Objective,
+    Update,
+    bad_gradients,
+    read_log_probs,
+    update,
+)
+from rlpost.weight_sync.base import named_weights
 
 if TYPE_CHECKING:
-    from rlpost.collectors.process import RemoteObject
+    from rlpost.remote.process import RemoteObject
+
+
+def as_arrays(value: Any) -> Any:
+    """`value` with an array in the place of each tensor in its dataclasses, dicts, lists and tuples."""
+    return _mapped(value, torch.Tensor, lambda tensor: tensor.detach().cpu().numpy())
+
+
+def as_tensors(value: Any) -> Any:
+    """What `as_arrays` was given, on the CPU."""
+    return _mapped(value, np.ndarray, torch.from_numpy)
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(each, kind, change) for each in value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, kind, change) for key, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(changed, field.name, _mapped(getattr(value, field.name), kind, change))
+        return changed
+    return value
+
+
+Progress = Callable[[int, int], None]
+
+
+class Rank:
+    """One rank's model, its part of it, and the work on it that all ranks do at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        reference: Reference | None,
+        objective: Objective[Any],
+        optim: OptimSettings,
+        microbatches: Microbatches,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.reference = reference
+        self.objective = objective
+        self.optim = optim
+        self.microbatches = microbatches
+
+    def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
+        """Optimizer step `number` of `total_updates`, of which this rank reads `rows`."""
+        learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates)
+        return update(learner, self.microbatches, rows, number)
+
+    def read_log_probs(
+        self, rows: Sequence[Row], temperature: float, progress: Progress = lambda done, total: None
+    ) -> list[torch.Tensor]:
+        """log π of the trained model for each of `rows`."""
+        return read_log_probs(self.model, self.microbatches, rows, temperature=temperature, progress=progress)
+
+    def read_reference(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        """log π of the reference for each of `rows`."""
+        assert self.reference is not None
+        with self.reference() as model:
+            return read_log_probs(model, self.microbatches, rows, temperature=temperature)
+
+    def gather(self, name: str) -> None:
+        """Take part in gathering a weight, or the adapter, that rank 0 reads."""
+        if name == ADAPTER:
+            whole_adapter(self.model)
+        else:
+            named_weights(self.model)[name]  # which gathers it
+
+    def save_moments(self, folder: Path) -> None:
+        """Write this rank's part of the optimizer's state."""
+        from rlpost.model.sharding import save_moments
+
+        save_moments(self.model, self.optimizer, folder)
+
+    def bad_gradients(self) -> list[str]:
+        """The parameters whose gradient is not finite."""
+        return bad_gradients(self.model)
+
+    def free_unused(self) -> None:
+        """Give the GPU's memory that torch holds and does not use back, for an engine that wakes beside this rank."""
+        if self.microbatches.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def peak_gb(self) -> float:
+        """The most memory this rank has held: of its GPU, or else of its process."""
+        if self.microbatches.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+class OtherRank:
+    """A rank that is not rank 0, in a process of its own; its methods are called from rank 0's."""
+
+    def __init__(self, plugins: list[str], place: Place, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as sink:  # rank 0 has the terminal
+            for number in (1, 2):
+                os.dup2(sink.fileno(), number)
+        load_plugins(plugins)
+        self.place = place
+        self.conclusion: tuple[int, str] = 0, ""  # the exit code and the words that the training ended with
+        self._settings: TrainingSettings
+        self._trainable: Trainable
+        self._rank: Rank | None = None
+
+    def find_model(self, settings: TrainingSettings) -> None:
+        """See `locate_start`."""
+        locate_start(settings)
+
+    def form_group(self, device: str, seconds: float) -> None:
+        """Join the process group."""
+        store = self.place.open_store(seconds)
+        form_group(self.place, store, device_of(device, self.place), seconds)
+
+    def load(self, settings: TrainingSettings, checkpoint: Path | None) -> None:
+        """The model and its optimizer, as they start or as `checkpoint` has them."""
+        torch.manual_seed(settings.seed)
+        torch.use_deterministic_algorithms(settings.deterministic)
+        self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+        if checkpoint is not None:
+            restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
+        self._settings = settings
+
+    def begin(self, objective: Objective[Any], tokens_per_microbatch: int | None) -> None:
+        """What is minimised, and what one forward and backward may hold."""
+        settings, loaded = self._settings, self._trainable
+        self._rank = Rank(
+            loaded.model,
+            loaded.optimizer,
+            loaded.reference,
+            objective,
+            settings.optim,
+            Microbatches(
+                tokens_per_microbatch,
+                weights.device_of(loaded.model),
+                settings.model.autocast,
+                note=lambda text: print(text, flush=True),
+                in_step=is_sharded(loaded.model),
+            ),
+        )
+
+    def work(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the rank. One that fails leaves the group, so that nobody waits for this rank in vain."""
+        assert self._rank is not None
+        try:
+            return as_arrays(getattr(self._rank, method)(*as_tensors(arguments)))
+        except FloatingPointError:  # which every rank finds, and rank 0 answers
+            raise
+        except BaseException:
+            leave_group()
+            raise
+
+    def conclude(self, exit_code: int, reason: str) -> None:
+        """The training has ended."""
+        self.conclusion = exit_code, reason
+        if reason:
+            print(f"{self.place} ends: {reason}", flush=True)
+        leave_group()
+
 
 log = logging.getLogger("rlpost")
 
@@ -281,3 +482,176 @@ class Alarm:
             time.sleep(0.2)
         os.write(2, f"error: {self._error}\n".encode())
         os._exit(getattr(self._error, "exit_code", 1))
+
+
+ADDRESS, KEY = "rlpost/address", "rlpost/key"  # in the store: where rank 0 waits for the others, and their secret
+
+
+def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path) -> Ranks:
+    """The ranks that train `settings` together, all in one process group, the others loading their model already.
+
+    Raises ConfigError where they cannot be had, RankError where they do not come.
+    """
+    cluster = settings.cluster
+    place = Place.from_environment(os.environ)
+    if (asked := cluster.trainer_ranks) and place and asked != place.world:
+        raise ConfigError(f"cluster.trainer_ranks={asked}, and {place.world} processes were started: leave it out")
+    if place is None and (asked or 1) == 1:
+        return Ranks()
+    with contextlib.ExitStack() as opened:
+        if place is None:
+            place, store, others = _start(asked or 1, settings.plugin, folder, cluster)
+        else:
+            forget_place()
+            store, others = _meet(place, settings.plugin, folder, cluster)
+        ranks = opened.enter_context(Ranks(others))
+        device = device_of(settings.model.device, place)
+        with ThreadPoolExecutor(len(others)) as pool:
+            list(pool.map(lambda other: other.start(START_SECONDS), others))
+        found = [other.submit("find_model", settings) for other in others]
+        locate_start(settings)
+        for future in found:
+            future.result()
+        formed = [other.submit("form_group", settings.model.device, cluster.rank_seconds) for other in others]
+        form_group(place, store, device, cluster.rank_seconds)
+        for future in formed:
+            future.result()
+        for other in others:
+            other.submit("load", settings, checkpoint).add_done_callback(ranks.look)
+        opened.pop_all()
+    return ranks
+
+
+def beside_ranks(settings: Any, ranks: int) -> Any:
+    """`settings` with an engine in a process of its own where there are several ranks: vLLM takes a group for its own.
+
+    Raises ConfigError for a policy that samples from a model that is divided among ranks.
+    """
+    if ranks == 1 or not settings.uses_policy:
+        return settings
+    policy = chosen_policy(settings.policy)
+    elsewhere = isinstance(settings, SampledSettings) and settings.samples_elsewhere
+    if isinstance(policy, TransformersSettings) and settings.cluster.sharding is Sharding.full and not elsewhere:
+        raise ConfigError(
+            "policy=transformers samples from the trainer's model, which cluster.sharding=full divides: take "
+            "policy=vllm or collector=async"
+        )
+    if not isinstance(policy, VLLMSettings):
+        return settings
+    return replace(settings, policy=replace(policy, engine=Engine.own_process))
+
+
+def follow() -> int:
+    """Be one of the ranks that torchrun has started, but rank 0, until that ends; returns the exit code."""
+    place = Place.from_environment(os.environ)
+    assert place is not None
+    store = place.open_store(START_SECONDS)
+    forget_place()
+    host, _, port = store.get(ADDRESS).decode().rpartition(":")
+    connection = Client((host, int(port)), authkey=store.get(KEY))
+    _keep_alive(connection)
+    connection.send(place)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides what a signal ends
+        signal.signal(number, signal.SIG_IGN)
+    terminal = os.dup(2)
+    served = Host(connection, orphaned=partial(_orphaned, place, terminal))
+    served.serve()
+    return served.object.conclusion[0]
+
+
+def _start(
+    world: int, plugins: list[str], folder: Path, cluster: ClusterSettings
+) -> tuple[Place, dist.Store, Sequence[RemoteObject]]:
+    """Processes of this machine that are to be ranks, not started yet, and where they will meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = Place(0, world, 0, world, "127.0.0.1", store.port, store_is_there=True)
+    others = []
+    for rank in range(1, world):
+        its = replace(place, rank=rank, local_rank=rank)
+        others.append(
+            WorkerProcess(
+                partial(OtherRank, plugins, its, folder / f"rank-{rank}.log"),
+                name=str(its),
+                silent_seconds=cluster.rank_seconds,
+                output=None,
+            )
+        )
+    return place, store, others
+
+
+class JoinedRank(RemoteObject):
+    """A rank that a launcher has started, and that has come to this one by itself."""
+
+    def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
+        super().__init__(build, **how)
+        self._connection = connection
+
+    @property
+    def _is_open(self) -> bool:
+        return True
+
+    def _open(self, seconds: float) -> None:
+        self._heard = time.monotonic()
+        listen(self, self._connection)
+
+    def _write(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # its loss is noticed where it is read from
+            self._connection.send_bytes(message)
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.close()  # at which it ends itself
+
+
+def _meet(
+    place: Place, plugins: list[str], folder: Path, cluster: ClusterSettings
+) -> tuple[dist.Store, Sequence[RemoteObject]]:
+    """The other processes that torchrun has started, once each of them has come."""
+    store = place.open_store(cluster.rank_seconds)
+    local = place.local_world == place.world
+    secret = secrets.token_hex(32)
+    waiting: set[int] = set(range(1, place.world))
+    others: dict[int, RemoteObject] = {}
+    with socket.create_server(("127.0.0.1" if local else "", 0)) as server:
+        host = "127.0.0.1" if local else place.address
+        store.set(KEY, secret)
+        store.set(ADDRESS, f"{host}:{server.getsockname()[1]}")
+        until = time.monotonic() + cluster.rank_seconds
+        while waiting:
+            server.settimeout(max(0.1, until - time.monotonic()))
+            try:
+                came, _ = server.accept()
+            except TimeoutError:
+                missing = ", ".join(map(str, sorted(waiting)))
+                raise RankError(
+                    f"rank {missing} of {place.world} did not come within {cluster.rank_seconds:.0f} s: see that every "
+                    "machine runs the same command with the same address of rank 0; cluster.rank_seconds sets the limit"
+                ) from None
+            connection = Connection(came.detach())
+            deliver_challenge(connection, secret.encode())
+            answer_challenge(connection, secret.encode())
+            _keep_alive(connection)
+            its: Place = connection.recv()
+            waiting.remove(its.rank)
+            others[its.rank] = JoinedRank(
+                partial(OtherRank, plugins, its, folder / f"rank-{its.rank}.log"),
+                connection,
+                name=str(its),
+                silent_seconds=cluster.rank_seconds,
+            )
+    return store, [others[rank] for rank in sorted(others)]
+
+
+def _keep_alive(connection: Connection) -> None:
+    """Notice within half a minute that the machine at the other end is gone."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _orphaned(place: Place, terminal: int) -> None:
+    """Rank 0 is gone without a word: say so where a user may see it, and end."""
+    os.write(terminal, f"error: {place} ends, since rank 0 was lost: go on with --resume\n".encode())
+    os._exit(RankError.exit_code)

@@ -6,6 +6,16 @@ with SamplingSession(settings, request) as session:
         ...  # the algorithm, which adds to session.metrics
         session.finish(batch)
 return session.run.exit_code
+
+How long a step takes, and its parts.
+
+A training that looks at its own figures and texts after each step, and says once what is wrong with them.
+
+A checkpoint that is written while the next step samples.
+
+What a checkpoint keeps of a training, and how a training takes it up again.
+
+The session of the loops that train on what their own policy samples, GRPO and expert iteration.
 """
 
 from __future__ import annotations
@@ -14,50 +24,236 @@ import contextlib
 import copy
 import logging
 import os
+import shlex
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
+from tensordict import TensorDict, TensorDictBase
+from transformers import PreTrainedModel
 
-from rlpost.assemble import build_tracker, resolve_numbers
 from rlpost.config.paths import newest_checkpoint
 from rlpost.distributed import Place
-from rlpost.errors import DivergedError
+from rlpost.errors import ConfigError, DivergedError, RewardError
+from rlpost.evaluation.play import held_out_metrics, play
+from rlpost.model.load import save_model
+from rlpost.model.lora import describe_adapter, save_adapter
 from rlpost.model.memory import frozen_heap, give_back_freed_memory, keep_freed_memory
+from rlpost.model.optim import learning_rate_of, optimizer_tensors, set_learning_rate
 from rlpost.model.precision import Numbers
-from rlpost.model.shards import is_sharded
+from rlpost.model.trainable import Reference
+from rlpost.model.weights import is_adapted, is_sharded
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.output import output_into
 from rlpost.record import read_metrics
-from rlpost.runs.checkpoint import NUMBERS, mark_best
-from rlpost.runs.diagnosis import Diagnosis
-from rlpost.runs.stopping import Stopped
-from rlpost.runs.writer import Run
+from rlpost.runs.checkpoint import NUMBERS, load_checkpoint, mark_best, restore_moments, save_checkpoint
+from rlpost.runs.diagnosis import AT_LEAST, Diagnosis, Symptom, repeated_text
+from rlpost.runs.rollouts import write_rollouts
+from rlpost.runs.writer import Run, Stopped
 from rlpost.screen import Screen, evaluation_line
-from rlpost.settings import OnAlarm
-from rlpost.settings.run import RunRequest
-from rlpost.train.clock import Clock
-from rlpost.train.diagnosing import symptoms_after
-from rlpost.train.kept import Parts, Settings, checkpoint_writer, restore_trainer
-from rlpost.train.narration import say_stopped
-from rlpost.train.needs import needs_here
-from rlpost.train.progress import (
+from rlpost.settings import (
+    ExpertIterationSettings,
+    GateAlarm,
+    GRPOSettings,
+    OnAlarm,
+    SamplerCorrection,
+    ScriptedSettings,
+    SFTSettings,
+)
+from rlpost.settings.commands import RunRequest, samples_per_prompt
+from rlpost.text import counted
+from rlpost.train.assemble import ExpertIterationParts, GRPOParts, SamplingParts, build_tracker, resolve_numbers
+from rlpost.train.gate import Gate
+from rlpost.train.narration import (
     ENDS_TRAINING,
     Progress,
+    batch_metrics,
     check_measured,
     evaluations_until,
+    held_out_told,
+    model_line,
+    name_of_data,
+    needs_here,
+    open_screen,
+    reading_lines,
     restore_best,
     say_at_end,
+    say_before_and_after,
+    say_best,
+    say_evaluate,
+    say_stopped,
+    thinking_note,
     watch,
     why_ended,
 )
-from rlpost.train.rank import Rank
-from rlpost.train.ranks import Ranks
-from rlpost.train.saving import Saving
-from rlpost.train.update import Microbatches, diverged
+from rlpost.train.ranks import Rank, Ranks, beside_ranks, join_ranks
+from rlpost.train.update import Microbatches, Objective, diverged
+
+
+class Clock:
+    """Seconds of a step, and of its parts by name."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str | None = None) -> None:
+        """What ends here was `name`; None: nothing that is timed."""
+        now = time.perf_counter()
+        if name is not None:
+            self._laps[name] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """The parts, and the step until now."""
+        return self._laps | {"time/step": time.perf_counter() - self._began}
+
+
+TEXTS_EVERY = 5  # steps
+
+
+def symptoms_after(
+    step: int, diagnosis: Diagnosis, metrics: Mapping[str, float], batch: Any, progress: Progress
+) -> list[Symptom]:
+    """What shows for the first time after `step`, which trained on `batch`; `progress` remembers that it was told."""
+    found = diagnosis.after({"step": step, **metrics})
+    if isinstance(batch, TensorDictBase) and step >= AT_LEAST and step % TEXTS_EVERY == 0:
+        texts = repeated_text(step, list(batch["text", "response"]), list(batch["query"]))
+        found += [texts] if texts is not None else []
+    new = [symptom for symptom in found if symptom.name not in progress.symptoms]
+    progress.symptoms += [symptom.name for symptom in new]
+    return new
+
+
+MOMENT = 1.0  # seconds that a save may be waited for without a word
+
+
+class Saving:
+    """At most one save under way, in a thread; nothing it reads may change before `wait` has returned.
+
+    Nothing is copied for it: weights and moments stay as they are until the next update. `say` is called where it is
+    waited for, unless that is short.
+    """
+
+    def __init__(self, say: Callable[[], None] = lambda: None) -> None:
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Have `write` done by a thread, once what was begun before is done."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  raised again by `wait`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="rlpost-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """What was begun is on the disk when this returns. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join(MOMENT)
+            if self._thread.is_alive():
+                self._say()
+                self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class Parts(Protocol):
+    """What every training works with."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    optimizer: torch.optim.Optimizer
+    reference: Reference | None
+
+    @property
+    def objective(self) -> Objective[Any]:
+        """What is minimised."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is trained."""
+        ...
+
+    def start(self) -> None:
+        """Start what was only built."""
+
+    def close(self) -> None:
+        """Close what was started."""
+
+
+Settings = GRPOSettings | ExpertIterationSettings | SFTSettings
+
+
+def checkpoint_writer(
+    run_folder: Path,
+    settings: Settings,
+    parts: Parts,
+    ranks: Ranks,
+    progress: Progress,
+    tokenizer: Any,
+    state: Mapping[str, Any],
+) -> Callable[[], Path]:
+    """What writes the last finished step: weights, `tokenizer`, optimizer, RNG, and `state` as JSON.
+
+    An adapter is saved on its own as well as merged: training goes on from the one, all else reads the other.
+    """
+    model, optimizer = parts.model, parts.optimizer
+    return partial(
+        save_checkpoint,
+        run_folder / "checkpoints",
+        progress.step,
+        write_model=partial(save_model, model, tokenizer),
+        write_adapter=partial(save_adapter, model) if is_adapted(model) else None,
+        write_moments=ranks.save_moments(),
+        tensors=optimizer_tensors(model, optimizer),
+        state={
+            **state,
+            "progress": asdict(progress),
+            "must_stay": {key: getattr(settings, key) for key in settings.must_stay},
+            "optimizer": type(optimizer).__name__,
+            "lr": learning_rate_of(optimizer),
+        },
+        keep_last=settings.checkpoint.keep_last,
+        every=settings.checkpoint.every,
+        best=progress.best_step,
+    )
+
+
+def restore_trainer(checkpoint: Path, settings: Settings, parts: Parts) -> dict[str, Any]:
+    """Bring the optimizer and the RNG to where they were at `checkpoint`, whose weights the model holds; its state.
+
+    Raises ConfigError for settings that would read the saved data position as another one.
+    """
+    _, state = load_checkpoint(checkpoint)
+    optimizer, own = parts.optimizer, type(parts.optimizer).__name__
+    for key, saved in state["must_stay"].items():
+        if (now := getattr(settings, key)) != saved:
+            raise ConfigError(f"--resume: the run began with {key}={saved}, not {now}; keep it")
+    if state["optimizer"] != own:
+        raise ConfigError(f"--resume: the run began with {state['optimizer']}, not {own}; keep its optim")
+    restore_moments(parts.model, optimizer, checkpoint)
+    if "lr" in state:  # a step without a gradient tells that of the last update
+        set_learning_rate(optimizer, state["lr"])
+    return state
+
 
 log = logging.getLogger("rlpost")
 
@@ -302,7 +498,6 @@ class Session(ABC, Generic[S, P]):
         """The ranks that train, which load their model meanwhile; most trainings have this one alone."""
         if (self.settings.cluster.trainer_ranks or 1) == 1 and Place.from_environment(os.environ) is None:
             return Ranks()
-        from rlpost.train.joining import beside_ranks, join_ranks
 
         ranks = self._opened.enter_context(join_ranks(self.settings, checkpoint, self.run.folder))
         self.settings = beside_ranks(self.settings, ranks.count)
@@ -398,3 +593,228 @@ class Session(ABC, Generic[S, P]):
                 self.screen.line(said, "bold")
             self.conclude()
         say_at_end(self.run, self.progress)
+
+
+SampledLoopSettings = GRPOSettings | ExpertIterationSettings
+SampledSettingsT = TypeVar("SampledSettingsT", GRPOSettings, ExpertIterationSettings)
+SampledPartsT = TypeVar("SampledPartsT", GRPOParts, ExpertIterationParts)
+
+
+class SamplingSession(Session[SampledSettingsT, SampledPartsT]):
+    """A training on the completions of its own policy."""
+
+    waits_for = "loading the model, starting the policy"
+
+    def load(self, assemble: Callable[[SampledSettingsT, Path | None], SampledPartsT]) -> SampledPartsT:
+        """See `Session.load`."""
+        parts = super().load(assemble)
+        self._opened.callback(self.screen.phase, "closing", "the policy")
+        if not self.settings.samples_elsewhere:
+            parts.policy.reload = self._reload
+        self.gate = self._gate()
+        return parts
+
+    def _reload(self) -> None:
+        """Bring the model's weights to an engine that has been started anew."""
+        self.parts.collector.weight_updater.send_weights(self.parts.policy, self.parts.model)
+        self.run.warn("the engine had failed and was started again with the present weights; log.txt says how")
+
+    def steps(self) -> Iterator[int]:
+        """See `Session.steps`."""
+        for step in super().steps():
+            self.parts.collector.begin_step()
+            yield step
+
+    def pushed(self) -> None:
+        """Weights were pushed after the step's updates: look whether the sampler has them."""
+        if self.gate is not None:
+            self.screen.phase("checking", "the sampler")
+            self.gate.pushed(self.step)
+
+    def _gate(self) -> Gate | None:
+        """What watches the sampler; None where it is off, or speaks from a script."""
+        settings, parts = self.settings, self.parts
+        scripted = isinstance(settings.policy, ScriptedSettings)
+        if not settings.gate.enabled or scripted or self._is_done:
+            return None
+        self.screen.phase("checking", "the sampler")
+        gate = Gate(settings.gate, parts.policy, self.ranks, parts.model, self._gate_alarm)
+        gate.begin()
+        return gate
+
+    def _gate_alarm(self, action: GateAlarm, text: str) -> None:
+        """Go on where sampler and trainer disagree, with a correction for it where that is wanted."""
+        objective = self.parts.objective
+        corrects = action is GateAlarm.correct and getattr(objective, "sampler_correction", None) == "none"
+        if corrects:
+            assert isinstance(objective, PolicyObjective)
+            objective.sampler_correction = SamplerCorrection.tis_token.name
+            self.ranks.begin(self.ranks.own, self.tokens_per_microbatch)  # the others are told it too
+            text += "; going on with loss.sampler_correction=tis_token"
+        self.screen.note(text)
+
+    def collected(self, batch: TensorDict) -> None:
+        """A step's completions are there: describe them, and let the policy rest while the model learns.
+
+        Raises RewardError where more of their rewards failed than `max_failed_share` allows.
+        """
+        self.metrics |= batch_metrics(batch, self.settings.group_size, self.parts.policy.version)
+        failed, count = self.metrics["reward/failed"], batch.batch_size[0]
+        if failed > self.settings.max_failed_share * count:
+            raise RewardError(
+                f"step {self.step}: {failed:.0f} of {count} rewards failed, more than the share "
+                f"max_failed_share={self.settings.max_failed_share:g} allows; the run's log.txt says how"
+            )
+        if failed:
+            more = f" ({failed:.0f} of {count}; {self.run.folder}/log.txt has the error)"
+            self.note_step("rewards failed, and their completions were left out", more)
+        self.metrics |= self.parts.buffer.take_counts() | self.parts.collector.counts()
+        self.clock.lap()
+        self.parts.policy.rest()
+        self.screen.phase("training")
+
+    def trained(self) -> None:
+        """The step's updates are done."""
+        if getattr(self.settings.policy, "sleep", False):
+            self.ranks.free_unused()
+        self.clock.lap("time/train")
+
+    def finish(self, batch: Any = None) -> None:
+        """See `Session.finish`."""
+        self.clock.lap("time/sync")
+        self.metrics |= self.parts.collector.take_seconds()
+        super().finish(batch)
+
+    def announce(self, numbers: Numbers) -> None:
+        """See `Session.announce`."""
+        settings, parts, env = self.settings, self.parts, self.settings.env
+        completions = settings.prompts_per_step * settings.group_size
+        data = name_of_data(env)
+        lines = [
+            model_line(settings.model, parts.model_folder, parts.model),
+            numbers.line,
+            *settings.cluster.told_of_ranks(self.ranks.count),
+            *reading_lines(parts.model, settings.group_size),
+            f"data    {data}" + (f", {self._prompts()}" if hasattr(env, "path") else ""),
+            f"policy  {parts.policy.name}, {parts.policy.sampling}",
+            f"work    {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'prompt')} x "
+            f"{settings.group_size} completions = {completions}, at most {env.max_completion_tokens} tokens each",
+            *settings.tools.told(env),
+            *settings.told_of_lag(),
+            *([f"lora    {describe_adapter(parts.model)}"] if settings.lora.enabled else []),
+            f"lr      {settings.optim.lr:g}, seed {settings.seed}",
+        ]
+        notes = [*parts.notes, thinking_note(env, parts.tokenizer)]
+        if settings.eval.enabled:
+            played, available = prompts_played(settings, parts), parts.eval_env.num_tasks
+            divided, few = held_out_told(settings.eval, env, played, available)
+            lines, notes = [*lines, *divided], [*notes, few]
+        for part in parts.eval_env.parts if settings.eval.enabled else ():
+            if shared := part.prompts_shared_with(parts.env):
+                source = f" of {part.source_name}" if part.source_name else ""
+                notes.append(
+                    f"{shared} of {part.num_tasks} held-out prompts{source} are trained on too, so figures called "
+                    "held-out are not: take them out of one of the two"
+                )
+        open_screen(self.run, numbers, lines, notes, f"{settings.model.path} · {data} · {parts.policy.name}")
+        show_sampling(self.parts, self.screen.phase)
+
+    def measure(self, when: str) -> dict[str, float]:
+        """See `Session.measure`."""
+        return evaluate_held_out(self.settings, self.parts, self.run, when)
+
+    def state(self) -> dict[str, Any]:
+        """Data cursor, what is under way, buffer and version, all of one moment."""
+        parts = self.parts
+        with parts.collector.pause():
+            return {
+                "buffer": parts.buffer.state_dict(),
+                "collector": parts.collector.state_dict(),
+                "policy_version": parts.policy.version,
+            }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Session.restore`. Raises ConfigError where the run was collected in the other way."""
+        began = "issued" in state["collector"]
+        if began != self.settings.samples_elsewhere:
+            asked = "collector=async or cluster=ray" if began else "collector=sync and cluster=none"
+            raise ConfigError(f"--resume: the run began with {asked}; keep that")
+        self.parts.buffer.load_state_dict(state["buffer"])
+        self.parts.collector.load_state_dict(state["collector"])
+        self.parts.collector.weight_updater.restore_version(state["policy_version"])
+
+    def keep_batch(self, folder: Path, batch: Any) -> None:
+        """See `Session.keep_batch`."""
+        write_rollouts(folder / "rollouts.parquet", self.step, batch)
+
+    def why_nothing(self) -> str:
+        """See `Session.why_nothing`: of a step's completions."""
+        settings, metrics, reward = self.settings, self.metrics, self.progress.same_reward
+        look = f"read some with rlpost rollouts show {shlex.quote(str(self.run.folder))}"
+        if metrics["completion/truncated"] == 1:
+            limit = settings.env.max_completion_tokens
+            return f"every completion is cut at env.max_completion_tokens={limit}; raise it"
+        if reward is not None and metrics.get("accuracy/lenient") == 1:
+            return "every completion is right; the task is too easy for this model"
+        if reward == 0:
+            return (
+                f"every reward is 0: the task is too hard, or the reward does not find the answer in the reply; {look}"
+            )
+        if reward is not None:
+            return f"every reward is {reward:g}, which tells no completion from another; {look}"
+        if isinstance(settings, ExpertIterationSettings):
+            bar = "better than its prompt's median" if settings.min_reward is None else f"worth {settings.min_reward:g}"
+            return f"no completion was {bar}; {look}"
+        if metrics["groups/zero_std"] == 1:
+            return "the completions of each prompt earn the same; raise group_size or sampling.temperature"
+        return "no token is left to train on; see loss.clip_low, loss.clip_high, overlong.mask and max_policy_lag"
+
+    def remaining(self) -> str:
+        """See `Session.remaining`."""
+        return "give more steps to go on"
+
+    def conclude(self) -> None:
+        """See `Session.conclude`."""
+        say_before_and_after(self.run, self.progress)
+        say_best(self.run, self.progress)
+        say_evaluate(self.run, self.settings)
+
+    def _prompts(self) -> str:
+        held_out = f", {self.parts.eval_env.num_tasks} held out" if self.settings.eval.enabled else ""
+        return f"{counted(self.parts.env.num_tasks, 'prompt')}{held_out}"
+
+
+def show_sampling(parts: SamplingParts, phase: Callable[..., None]) -> None:
+    """Let the screen's `phase` show what the collector does, and how far it is."""
+
+    def sampled(ended: int, total: int, tokens: int) -> None:
+        phase("sampling", f"{total} completions", ended, total, tokens)
+
+    parts.collector.show(phase, sampled)
+
+
+def prompts_played(settings: SampledLoopSettings, parts: SamplingParts) -> int:
+    """How many held-out prompts an evaluation plays."""
+    return min(settings.eval.limit or settings.env.eval_limit, parts.eval_env.num_tasks)
+
+
+def evaluate_held_out(settings: SampledLoopSettings, parts: SamplingParts, run: Run, when: str) -> dict[str, float]:
+    """The figures of held-out prompts; `when` tells a plain terminal which evaluation is under way.
+
+    One completion a prompt is greedy; several, as `eval.k` asks for them, are drawn like those trained on.
+    """
+    num_prompts = prompts_played(settings, parts)
+    samples = samples_per_prompt(settings.eval.k, settings.eval.samples)
+    if not run.screen.is_live:
+        run.screen.line(f"evaluating on {num_prompts} held-out prompts, {when} ...")
+    before = parts.policy.tokens_sampled
+
+    def progress(done: int, total: int) -> None:
+        run.screen.phase("evaluating", "", done, total, parts.policy.tokens_sampled - before)
+
+    sampling = replace(parts.policy.sampling, temperature=0.0) if samples == 1 else parts.policy.sampling
+    played = play(
+        parts.eval_env, parts.policy, num_prompts=num_prompts, samples=samples, sampling=sampling, progress=progress
+    )
+    some_decide = bool(settings.eval.stops)
+    return held_out_metrics(played, k=settings.eval.k, temperature=sampling.temperature, some_decide=some_decide)

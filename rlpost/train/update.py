@@ -22,8 +22,8 @@ from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
-from rlpost.model.shards import divided_again, whole
 from rlpost.model.trainable import Reference
+from rlpost.model.weights import divided_again, whole
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
 

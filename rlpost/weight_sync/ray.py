@@ -31,14 +31,21 @@ import numpy as np
 
 from rlpost.data.conversation import PolicyVersionLabel, next_version
 from rlpost.errors import PolicyError
-from rlpost.extras import require
+from rlpost.imports import require
 from rlpost.model.lora import save_adapter
-from rlpost.model.shards import is_adapted
-from rlpost.policies.vllm_exchange import exchange_folder
-from rlpost.policies.vllm_process import first_line, save_one_by_one
-from rlpost.weight_sync.base import WeightSource, named_weights
-from rlpost.weight_sync.copies import fetched, host_id
-from rlpost.weight_sync.schemes import MODEL_ID, TakesWeights, WeightReceiver, WeightSyncScheme, Worker, WorkersFailed
+from rlpost.model.weights import is_adapted, save_one_by_one
+from rlpost.policies.vllm_engine import first_line
+from rlpost.remote.exchange import exchange_folder, fetched, host_id
+from rlpost.weight_sync.base import (
+    MODEL_ID,
+    TakesWeights,
+    WeightReceiver,
+    WeightSource,
+    WeightSyncScheme,
+    Worker,
+    WorkersFailed,
+    named_weights,
+)
 
 PUSH_SECONDS = 900.0  # longest wait for all workers to load a push, the batches under way there included
 LATE = "no answer in time"  # of a worker that may take the weights up yet

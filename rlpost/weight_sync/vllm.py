@@ -1,20 +1,36 @@
-"""Weight pushes into vLLM."""
+"""Weight pushes into vLLM.
+
+Weight sync through a process group: the trainer's tensors are broadcast to the workers, with no copy on the way.
+"""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
+from rlpost.data.conversation import PolicyVersionLabel
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.lora import save_adapter
-from rlpost.model.shards import is_adapted
+from rlpost.model.weights import is_adapted
 from rlpost.policies.base import Policy
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_exchange import exchange_folder
-from rlpost.policies.vllm_process import in_thread, wait_for
-from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, stateless_init_process_group
-from rlpost.weight_sync.base import ModelMetadata, WeightSource, WeightUpdater, named_weights
+from rlpost.policies.vllm_engine import in_thread, wait_for
+from rlpost.policies.vllm_worker import GROUP_SECONDS, WeightGroup, WeightMetadata, stateless_init_process_group
+from rlpost.remote.exchange import exchange_folder
+from rlpost.weight_sync.base import (
+    ModelMetadata,
+    TakesWeights,
+    WeightReceiver,
+    WeightSource,
+    WeightSyncScheme,
+    WeightUpdater,
+    Worker,
+    named_weights,
+)
 
 
 class vLLMUpdater(WeightUpdater):
@@ -102,3 +118,101 @@ def _vllm(updater: WeightUpdater, policy: Policy) -> vLLMWrapper:
     if not isinstance(policy, vLLMWrapper):
         raise PolicyError(f"{type(updater).__name__} pushes to a vLLMWrapper, not to a {type(policy).__name__}")
     return policy
+
+
+class Invitation(NamedTuple):
+    """What a worker needs to join the group, and to receive one push."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    weights: WeightMetadata
+    number: int  # of the group among those that the sender has formed
+
+
+class GroupWeightSyncScheme(WeightSyncScheme):
+    """A push broadcasts every weight from this process, rank 0, to the workers: NCCL between GPUs, gloo between CPUs.
+
+    `master_address` is this machine's, as the workers reach it. The group is formed at the first push, and anew where
+    workers come or go or a push has failed. A worker holds one more copy of the weights until it has taken them up,
+    in its GPU's memory where it has one: vLLM gets them from there. Each wait is `timeout_seconds` at most, the batch
+    under way in a worker included. NCCL is vLLM's communicator (`stateless_init_process_group`).
+    """
+
+    def __init__(
+        self, master_address: str, *, master_port: int | None = None, timeout_seconds: float = GROUP_SECONDS
+    ) -> None:
+        self.master_address = master_address
+        self.master_port = master_port
+        self.timeout_seconds = timeout_seconds
+        self._group: WeightGroup | None = None
+        self._members: list[Any] = []  # of the group
+        self._port = 0
+        self._number = 0
+
+    def receiver(self) -> GroupWeightReceiver:
+        """See `WeightSyncScheme.receiver`."""
+        return GroupWeightReceiver(self.timeout_seconds)
+
+    @contextmanager
+    def offered(self, source: WeightSource, workers: Mapping[int, Worker]) -> Iterator[dict[int, Invitation]]:
+        """See `WeightSyncScheme.offered`. Raises PolicyError for a worker that computes on another kind of device."""
+        weights = named_weights(source)
+        here = next(iter(weights.values())).device.type
+        if others := [n for n, worker in workers.items() if worker.place != here]:
+            raise PolicyError(
+                f"the weights are on {here} and worker {others[0]} on {workers[others[0]].place}, which no process "
+                "group joins: send with RayWeightSyncScheme"
+            )
+        members = [worker.identity for worker in workers.values()]
+        if self._group is None or members != self._members:
+            self._group, self._members, self._number = None, members, self._number + 1
+            self._port = self.master_port or free_port(self.master_address)
+        told = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in weights.items()]
+        yield {
+            number: Invitation(self.master_address, self._port, rank, len(workers) + 1, told, self._number)
+            for rank, number in enumerate(workers, start=1)
+        }
+
+    def transmit(self, source: WeightSource) -> None:
+        """See `WeightSyncScheme.transmit`. Raises PolicyError where a worker does not come, or is lost."""
+        weights = named_weights(source)
+        group, self._group = self._group, None  # one that has failed is of no more use
+        if group is None:
+            device = next(iter(weights.values())).device
+            limit, size = self.timeout_seconds, len(self._members) + 1
+            group = stateless_init_process_group(
+                self.master_address, self._port, 0, size, device, timeout_seconds=limit
+            )
+        for weight in weights.values():
+            group.broadcast(weight.detach().contiguous(), src=0)
+        self._group = group
+
+
+class GroupWeightReceiver(WeightReceiver):
+    """Joins the group it is invited to, once, and takes part in its broadcasts."""
+
+    def __init__(self, timeout_seconds: float = GROUP_SECONDS) -> None:
+        super().__init__()
+        self.timeout_seconds = timeout_seconds
+        self._joined: tuple[tuple[str, int, int], WeightGroup] | None = None
+
+    def place(self) -> str:
+        """See `WeightReceiver.place`: the kind of device that this worker receives on."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def bring(self, collector: TakesWeights, model_id: str, content: Invitation, version: PolicyVersionLabel) -> None:
+        """See `WeightReceiver.bring`: nothing is taken up unless all weights came."""
+        device = torch.device(self.place())
+        where = (content.address, content.port, content.number)
+        joined, self._joined = self._joined, None
+        if joined is None or joined[0] != where:
+            rank, size, limit = content.rank, content.world_size, self.timeout_seconds
+            joined = (where, stateless_init_process_group(*where[:2], rank, size, device, timeout_seconds=limit))
+        came: dict[str, torch.Tensor] = {}
+        for name, dtype, shape in content.weights:
+            came[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+            joined[1].broadcast(came[name], src=0)
+        self._joined = joined
+        collector.take_up_model(model_id, came, version)

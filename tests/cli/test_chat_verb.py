@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.chat import Chat, Reply, load_policy
-from rlpost.cli import talk
-from rlpost.cli.chat import chat, model_settings, piped_messages, what_is_loaded
+from rlpost.cli import chat
+from rlpost.cli.chat import model_settings, piped_messages, what_is_loaded
 from rlpost.cli.main import run as rlpost
 from rlpost.errors import ConfigError, DataError
 from rlpost.settings import ModelSettings, SamplingSettings
@@ -140,7 +140,7 @@ def test_the_options_say_how_replies_are_drawn(
         asked.append(sampling)
         return session
 
-    monkeypatch.setattr(talk, "load", load)
+    monkeypatch.setattr(chat, "load", load)
     pipe(b"hello")
     assert rlpost(["chat", "tiny", "--top-k", "20", "--min-p", "0.1", "--stop", "END", "--stop", "."]) == 0
     assert asked == [SamplingSettings(0.7, top_p=0.9, top_k=20, min_p=0.1, stop=["END", "."])]
@@ -149,7 +149,7 @@ def test_the_options_say_how_replies_are_drawn(
 def test_json_needs_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match="for what comes through a pipe"):
-        chat("tiny", as_json=True)
+        chat.chat("tiny", as_json=True)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +173,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, session: Chat) -> Callable[[list[str]
             except StopIteration:
                 raise EOFError from None
 
-        monkeypatch.setattr(talk, "_read_line", read)
-        talk.talk(session)
+        monkeypatch.setattr(chat, "_read_line", read)
+        chat.talk(session)
 
     return hold
 
@@ -220,17 +220,17 @@ def test_a_full_context_is_said_and_the_conversation_goes_on(
     ],
 )
 def test_the_line_under_a_reply(session: Chat, reason: str, end: str) -> None:
-    assert talk.ending(Reply("x", 30, 2.0, reason), session) == f"30 tokens, 15.0 tokens/s, {end}"
-    assert talk.ending(Reply("x", 1, 2.0, reason), session) == f"1 token, 0.5 tokens/s, {end}"
+    assert chat.ending(Reply("x", 30, 2.0, reason), session) == f"30 tokens, 15.0 tokens/s, {end}"
+    assert chat.ending(Reply("x", 1, 2.0, reason), session) == f"1 token, 0.5 tokens/s, {end}"
 
 
 def test_ctrl_c_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch, session: Chat) -> None:
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talk, "_read_line", interrupted)
+    monkeypatch.setattr(chat, "_read_line", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        talk.talk(session)
+        chat.talk(session)
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from rlpost.cli.main import run as rlpost
-from rlpost.cluster import NodeReport, connect, differences, gpus_seen, versions, without_gpus
 from rlpost.errors import ConfigError, MissingExtraError, PolicyError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
+from rlpost.remote.cluster import NodeReport, connect, differences, gpus_seen, versions, without_gpus
 
 with_ray = pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "ray": "2.60.0"}
@@ -46,7 +46,7 @@ def test_an_address_of_another_kind_is_refused(address: str, why: str) -> None:
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
         connect()
 

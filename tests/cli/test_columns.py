@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from rlpost.cli import columns
-from rlpost.cli.columns import WordWrap, curve, fitted_table, paragraph
+from rlpost.cli import terminal
+from rlpost.cli.terminal import WordWrap, curve, fitted_table, paragraph
 
 
 def test_a_paragraph_breaks_between_words_and_keeps_its_lines() -> None:
@@ -41,7 +41,7 @@ def test_a_curve_runs_from_the_least_to_the_greatest() -> None:
 
 @pytest.fixture
 def ten_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "output_width", lambda piped: 10)
+    monkeypatch.setattr(terminal, "output_width", lambda piped: 10)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_streamed_text_breaks_between_words(ten_columns: None, pieces: list[str]
 
 
 def test_streamed_text_is_not_broken_where_nobody_looks() -> None:
-    assert not os.isatty(1) or columns.output_width(0) > 0
+    assert not os.isatty(1) or terminal.output_width(0) > 0
     wrap = WordWrap()
     text = "many words " * 40
     assert wrap.add(text) + wrap.rest() == text

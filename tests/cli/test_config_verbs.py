@@ -13,10 +13,8 @@ import pytest
 from rlpost.catalog import COMMANDS, TRAIN_GRPO, Command
 from rlpost.cli.main import run
 from rlpost.config.compose import compose, merge_all
-from rlpost.config.keys import docs_of
-from rlpost.config.papers import PAPER_VALUES
-from rlpost.config.provenance import owner_of, value_of
-from rlpost.config.registry import all_keys, options, recipes
+from rlpost.config.explain import PAPER_VALUES, owner_of, value_of
+from rlpost.config.keys import all_keys, docs_of, options, recipes
 from rlpost.errors import ConfigError
 
 Told = Callable[..., str]

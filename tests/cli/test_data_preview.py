@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli.data_view import preview_lines
+from rlpost.cli.data import preview_lines
 from rlpost.cli.main import run as rlpost
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.encoding import Encoder

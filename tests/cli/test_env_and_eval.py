@@ -43,9 +43,9 @@ class Proof:
 def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stand-ins for what the verbs call, which note what they were asked."""
     noted = types.SimpleNamespace(envs=[], failures=[], settings=None, error=None)
-    assemble: Any = types.ModuleType("rlpost.assemble")
+    assemble: Any = types.ModuleType("rlpost.train.assemble")
     build: Any = types.ModuleType("rlpost.envs.build")
-    proof: Any = types.ModuleType("rlpost.envs.proof")
+    proof: Any = types.ModuleType("rlpost.envs.checks")
 
     def build_env(settings: Any, *, num_prompts: int, group_size: int, seed: int) -> Any:
         noted.envs.append(settings)
@@ -68,9 +68,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     assemble.evaluate_command = evaluate_command
     build.build_env = build_env
     proof.prove = lambda env: Proof(noted.failures if env.split == "test" else [])
-    monkeypatch.setitem(sys.modules, "rlpost.assemble", assemble)
+    monkeypatch.setitem(sys.modules, "rlpost.train.assemble", assemble)
     monkeypatch.setitem(sys.modules, "rlpost.envs.build", build)
-    monkeypatch.setitem(sys.modules, "rlpost.envs.proof", proof)
+    monkeypatch.setitem(sys.modules, "rlpost.envs.checks", proof)
     return noted
 
 

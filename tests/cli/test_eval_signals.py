@@ -20,12 +20,12 @@ CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 # each evaluation is a fork, since importing takes most of the time; a suite run in the background ignores Ctrl-C
 PROGRAM = """
 import os, signal, sys
-import rlpost.assemble
-from rlpost import heartbeat
+import rlpost.train.assemble
+from rlpost import output
 from rlpost.cli.main import main
 folder, names, words = sys.argv[1], sys.argv[2].split(), sys.argv[3].split()
 signal.signal(signal.SIGINT, signal.default_int_handler)
-heartbeat.EVERY = 0.2
+output.EVERY = 0.2
 begun = []
 for name in names:
     begun.append(os.fork())

@@ -17,11 +17,11 @@ from rlpost import __version__
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
-from rlpost.config.registry import options
+from rlpost.config.keys import options
 from rlpost.errors import ConfigError, DataError, DivergedError, PolicyError, RlpostError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.settings import GRPOSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 
 
 @pytest.fixture

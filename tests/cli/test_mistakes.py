@@ -309,7 +309,7 @@ def test_a_second_process_on_a_run_folder_is_refused(here: Path, capsys: pytest.
 def test_vllm_asked_for_but_absent_names_the_extra(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     assert run(["train", "grpo", "model=tiny", "policy=vllm"]) == 3
     assert "pip install 'rlpost[vllm" in one_line(capsys.readouterr().err)
 

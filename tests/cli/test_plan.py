@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.settings.learning import GRPO_RATES, SFT_RATES
+from rlpost.settings.training import GRPO_RATES, SFT_RATES
 
 
 def planned(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

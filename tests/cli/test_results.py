@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.cli.results import run_result
+from rlpost.cli.train import run_result
 from rlpost.errors import ConfigError, DivergedError
 from rlpost.settings import GRPOSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 
 METRICS = [
     {"step": 0, "eval/prompts": 8.0, "eval/accuracy_lenient": 0.25},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlpost.cli.main import run as rlpost
-from rlpost.cli.rollouts_view import telling_parts
+from rlpost.cli.rollouts import telling_parts
 from rlpost.data.batch import batch_from_conversations
 from rlpost.data.conversation import Conversation
 from rlpost.runs.rollouts import write_rollouts

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.cli import run_report
+from rlpost.cli import runs
 from rlpost.cli.main import run as rlpost
 from rlpost.record import BEGAN, FAILED, STOPPED
 from tests.run_folders import evaluation, make_run, step_row, verdict
@@ -50,7 +50,7 @@ def test_a_list_shows_the_reward_of_a_run_whose_accuracy_stays_0(capsys: pytest.
 def test_a_default_name_and_all_columns_fit_80(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_report, "output_width", lambda piped: 80)
+    monkeypatch.setattr(runs, "output_width", lambda piped: 80)
     make_run(Path("runs/grpo-arithmetic-smollm2-12"), ROWS, overrides=["model=smollm2"])
     assert rlpost(["runs", "list"]) == 0
     heading, line = capsys.readouterr().out.splitlines()
@@ -214,7 +214,7 @@ def test_following_prints_new_steps_until_the_lock_is_let_go(
             stream.write(json.dumps(ROWS[2]) + "\n")
         lock.close()
 
-    monkeypatch.setattr("rlpost.cli.run_tail.time", SimpleNamespace(sleep=train))
+    monkeypatch.setattr("rlpost.cli.runs.time", SimpleNamespace(sleep=train))
     assert rlpost(["runs", "tail", "a", "-f", "--lines", "0"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-2].startswith("step 2/2  reward 0.75")

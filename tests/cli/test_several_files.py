@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.cli.main import run
-from rlpost.home import paths_in
+from rlpost.files import paths_in
 
 OWN = ["train", "grpo", "model=tiny", "policy=scripted", "env=dataset", "env.reward=exact"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.cli import sweep_run
+from rlpost.cli import sweep as sweep_run
 from rlpost.cli.main import run
-from rlpost.cli.sweep_jobs import Sweep, SweepJob
+from rlpost.cli.sweep import Sweep, SweepJob
 
 SEEDS = ["train", "grpo", "model=tiny", "steps=3", "-m", "seed=0,1,2"]
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT, Command
-from rlpost.cli.sweep_jobs import Outcome, Sweep, SweepJob
-from rlpost.cli.sweep_screen import summary
+from rlpost.cli.sweep import Outcome, Sweep, SweepJob, expand, summary
 from rlpost.config.compose import compose
-from rlpost.config.sweep import expand
 
 
 def test_the_table_of_an_evaluation_has_its_accuracy_with_the_interval() -> None:

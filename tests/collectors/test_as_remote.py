@@ -10,7 +10,7 @@ import pytest
 from talk import scripted, told
 
 from rlpost.collectors import LLMCollector
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.policies import Request, make_vllm_worker, vLLMWrapper
 from rlpost.settings import DType, SamplingSettings, VLLMSettings
 

@@ -20,8 +20,8 @@ from tensordict import TensorDictBase
 
 from rlpost.collectors import AsyncCollector, Collector, RayWeightSyncScheme
 from rlpost.errors import PolicyError
-from rlpost.policies.vllm_exchange import exchange_folder
-from rlpost.policies.vllm_process import save_one_by_one
+from rlpost.model.weights import save_one_by_one
+from rlpost.remote.exchange import exchange_folder
 
 WEIGHTS = {"scale": torch.tensor(3.0)}
 THREADS: list[int] = []  # of torch, here, before there is a collector and with it

@@ -25,7 +25,7 @@ from rlpost.errors import DataError, PolicyError
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.collectors.child_batches.WorkerProcess", Here)
+    monkeypatch.setattr("rlpost.torchrl.async_collector.WorkerProcess", Here)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # there is here
 
 

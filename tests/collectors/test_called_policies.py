@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import DataError
-from rlpost.torchrl.called import CalledPolicy
+from rlpost.torchrl.face import CalledPolicy
 
 
 def echo(tensordict: TensorDictBase) -> TensorDictBase:

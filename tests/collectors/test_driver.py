@@ -12,10 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.collectors import remote_policy
-from rlpost.collectors.driver import GroupDriver
-from rlpost.collectors.players import Players
-from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.collectors import driver as remote_policy
+from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation, Ticket
 from rlpost.envs import DatasetChatEnv

@@ -157,7 +157,7 @@ def test_spaces_are_drawn_from_within_their_bounds_and_others_refused() -> None:
     import numpy as np
     from gymnasium import spaces
 
-    from rlpost.torchrl.gym import spec_of
+    from rlpost.torchrl.frames import spec_of
 
     cases: list[tuple[Any, list[Any]]] = [
         (spaces.Discrete(3, start=-1), [-1, 0, 1]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.collectors.group_player import GroupPlayer
+from rlpost.collectors.player import GroupPlayer
 from rlpost.data.conversation import Completion, Conversation, PolicyVersionLabel, Ticket
 from rlpost.envs import ArithmeticEnv, DatasetChatEnv
 from rlpost.errors import DataError

@@ -13,7 +13,7 @@ import torch
 from talk import make, next_of, scripted, talk, tokenizer, told
 
 from rlpost.collectors import LLMCollector
-from rlpost.collectors.background import Background
+from rlpost.collectors.llm import Background
 from rlpost.data import ReplayBuffer
 from rlpost.errors import MissingExtraError, PolicyError
 from rlpost.policies import Request, ScriptedPolicy
@@ -233,6 +233,6 @@ def test_a_single_place_can_be_reset() -> None:
 
 
 def test_a_remote_class_needs_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"LLMCollector.as_remote needs ray, .*rlpost\[ray\]"):
         LLMCollector.as_remote({"num_cpus": 1})

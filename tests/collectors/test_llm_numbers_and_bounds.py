@@ -19,7 +19,7 @@ from rlpost.data import ReplayBuffer
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import CheckpointError, PolicyError
 from rlpost.policies import ScriptedPolicy
-from rlpost.train.sampled import SamplingSession
+from rlpost.train.session import SamplingSession
 
 # Numbers of draws
 

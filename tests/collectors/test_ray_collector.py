@@ -20,10 +20,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
-from rlpost.collectors import ray_crew as crew_module
 from rlpost.data import ReplayBuffer
 from rlpost.errors import CheckpointError, PolicyError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
+from rlpost.torchrl import ray_collector as crew_module
 
 pytestmark = [
     pytest.mark.ray,

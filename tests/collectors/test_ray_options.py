@@ -10,11 +10,10 @@ import torch
 from counting import Counting
 from talk import scripted, talk
 
-from rlpost import extras
+from rlpost import imports
 from rlpost.collectors import Collector, RayCollector, RayLLMCollector
-from rlpost.collectors.ray_plan import Orders, share, worker_env
-from rlpost.collectors.ray_rounds import Rounds
 from rlpost.errors import MissingExtraError
+from rlpost.torchrl.ray_collector import Orders, Rounds, share, worker_env
 from rlpost.weight_sync.base import SharedWeights
 
 
@@ -94,7 +93,7 @@ def test_a_batch_of_no_turns_is_refused_by_its_name() -> None:
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "is_installed", lambda package: package != "ray")
+    monkeypatch.setattr(imports, "is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"rlpost\[ray\]"):
         RayCollector(Counting, frames_per_batch=8)
 

@@ -13,12 +13,12 @@ from tensordict import TensorDict
 
 from rlpost.collectors import Collector, LLMCollector, RayWeightSyncScheme
 from rlpost.model.load import load_model
+from rlpost.model.weights import save_one_by_one
 from rlpost.policies import TransformersWrapper
-from rlpost.policies.vllm_exchange import exchange_folder
-from rlpost.policies.vllm_process import save_one_by_one
+from rlpost.remote.exchange import exchange_folder
 from rlpost.settings import DType, ModelSettings, SamplingSettings
+from rlpost.weight_sync.base import WeightReceiver
 from rlpost.weight_sync.ray import RayWeightReceiver
-from rlpost.weight_sync.schemes import WeightReceiver
 
 
 def frames(**options: Any) -> Collector:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlpost.child import kill_group
-from rlpost.collectors.process import WorkerProcess
 from rlpost.errors import DataError, PolicyError
+from rlpost.remote.child import kill_group
+from rlpost.remote.process import WorkerProcess
 
 
 def counter() -> Any:
@@ -170,7 +170,7 @@ def test_it_ends_with_its_owner() -> None:
 
 
 def _owner() -> Any:
-    from rlpost.collectors.process import WorkerProcess
+    from rlpost.remote.process import WorkerProcess
 
     class Owner:
         def __init__(self) -> None:

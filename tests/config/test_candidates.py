@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, EVAL, TRAIN_GRPO, Command
-from rlpost.config.candidates import file_candidates, key_candidates, recipe_candidates, setting_candidates
+from rlpost.cli.completion import file_candidates, key_candidates, recipe_candidates, setting_candidates
 from rlpost.config.compose import merge_all
-from rlpost.config.registry import options
+from rlpost.config.keys import options
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_keys_to_explain_are_those_of_every_option() -> None:
 
 def test_completing_needs_neither_hydra_nor_torch() -> None:
     program = (
-        "import sys; from rlpost.catalog import TRAIN_GRPO; from rlpost.config.candidates import *\n"
+        "import sys; from rlpost.catalog import TRAIN_GRPO; from rlpost.cli.completion import *\n"
         "setting_candidates(TRAIN_GRPO, ['env=gsm8k', 'recipe=gsm8k-smollm2-cpu'], 'env.')\n"
         "print([m for m in ('hydra', 'omegaconf', 'torch', 'rich') if m in sys.modules])"
     )

@@ -13,18 +13,14 @@ import pytest
 import rlpost
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
-from rlpost.cli.resume import kept_settings
-from rlpost.cli.sweep import plan
-from rlpost.cli.sweep_jobs import SweepOptions
-from rlpost.cli.sweep_run import job_command
+from rlpost.cli.run_folder import kept_settings
+from rlpost.cli.sweep import SweepOptions, job_command, plan
 from rlpost.config.code import is_code
 from rlpost.config.compose import compose
-from rlpost.config.difference import difference
+from rlpost.config.explain import difference, provenance
 from rlpost.config.overrides import Override
-from rlpost.config.provenance import provenance
 from rlpost.errors import ConfigError, DataError, RlpostError
-from rlpost.settings.more_envs import TextGameSettings
-from rlpost.settings.tools import PythonSandbox
+from rlpost.settings.env import PythonSandbox, TextGameSettings
 
 RUN = "open('ran', 'w')\n"
 GAME = "env: text_game\nenv.max_turns: 3\n"

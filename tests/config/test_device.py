@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlpost.config import device
-from rlpost.config.device import check_device
 from rlpost.errors import ConfigError
+from rlpost.estimate import machine
+from rlpost.estimate.machine import check_device
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_torch_build", lambda: {"__version__": "2.13.0+cpu", "cuda": "", "xpu": ""})
+    monkeypatch.setattr(machine, "_torch_build", lambda: {"__version__": "2.13.0+cpu", "cuda": "", "xpu": ""})
     for asked in ("cuda", "cuda:7"):
         with pytest.raises(ConfigError, match=rf"model\.device={asked} .*torch 2\.13\.0\+cpu is built without CUDA"):
             check_device(asked)
@@ -39,9 +39,9 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_is_looked_for_with_the_driver(
     said: str, asked: str, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_torch_build", lambda: {"__version__": "2.13.0", "cuda": "13.0"})
+    monkeypatch.setattr(machine, "_torch_build", lambda: {"__version__": "2.13.0", "cuda": "13.0"})
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=f"{said}\n"))
-    monkeypatch.setattr(device.sys, "platform", "linux")
+    monkeypatch.setattr(machine.sys, "platform", "linux")
     if message is None:
         check_device(asked)
         return
@@ -52,6 +52,6 @@ def test_a_gpu_is_looked_for_with_the_driver(
 def test_what_torch_was_built_for_is_what_torch_says() -> None:
     import torch
 
-    built = device._torch_build()
+    built = machine._torch_build()
     assert built["__version__"] == torch.__version__
     assert (built["cuda"] or None, built["hip"] or None) == (torch.version.cuda, torch.version.hip)

@@ -12,8 +12,7 @@ import pytest
 
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.config.model_folder import check_model_folder, weight_files
-from rlpost.config.paths import resolve_model_path
+from rlpost.config.paths import check_model_folder, resolve_model_path, weight_files
 from rlpost.errors import ConfigError
 from tests.model_folders import write_model, write_weights
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.config.paths import cache_folder, check_data_path, resolve_adapter_path, resolve_model_path
-from rlpost.data.sources import local_sources
+from rlpost.data.datasets import local_sources
 from rlpost.errors import ConfigError, DataError
 
 

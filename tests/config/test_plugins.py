@@ -9,12 +9,12 @@ import pytest
 
 import rlpost
 from rlpost.catalog import CHOICES, EVAL, TRAIN_GRPO
-from rlpost.config import plugins
+from rlpost.config import code
 from rlpost.config.compose import compose
-from rlpost.config.registry import all_keys, describe, options
+from rlpost.config.keys import all_keys, describe, options
 from rlpost.errors import ConfigError
 from rlpost.settings import DatasetSettings, EnvSettings
-from rlpost.settings.registered import REWARDS
+from rlpost.settings.base import REWARDS
 
 SETTINGS = '''
 from dataclasses import dataclass
@@ -175,5 +175,5 @@ def test_registering_needs_no_plugin() -> None:
 
 
 def test_plugins_are_taken_out_of_words(tmp_path: Path) -> None:
-    assert plugins.without_plugins(["env.limit=3", plugin(tmp_path, ENV)]) == ["env.limit=3"]
+    assert code.without_plugins(["env.limit=3", plugin(tmp_path, ENV)]) == ["env.limit=3"]
     assert "mine" in CHOICES["env"]

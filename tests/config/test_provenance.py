@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, TRAIN_GRPO, Command
+from rlpost.config.compose import command_of
+from rlpost.config.explain import COMMAND_LINE, Layer, provenance, value_of
+from rlpost.config.keys import options, recipes
 from rlpost.config.overrides import as_text, parse_value
-from rlpost.config.provenance import COMMAND_LINE, Layer, provenance, value_of
-from rlpost.config.recipes import command_of
-from rlpost.config.registry import options, recipes
-from rlpost.settings.checks import MISSING
+from rlpost.settings.base import MISSING
 
 NEEDED = {"dataset": ["env.path=someone/rows", "env.reward=exact"]}  # option -> words that it does not compose without
 CHOSEN = [
@@ -42,7 +42,7 @@ def test_every_layer_stands_in_order(tmp_path: Path) -> None:
     recipe.write_text("command: train grpo\nenv: gsm8k\nenv.limit: 5\nenv.eval_limit: 9\noptim.lr: 1e-6\n")
     told = provenance(TRAIN_GRPO, [f"recipe={recipe}", "env=arithmetic", "optim.lr=2e-6", "env.eval_limit=3"])
     assert told.keys["optim.lr"] == [
-        Layer("2e-05", "OptimSettings in rlpost/settings/learning.py"),
+        Layer("2e-05", "OptimSettings in rlpost/settings/training.py"),
         Layer("1e-06", f"{recipe}, line 5"),
         Layer("2e-6", COMMAND_LINE),
     ]

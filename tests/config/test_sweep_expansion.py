@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.config.sweep import expand, split_at_commas
+from rlpost.cli.sweep import expand, split_at_commas
 from rlpost.errors import ConfigError
 
 

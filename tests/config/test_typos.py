@@ -12,11 +12,20 @@ import pytest
 
 from rlpost.catalog import CHOICES, COMMANDS, Command
 from rlpost.cli.main import run
-from rlpost.config.keys import Key, groups_of, keys_of
+from rlpost.config.compose import find_recipe
+from rlpost.config.keys import (
+    Key,
+    all_keys,
+    class_of,
+    classes_of,
+    default_choices,
+    groups_of,
+    keys_of,
+    options,
+    recipes,
+)
 from rlpost.config.other_words import NOT_HERE, WORDS
 from rlpost.config.overrides import Override
-from rlpost.config.recipes import find_recipe
-from rlpost.config.registry import all_keys, class_of, classes_of, default_choices, options, recipes
 from rlpost.config.unknown import unknown_key, unknown_option
 from rlpost.errors import ConfigError
 

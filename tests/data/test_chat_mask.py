@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpost.data.chat_mask import ChatMask, MaskError
+from rlpost.data.chat import ChatMask, MaskError
 from rlpost.data.demonstrations import Demonstration, Fault, Sample
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError

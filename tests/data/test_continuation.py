@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.continuation import Continuation
+from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.errors import DataError
 from tests.chat_templates import CHATML_TOKENS, FAMILIES, SYSTEM_LAST, Family, bytes_tokenizer, merging_tokenizer

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rlpost.data.datasets import located_rows
-from rlpost.data.row_store import Row
+from rlpost.data.rows import Row
 from rlpost.errors import DataError
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}]

@@ -9,9 +9,8 @@ import torch
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 
 from rlpost.data import ContentBase, History
-from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
+from rlpost.data.batch import batch_from_conversations, concat_rows, from_plain, select_rows, to_plain
 from rlpost.data.conversation import Completion, Conversation
-from rlpost.data.plain import from_plain, to_plain
 from rlpost.errors import DataError
 from rlpost.model.load import tiny_tokenizer
 

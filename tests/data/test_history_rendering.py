@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpost.data import ContentBase, History
-from rlpost.data.chat_mask import MaskError
+from rlpost.data.chat import MaskError
 from rlpost.data.ragged import ragged_rows
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.load import tiny_tokenizer

@@ -14,10 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpost.data import row_files, row_store
+from rlpost.data import rows as row_files
+from rlpost.data import rows as row_store
 from rlpost.data.datasets import located_rows
-from rlpost.data.row_files import Unreadable, read_csv, read_json, read_jsonl, read_parquet
-from rlpost.data.row_store import PackedRows
+from rlpost.data.rows import PackedRows, Unreadable, read_csv, read_json, read_jsonl, read_parquet
 from rlpost.errors import DataError
 
 GOOD = {"question": "1 + 1?", "answer": "2"}
@@ -178,14 +178,14 @@ def test_a_parquet_file_that_promises_too_much_is_refused(tmp_path: Path, monkey
 
 READ_ALL = """
 import sys
-from rlpost.data import row_store
+from rlpost.data import rows
 from rlpost.data.datasets import located_rows
 
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 
-row_store.IN_MEMORY_BYTES = 4 << 20
+rows.IN_MEMORY_BYTES = 4 << 20
 next(iter(located_rows(sys.argv[2], "train", held_out=0.0)))  # what reading imports is there
 before = peak()
 rows = located_rows(sys.argv[1], "train", held_out=0.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from rlpost.data.batch import Selection
 from rlpost.data.ragged import ragged, strings
-from rlpost.data.selection import Selection
 
 
 def batch(*values: int) -> TensorDict:

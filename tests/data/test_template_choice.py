@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from rlpost.data.chat_mask import ChatMask
-from rlpost.data.continuation import Continuation
+from rlpost.data.chat import ChatMask, Continuation
 from rlpost.data.conversation import Conversation
 from rlpost.data.history import History
 from rlpost.data.template_choice import THINKING_TOKENS, named_template, thinking_cut_short, with_choice, with_defaults
 from rlpost.errors import ConfigError
 from rlpost.model.load import load_tokenizer, tiny_tokenizer
 from rlpost.settings import ModelSettings
-from rlpost.settings.chat_template import template_variables
+from rlpost.settings.model import template_variables
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]

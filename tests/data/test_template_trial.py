@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.data.template_choice import named_template
+from rlpost.data.template_choice import named_template, own_templates
 from rlpost.data.template_trial import greed_of
-from rlpost.data.templates import own_templates
 from rlpost.errors import ConfigError
 from rlpost.model.load import load_tokenizer
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlpost.cli.main import run
-from rlpost.doctor import practice
+from rlpost.doctor import examine
 
 TINY = ["model=tiny", "policy=transformers"]
 SUMS = ["env.digits=1", "env.max_completion_tokens=8"]
@@ -265,7 +265,7 @@ def test_bfloat16_rounding_is_no_fault_of_the_model(
     words = ["doctor", *OWN[:2], "model.autocast=bfloat16", "env.digits=1", "env.max_completion_tokens=1"]
     assert run(words) == 0
     assert "ok       reading: packed and plain log-probs differ by 0." in capfd.readouterr().out
-    monkeypatch.setattr(practice, "LARGE_LOGIT", 0.1)
+    monkeypatch.setattr(examine, "LARGE_LOGIT", 0.1)
     assert run(words) == 0
     [line] = [line for line in capfd.readouterr().out.splitlines() if " reading: " in line]
     assert line.startswith("warning  reading: packed and plain log-probs differ by 0.")

@@ -12,9 +12,8 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs.build import build_env
-from rlpost.envs.cases import cases_of
 from rlpost.envs.dataset import DatasetEnv, as_answer
-from rlpost.envs.proof import prove
+from rlpost.envs.proof import cases_of, prove
 from rlpost.errors import ConfigError, DataError, RewardError
 from rlpost.settings import DatasetSettings
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from rlpost.data import row_store
+from rlpost.data import rows as row_store
 from rlpost.data.demonstrations import Demonstration
 from rlpost.data.encoding import Encoder, LazySamples, encode_all
 from rlpost.envs import ArithmeticEnv, ChatEnv, GSM8KEnv
 from rlpost.envs.dataset import DatasetEnv
 from rlpost.envs.gsm8k import SYSTEM_PROMPT
 from rlpost.errors import ConfigError, DataError
-from rlpost.rewards import arithmetic, gsm8k
+from rlpost.rewards import gsm8k, numbers
 from rlpost.settings import DatasetSettings
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -62,7 +62,7 @@ def test_arithmetic_shows_each_sum_of_its_split_once() -> None:
         assert demonstration.messages is not None
         a, b = (int(number) for number in demonstration.where.split(" + "))
         assert demonstration.messages[-1] == {"role": "assistant", "content": str(a + b)}
-        assert arithmetic.score(str(a + b), str(a + b)).reward == 1.0
+        assert numbers.score(str(a + b), str(a + b)).reward == 1.0
 
 
 def test_an_environment_without_answers_says_so() -> None:

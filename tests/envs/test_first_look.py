@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlpost.envs import first_look
+from rlpost.envs import row_checks
 from rlpost.envs.build import build_env
-from rlpost.envs.first_look import look_at_rows
+from rlpost.envs.row_checks import look_at_rows
 from rlpost.errors import DataError
 from rlpost.settings import DatasetSettings, GSM8KSettings, MathSettings
 
@@ -47,7 +47,7 @@ def test_rows_that_will_not_be_read_are_not_looked_at(tmp_path: Path) -> None:
 def test_of_a_large_file_the_first_row_is_looked_at(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_look, "MOST_BYTES", 100)
+    monkeypatch.setattr(row_checks, "MOST_BYTES", 100)
 
     def large(first: dict[str, str]) -> str:
         path = tmp_path / f"rows.{ending}"
@@ -68,7 +68,7 @@ def test_a_large_file_of_another_encoding_is_told_from_its_first_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(first_look, "MOST_BYTES", 27)
+    monkeypatch.setattr(row_checks, "MOST_BYTES", 27)
     path.write_bytes((json.dumps(GOOD) + "\n").encode("utf-16"))
     with pytest.raises(DataError, match=r"rows.jsonl, row 1 is not UTF-8 \(byte 0, likely UTF-16\): save the file"):
         look_at_rows(GSM8KSettings(path=str(path)), ["train"], demonstrated=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from rlpost.data.continuation import Continuation
+from rlpost.data.chat import Continuation
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import ChatEnv, GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
 from rlpost.envs.build import build_env

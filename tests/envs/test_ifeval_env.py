@@ -173,7 +173,7 @@ def test_building_reads_nothing_and_asks_for_the_extra(monkeypatch: pytest.Monke
     env = IFEvalEnv("nothing/here.jsonl")
     with pytest.raises(DataError, match="does not exist"):
         env.start()
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "if_verifiable")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "if_verifiable")
     with pytest.raises(MissingExtraError, match=r"IFBench needs if_verifiable, .*rlpost\[ifeval\]"):
         IFBenchEnv()
 

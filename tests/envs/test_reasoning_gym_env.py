@@ -145,7 +145,7 @@ def test_what_the_process_refuses_is_an_error_here() -> None:
 
 
 def test_without_reasoning_gym_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[reasoning-gym\]'"):
         ReasoningGymEnv("leg_counting").start()
 

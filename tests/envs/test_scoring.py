@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.scoring import record_scores
+from rlpost.envs.chat import record_scores
 from rlpost.errors import DataError
 from rlpost.rewards.score import Score
 

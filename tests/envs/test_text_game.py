@@ -8,8 +8,8 @@ from rlpost.collectors import LLMCollector
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.envs import TextGameEnv
 from rlpost.envs.build import build_env
-from rlpost.envs.games import action_parser, plain, text_of_action
 from rlpost.envs.proof import prove
+from rlpost.envs.text_game import action_parser, plain, text_of_action
 from rlpost.errors import ConfigError, DataError, MissingExtraError
 from rlpost.policies import ScriptedPolicy
 from rlpost.settings import SamplingSettings, TextGameSettings
@@ -300,7 +300,7 @@ def test_a_game_or_argument_that_is_not_there_is_named() -> None:
 
 
 def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[gymnasium\]'"):
         TextGameEnv("FrozenLake-v1").start()
 

@@ -16,14 +16,14 @@ import pytest
 
 from rlpost.data.conversation import Completion, Conversation, Ticket
 from rlpost.envs import ArithmeticEnv, ChatEnv, DatasetChatEnv, TextGameEnv
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.build import build_env
 from rlpost.envs.mix import MixEnv
-from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
 from rlpost.envs.transforms import DataLoadingPrimer, Transform
 from rlpost.errors import ConfigError, DataError
 from rlpost.rewards.score import Score
 from rlpost.settings import MixSettings
-from rlpost.torchrl.llm_env import LLMEnv
+from rlpost.torchrl.envs import LLMEnv
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(7)]
 THREADS = 64

@@ -10,12 +10,23 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.config.hub_sizes import HUB_MODELS
 from rlpost.errors import ConfigError, ResourceError
 from rlpost.estimate.machine import Room
-from rlpost.estimate.needs import checkpoint_bytes, disk_of, floor, longest_that_fits, parts_of, peak, work_of
-from rlpost.estimate.report import Machine, Needs, needs_of
-from rlpost.estimate.shape import Shape, shape_of_config
+from rlpost.estimate.needs import (
+    HUB_MODELS,
+    Machine,
+    Needs,
+    Shape,
+    checkpoint_bytes,
+    disk_of,
+    floor,
+    longest_that_fits,
+    needs_of,
+    parts_of,
+    peak,
+    shape_of_config,
+    work_of,
+)
 
 GB = 10**9
 SMALL = Shape(1000, 10, 2, 4, 20, 50, {"q_proj": 40, "up_proj": 60})

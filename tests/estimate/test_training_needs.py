@@ -35,7 +35,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A machine of `size` bytes of memory, all of them free."""
-    monkeypatch.setattr("rlpost.estimate.report.host_memory", lambda: Room(size, size))
+    monkeypatch.setattr("rlpost.estimate.needs.host_memory", lambda: Room(size, size))
 
 
 def test_a_training_says_first_what_it_takes_and_then_trains(

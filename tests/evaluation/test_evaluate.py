@@ -14,8 +14,7 @@ from rlpost.errors import RewardError
 from rlpost.evaluation.play import evaluate, play, summarise
 from rlpost.evaluation.statistics import Share
 from rlpost.policies import ScriptedPolicy
-from rlpost.policies.base import Request
-from rlpost.policies.sampling import evaluation_sampling
+from rlpost.policies.base import Request, evaluation_sampling
 from rlpost.rewards.score import Score
 from rlpost.screen import evaluation_line
 from rlpost.settings import EvalSamplingSettings, SamplingSettings

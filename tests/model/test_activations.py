@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpost.errors import ConfigError
-from rlpost.model.activations import recompute_activations
 from rlpost.model.load import load_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Microbatch, Row, pack
 from rlpost.model.precision import autocast
+from rlpost.model.trainable import recompute_activations
 from rlpost.settings import Autocast, LoRASettings, ModelSettings
 
 

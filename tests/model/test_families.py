@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.config.paths import cache_folder
 from rlpost.errors import ConfigError
-from rlpost.model import family_probe, small_copy
+from rlpost.model import family_probe
 from rlpost.model.families import OWN_FILES, REFUSED, VERSIONS, Verdict, examine, explain
-from rlpost.model.logprobs import READERS, microbatches_of, token_log_probs, verdict_of
+from rlpost.model.logprobs import READERS, microbatches_of, shared_prompt_attention, token_log_probs, verdict_of
 from rlpost.model.packing import Row, pack
-from rlpost.model.shared_prompt import shared_prompt_attention
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import Request, TransformersWrapper
 from rlpost.settings import GRPOLossSettings, SamplingSettings
 
@@ -263,11 +262,11 @@ def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: 
     kind, sizes = REAL[name]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    config = small_copy.small_config(model, 2)
+    config = family_probe.small_config(model, 2)
     with torch.device("meta"):
         copied: Any = type(model)(config)
     assert sum(p.numel() for p in copied.parameters()) * 4 < 60e6  # bytes
-    kinds = {small_copy._kind(layer) for layer in copied.model.layers}
+    kinds = {family_probe._kind(layer) for layer in copied.model.layers}
     expected = {"qwen2": 1, "qwen3_next": 2, "gemma2": 2}[kind]  # of a linear and a full layer; of a window and none
     assert len(kinds) == expected
     assert len(copied.model.layers) == {"qwen2": 2, "qwen3_next": 4, "gemma2": 2}[kind]

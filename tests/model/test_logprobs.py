@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlpost.model import logprobs as logprobs_module
 from rlpost.model.logprobs import chunked_log_probs, token_log_probs
 from rlpost.model.packing import Row, pack
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Aggregation, GRPOLossSettings
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

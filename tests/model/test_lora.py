@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.load import load_model, load_tokenizer, locate_merged, locate_model, save_model
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.lora import (
@@ -27,7 +27,7 @@ from rlpost.model.lora import (
     save_adapter,
 )
 from rlpost.model.packing import Row, pack
-from rlpost.model.shards import is_adapted
+from rlpost.model.weights import is_adapted
 from rlpost.settings import LoRASettings, ModelSettings, Push
 
 pytestmark = pytest.mark.skipif(not is_installed("peft"), reason="peft is not installed")

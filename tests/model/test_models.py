@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlpost.assemble import assemble_grpo, evaluate_command
-from rlpost.assemble_sft import assemble_sft
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import load_policy
 from rlpost.config.compose import compose
@@ -23,6 +21,7 @@ from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.model.load import describe, load_model, load_tokenizer, locate_model, pick_device, tiny_tokenizer
 from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.settings import DType, ModelSettings
+from rlpost.train.assemble import assemble_grpo, assemble_sft, evaluate_command
 from rlpost.weight_sync.base import named_weights
 
 

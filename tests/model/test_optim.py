@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlpost.errors import MissingExtraError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.optim import build_optimizer, learning_rate, set_learning_rate
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
@@ -111,6 +111,6 @@ def test_the_8_bit_form_keeps_a_byte_a_number_and_goes_where_adamw_goes() -> Non
 
 
 def test_the_8_bit_form_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"optim=adamw_8bit needs bitsandbytes.*rlpost\[bitsandbytes\]"):
         build_optimizer(nn.Linear(2, 2), AdamW8bitSettings())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlpost.model import products
-from rlpost.model.products import FEW_ROWS, MANY_ROWS, WIDE, WIDTH, measure, product_speeds
+from rlpost.model import precision
+from rlpost.model.precision import FEW_ROWS, MANY_ROWS, WIDE, WIDTH, measure, product_speeds
 from rlpost.settings import DType
 
 SPEEDS = {DType.float32: 164.0, DType.bfloat16: 1.2}
@@ -27,7 +27,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return SPEEDS
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "measure", noted)
+    monkeypatch.setattr(precision, "measure", noted)
     return times
 
 
@@ -72,7 +72,7 @@ def test_slow_products_are_measured_on_fewer_of_them(
 def test_what_was_measured_is_read_while_its_conditions_hold(
     measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in products.LIMITS:
+    for name in precision.LIMITS:
         monkeypatch.delenv(name, raising=False)
     assert product_speeds() == SPEEDS
     assert product_speeds() == SPEEDS
@@ -82,7 +82,7 @@ def test_what_was_measured_is_read_while_its_conditions_hold(
         product_speeds()
         product_speeds()
         assert len(measured) == number, name
-    monkeypatch.setattr(products, "_cpu", lambda: ["another", "fpu sse2"])
+    monkeypatch.setattr(precision, "_cpu", lambda: ["another", "fpu sse2"])
     product_speeds()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     product_speeds()

@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlpost.data.batch import concat_rows
-from rlpost.objectives.advantage import has_spread
-from rlpost.objectives.overlong import penalise_overlong, soft_overlong_penalty
+from rlpost.objectives.advantage import has_spread, penalise_overlong, soft_overlong_penalty
 
 Batch = Callable[..., TensorDict]
 

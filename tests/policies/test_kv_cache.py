@@ -11,8 +11,7 @@ import torch
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.load import tiny_tokenizer
 from rlpost.policies import vLLMWrapper
-from rlpost.policies.kv_cache import kv_bytes_per_token, kv_cache_arguments
-from rlpost.policies.vllm_arguments import engine_arguments
+from rlpost.policies.vllm import engine_arguments, kv_bytes_per_token, kv_cache_arguments
 from rlpost.settings import DType, VLLMSettings
 
 SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
@@ -100,7 +99,7 @@ def test_the_engine_is_given_the_size_on_a_cpu_alone(smollm2: Path, monkeypatch:
 def test_a_format_left_to_the_machine_is_the_cache_s_too(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for fast, number_bytes in ((True, 2), (False, 4)):
-        monkeypatch.setattr("rlpost.policies.vllm_arguments.bfloat16_is_fast", lambda device, fast=fast: (fast, ""))
+        monkeypatch.setattr("rlpost.policies.vllm.bfloat16_is_fast", lambda device, fast=fast: (fast, ""))
         arguments = engine_arguments(smollm2, VLLMSettings(max_num_seqs=1), max_model_len=32, seed=0)
         assert arguments["kv_cache_memory_bytes"] == (1 + 1) * 32 * 2 * 30 * 3 * 64 * number_bytes
 

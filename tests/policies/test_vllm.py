@@ -23,20 +23,12 @@ from rlpost.data import ReplayBuffer
 from rlpost.data.ragged import strings
 from rlpost.envs import DatasetChatEnv
 from rlpost.errors import ConfigError, DataError, PolicyError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.load import load_model, load_tokenizer, tiny_tokenizer
 from rlpost.model.logprobs import token_log_probs
 from rlpost.model.packing import Row, pack
 from rlpost.model.weights import SavedWeights
-from rlpost.policies import (
-    Face,
-    LLMOnDevice,
-    Request,
-    TransformersWrapper,
-    make_vllm_worker,
-    vllm_engines,
-    vLLMWrapper,
-)
+from rlpost.policies import Face, LLMOnDevice, Request, TransformersWrapper, make_vllm_worker, vllm_engine, vLLMWrapper
 from rlpost.settings import DType, Engine, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.vllm import vLLMUpdater
 from tests.policies.test_transformers import ends, remaining, stops_in
@@ -338,7 +330,7 @@ def test_how_far_sampling_is_is_told_and_changes_nothing(
     case: tuple[Path, vLLMWrapper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, policy = case
-    monkeypatch.setattr(vllm_engines, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(vllm_engine, "TELL_EVERY", 0.0)
     silent = policy.generate(REQUESTS, SamplingSettings())
     before, told = policy.tokens_sampled, []
     policy.on_ended = lambda ended: told.append((ended, policy.tokens_sampled - before))

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.load import load_model
 from rlpost.policies import Request, vLLMWrapper
-from rlpost.policies.vllm_engines import tokens_under_way
+from rlpost.policies.vllm_engine import tokens_under_way
 from rlpost.settings import Engine, ModelSettings, SamplingSettings
 from tests.policies.test_vllm import build_qwen2, gap, kill_engines_since, started
 from tests.processes import children

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
-from rlpost.policies.vllm_process import unreached_by_the_terminal, with_head
+from rlpost.policies.vllm_engine import unreached_by_the_terminal, with_head
 
 CHILD = """
 import signal, sys

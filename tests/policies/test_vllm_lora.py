@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.load import load_model, load_tokenizer
 from rlpost.model.lora import add_adapter, save_adapter
 from rlpost.policies import vLLMWrapper

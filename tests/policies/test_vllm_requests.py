@@ -11,8 +11,8 @@ import pytest
 
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
-from rlpost.policies import vllm_requests
-from rlpost.policies.vllm_requests import RequestsUnderWay
+from rlpost.policies import vllm
+from rlpost.policies.vllm import RequestsUnderWay
 
 LIMIT = 20.0
 
@@ -34,7 +34,7 @@ class StandIn:
 @pytest.fixture
 def under_way(monkeypatch: pytest.MonkeyPatch) -> tuple[RequestsUnderWay, StandIn, list[Future[Any]], list[Any]]:
     """The requests, their engine, what was asked of it, and the futures."""
-    monkeypatch.setattr(vllm_requests, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(vllm, "LOOK_EVERY", 0.01)
 
     def failed(error: BaseException) -> None:
         requests.end(PolicyError(f"all at once: {error}"))

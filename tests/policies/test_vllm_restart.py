@@ -11,8 +11,8 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import PolicyError
-from rlpost.extras import is_installed
-from rlpost.policies.batching import Request
+from rlpost.imports import is_installed
+from rlpost.policies.base import Request
 from rlpost.policies.vllm import vLLMWrapper
 from rlpost.settings import SamplingSettings, VLLMSettings
 from tests.processes import children

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.rewards.checkers import packaged_nltk_data
+from rlpost.rewards.ifeval import packaged_nltk_data
 
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 NLTK_DATA = packaged_nltk_data() or DATA / "nltk_data"
@@ -35,8 +35,8 @@ def find_nltk_data_in(folders: list[str], patch: pytest.MonkeyPatch) -> None:
     """Meanwhile NLTK looks in `folders` alone, whatever was found before and whatever is packaged."""
     import nltk
 
-    from rlpost.rewards import checkers
+    from rlpost.rewards import ifeval
 
-    checkers.require_nltk_data.cache_clear()
-    patch.setattr(checkers, "packaged_nltk_data", lambda: None)
+    ifeval.require_nltk_data.cache_clear()
+    patch.setattr(ifeval, "packaged_nltk_data", lambda: None)
     patch.setattr(nltk.data, "path", folders)

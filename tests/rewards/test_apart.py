@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from rlpost.config.plugins import load_plugins
+from rlpost.config.code import load_plugins
 from rlpost.errors import ConfigError, DataError, RewardError
-from rlpost.rewards.apart import WorkerReward
-from rlpost.rewards.functions import Finished, Rewards, load_reward, load_rewards
-from rlpost.rewards.patience import Patience
-from rlpost.rewards.score import Score
+from rlpost.rewards.functions import Finished, Rewards, WorkerReward, load_reward, load_rewards
+from rlpost.rewards.score import Patience, Score
 from rlpost.settings import DatasetSettings
 
 SECONDS = 1.5
@@ -97,7 +95,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def rewards(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the rewards of these functions of the file."""
-    monkeypatch.setattr("rlpost.rewards.process.STACK_SECONDS", 20.0)
+    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
     made: list[Rewards] = []
 
     def make(*names: str) -> Rewards:

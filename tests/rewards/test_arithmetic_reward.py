@@ -1,6 +1,6 @@
 import pytest
 
-from rlpost.rewards.arithmetic import score
+from rlpost.rewards.numbers import score
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlpost.rewards import attacks
-from rlpost.rewards.apart import WorkerReward
-from rlpost.rewards.attack import Attack, Case, Check, Verdict
-from rlpost.rewards.attack_sums import sample_attack, sample_cases
-from rlpost.rewards.attacks import attack_reward
-from rlpost.rewards.functions import load_reward
+from rlpost.rewards.attacks import Attack, Case, Check, Verdict, attack_reward, sample_attack, sample_cases
+from rlpost.rewards.functions import WorkerReward, load_reward
 
 FILE = """
 import asyncio, os, random, re, threading, time
@@ -103,7 +100,7 @@ def attack_on(folder: Path, function: str, seconds: float = 5.0) -> Attack:
     file.write_text(FILE)
     reward = load_reward(f"{file}:{function}")
     assert isinstance(reward, WorkerReward)
-    return sample_attack(reward.served_by("rlpost.rewards.probe:serve"), built_in=False, seconds=seconds)
+    return sample_attack(reward.served_by("rlpost.rewards.calls:serve_probe"), built_in=False, seconds=seconds)
 
 
 @pytest.mark.parametrize("function", ["exact", "awaited"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlpost.rewards.builtin import BUILT_IN, contains, exact, number
-from rlpost.settings.registered import BUILT_IN_REWARDS
+from rlpost.settings.base import BUILT_IN_REWARDS
 
 
 def accuracies(name: str, reply: str, answer: str) -> tuple[float | None, float | None]:

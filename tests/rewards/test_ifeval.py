@@ -21,13 +21,11 @@ import pytest
 pytest.importorskip("if_verifiable")
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.scoring import record
+from rlpost.envs.chat import record
 from rlpost.errors import DataError, MissingExtraError, RewardError
 from rlpost.evaluation.play import summarise
-from rlpost.rewards import checkers
-from rlpost.rewards.ifeval import IFEVAL, verdicts
-from rlpost.rewards.ifeval_replies import replies_to
-from rlpost.rewards.instructions import Judged, score
+from rlpost.rewards import ifeval
+from rlpost.rewards.ifeval import IFEVAL, Judged, replies_to, score, verdicts
 from tests.rewards.instruction_data import (
     IFEVAL_REPLIES,
     IFEVAL_ROWS,
@@ -40,7 +38,7 @@ from tests.rewards.instruction_data import (
 )
 
 ROOT = Path(__file__).parents[2]
-PACKAGED_NLTK_DATA = checkers.packaged_nltk_data  # other tests do without it
+PACKAGED_NLTK_DATA = ifeval.packaged_nltk_data  # other tests do without it
 Verdicts = dict[int, tuple[list[bool], list[bool]]]
 
 # The original counts a random letter where the row asks for # (key 1122) or ! (key 1129), and detects languages
@@ -317,7 +315,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(NLTK_DATA, data, ignore=shutil.ignore_patterns("*.zip"))
     monkeypatch.syspath_prepend(str(site))
     find_nltk_data_in([], monkeypatch)
-    monkeypatch.setattr(checkers, "packaged_nltk_data", PACKAGED_NLTK_DATA)
+    monkeypatch.setattr(ifeval, "packaged_nltk_data", PACKAGED_NLTK_DATA)
     return data
 
 
@@ -332,7 +330,7 @@ def test_the_packaged_nltk_data_are_found_where_the_user_has_none(packaged: Path
 
 
 @pytest.mark.skipif(not IFEVAL_ROWS.is_file(), reason="the IFEval files are not on this machine")
-@pytest.mark.skipif(checkers.packaged_nltk_data() is None, reason="NLTK's data, which set-up brings, are not installed")
+@pytest.mark.skipif(ifeval.packaged_nltk_data() is None, reason="NLTK's data, which set-up brings, are not installed")
 def test_every_row_can_be_checked_with_what_setup_brings_and_nothing_is_downloaded(tmp_path: Path) -> None:
     program = (
         "import json, socket, sys\n"
@@ -354,7 +352,7 @@ def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
     import nltk
 
     nltk.data.path.append(str(NLTK_DATA))
-    checkers.require_nltk_data("punkt_tab", "it")
+    ifeval.require_nltk_data("punkt_tab", "it")
     assert nltk.data.path == [str(NLTK_DATA), str(packaged)]
     assert str(nltk.data.find("tokenizers/punkt_tab/english/")).startswith(str(NLTK_DATA))
 
@@ -364,12 +362,12 @@ def test_the_users_nltk_data_go_before_the_packaged(packaged: Path) -> None:
 def test_packaged_nltk_data_that_others_may_write_are_told_apart_from_missing_ones(packaged: Path) -> None:
     packaged.chmod(0o777)
     with pytest.raises(DataError, match=f"punkt_tab, which it does not read .*: chmod -R go-w {packaged} "):
-        checkers.require_nltk_data("punkt_tab", "it")
+        ifeval.require_nltk_data("punkt_tab", "it")
 
 
 def test_the_extra_is_named_where_the_checkers_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkers.ifeval_checkers.cache_clear()
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "if_verifiable")
+    ifeval.ifeval_checkers.cache_clear()
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "if_verifiable")
     with pytest.raises(MissingExtraError, match=r"IFEval needs if_verifiable, .*: pip install 'rlpost\[ifeval\]'"):
         verdicts(["punctuation:no_comma"], [{}], "", "A reply.")
 
@@ -472,7 +470,7 @@ def test_verdicts_are_the_same_in_threads(
         key: row for key, row in rows.items() if any(kind in OF_LANGUAGE for kind in row["instruction_id_list"])
     }
     of_languages = dict(list(of_languages.items())[:12])
-    checkers._languages.cache_clear()  # the first use is the one that could be two threads' at once
+    ifeval._languages.cache_clear()  # the first use is the one that could be two threads' at once
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: judged(of_languages, replies), range(8)))
     assert all(run == {key: ours[key] for key in of_languages} for run in runs)

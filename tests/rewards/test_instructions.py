@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from rlpost.errors import ConfigError
-from rlpost.rewards.instructions import Judged, best_reward, blocks, checked_weights, score
+from rlpost.rewards.ifeval import Judged, best_reward, blocks, checked_weights, score
 
 
 def test_the_reward_of_verdicts_is_their_weighted_sum() -> None:

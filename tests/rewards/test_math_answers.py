@@ -152,6 +152,6 @@ def test_a_right_answer_that_cannot_be_compared_is_an_error_of_its_row(verifier:
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"env=math needs math_verify, .*pip install 'rlpost\[math\]'"):
         Verifier().start()

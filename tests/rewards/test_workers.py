@@ -151,7 +151,7 @@ def test_what_ends_its_process_is_an_error_and_the_others_are_not(act: Workers, 
 def test_what_hangs_is_killed_in_python_and_in_c_and_its_line_is_known(
     act: Workers, item: Any, tmp_path: Path, module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpost.rewards.process.STACK_SECONDS", 20.0)
+    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
     act.map([("double", 1)] * 2)
     act.seconds = 0.5
     began = time.monotonic()

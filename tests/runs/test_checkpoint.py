@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.config.manifest import verify_model
-from rlpost.config.paths import passed_over, unfinished_saves
+from rlpost.config.paths import bytes_of_state, keep_the_model_alone, passed_over, unfinished_saves, verify_model
 from rlpost.errors import CheckpointError
 from rlpost.runs.checkpoint import (
     checkpoints,
@@ -24,7 +23,6 @@ from rlpost.runs.checkpoint import (
     save_checkpoint,
     verify,
 )
-from rlpost.runs.resumable import bytes_of_state, keep_the_model_alone
 from tests.test_files import recorded
 
 TENSORS = {"moment": torch.tensor([[1.5, -2.0], [0.0, 3.25]]), "rng": torch.arange(5, dtype=torch.uint8)}

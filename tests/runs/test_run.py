@@ -29,7 +29,7 @@ from rlpost.runs.checkpoint import save_checkpoint
 from rlpost.runs.reader import RunState, read_run
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from tests.screen.vt import Session
 
 Batch = Callable[..., TensorDict]
@@ -222,7 +222,7 @@ def test_somebody_who_looks_whether_the_run_is_running_does_not_keep_it_from_beg
 def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from rlpost.runs.writer import Run; from rlpost.screen import Screen\n"
-        "from rlpost.settings.run import RunRequest; from rlpost.errors import ConfigError\n"
+        "from rlpost.settings.commands import RunRequest; from rlpost.errors import ConfigError\n"
         "try:\n"
         "    with Run(RunRequest(Path(sys.argv[1]), None, [], [], ''), seed=0, total_steps=1, screen=Screen()):\n"
         "        print('mine')\n"
@@ -385,7 +385,7 @@ STUBBORN = """
 import sys, time
 from pathlib import Path
 from rlpost.runs.writer import Run
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.screen import Screen
 with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()) as run:
     run.catch_signals()
@@ -476,7 +476,7 @@ ON_A_TERMINAL = """
 import sys, time
 from pathlib import Path
 from rlpost.runs.writer import Run
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.screen import Screen
 folder = Path(sys.argv[1])
 screen = Screen()
@@ -565,7 +565,7 @@ from pathlib import Path
 from rlpost.errors import PolicyError
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 with Run(RunRequest(Path(sys.argv[1]), None, [], [], ""), seed=0, total_steps=1, screen=Screen()):
     logging.getLogger("rlpost").warning("a reward said: %s", "\x1b[2J\ud800\x07")
     raise PolicyError("bad: \x1b]0;t\x07 \udfff")

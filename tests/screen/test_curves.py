@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlpost.screen.curves import Series, area, line, range_around, range_from_zero, round_up
+from rlpost.screen.layout import Series, area, line, range_around, range_from_zero, round_up
 
 NAN = math.nan
 

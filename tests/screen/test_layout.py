@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import Layout
-from rlpost.screen.lines import STOPPING
-from rlpost.screen.shown import Shown
-from rlpost.screen.state import State
+from rlpost.screen.layout import STOPPING, Layout, Shown, State
 
 SAMPLE = Shown(
     3,

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.lines import clock, evaluation_line, sample_lines, step_line
-from rlpost.screen.shown import Shown
+from rlpost.screen.layout import Shown, clock, evaluation_line, sample_lines, step_line
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]hi[/] \u202e\x9b31m\r0"
 INERT = "\\x1b[2J\\x1b]0;owned\\x07[bold red]hi[/] \\u202e\\x9b31m\\r0"

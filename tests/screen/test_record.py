@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlpost.screen.record import Record
+from rlpost.screen.screen import Record
 
 
 def texts(record: Record) -> list[str]:

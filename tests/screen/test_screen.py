@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from vt import Session, Terminal
 
 from rlpost.screen import Screen
-from rlpost.screen.lines import STOPPING
+from rlpost.screen.layout import STOPPING
 from rlpost.text import printable
 
 Batch = Callable[..., TensorDict]
@@ -37,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from rlpost.screen import Screen
 import rlpost.screen.screen as module
-from rlpost.screen.shown import Shown
+from rlpost.screen.layout import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
 module.Shown = SimpleNamespace(first_of=lambda step, batch: Shown(step, text, text, 1.0, {text[:50]: 1.0}, "stop",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlpost.screen.shown import Shown
-from rlpost.screen.state import State
+from rlpost.screen.layout import Shown, State
 
 EVALUATION = {"eval/accuracy_lenient": 0.25}
 SAMPLE = Shown(1, "p", "c", 1.0, {}, "stop", None, None)

@@ -9,10 +9,10 @@ import pytest
 
 from rlpost.catalog import CHOICES, TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.config.registry import options
+from rlpost.config.keys import options
 from rlpost.errors import ConfigError
-from rlpost.objectives.mismatch import CORRECTIONS
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.aggregation import CORRECTIONS
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import PolicyLossSettings
 

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from rlpost.errors import ConfigError
-from rlpost.tools.browser_hosts import AllowedHosts, host_of, is_of_the_internet, shown
+from rlpost.tools.browser_proxy import AllowedHosts, host_of, is_of_the_internet, shown
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.tools.browser_hosts import AllowedHosts, host_of
-from rlpost.tools.browser_proxy import FilterProxy
+from rlpost.tools.browser_proxy import AllowedHosts, FilterProxy, host_of
 from tests.tools.web import Site, served
 
 

@@ -17,12 +17,12 @@ from tensordict import TensorDict
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv
-from rlpost.envs.tool import ToolCall, ToolResult
+from rlpost.envs.base import ToolCall, ToolResult
 from rlpost.envs.transforms import BrowserTransform
 from rlpost.errors import ConfigError, MissingExtraError, ToolError
 from rlpost.rewards.score import Score
-from rlpost.tools.browser_hosts import AllowedHosts
-from rlpost.tools.browser_pages import PROGRAMS, Limits, found_program
+from rlpost.tools.browser import PROGRAMS, Limits, found_program
+from rlpost.tools.browser_proxy import AllowedHosts
 from tests.processes import children
 from tests.tools.web import Site, datagrams, served
 
@@ -540,7 +540,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 
 
 def test_a_chromium_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.tools.browser_pages.BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("rlpost.tools.browser.BACK_OFF_SECONDS", 0.01)
     tool = BrowserTransform(["example.com"], executable_path="false")
     with pytest.raises(ToolError, match=r"^Chromium was not started in 3 attempts: .+"):
         tool.start()
@@ -554,6 +554,6 @@ def test_without_a_chromium_the_packages_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_playwright_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "playwright")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "playwright")
     with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[browser\]'"):
         BrowserTransform(["example.com"])

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tool import ToolCall, ToolResult
+from rlpost.envs.base import ToolCall, ToolResult
 from rlpost.errors import ConfigError, RewardError
-from rlpost.tools.functions import FunctionTool
+from rlpost.tools.choice import FunctionTool
 
 
 def divide(a: float, b: float = 2.0) -> float:

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from rlpost.data.conversation import Conversation
 from rlpost.envs import ChatEnv
-from rlpost.envs.tool import ToolCall, ToolResult
+from rlpost.envs.base import ToolCall, ToolResult
 from rlpost.envs.transforms import MCPToolTransform
 from rlpost.errors import ConfigError, DataError, MissingExtraError, ToolError
 from rlpost.tools.mcp import load_servers
@@ -53,7 +53,7 @@ def tools() -> Iterator[MCPToolTransform]:
 
 @pytest.fixture(autouse=True)
 def no_long_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.tools.mcp_process.EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("rlpost.tools.mcp.EXIT_SECONDS", 0.3)
 
 
 def ask(tool: MCPToolTransform, name: str, **arguments: Any) -> ToolResult:
@@ -420,6 +420,6 @@ def test_a_file_that_names_no_usable_servers_is_refused_by_file_and_field(
 
 
 def test_without_the_sdk_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "mcp")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "mcp")
     with pytest.raises(MissingExtraError, match=r"pip install 'rlpost\[mcp\]'"):
         MCPToolTransform({"a": {"command": "x"}})

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from rlpost.data.conversation import Completion, Conversation, Message
 from rlpost.envs import ChatEnv, LLMEnv
-from rlpost.envs.tool import ToolLimits
+from rlpost.envs.base import ToolLimits
 from rlpost.envs.transforms import PythonInterpreter
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Sandbox, SandboxMode

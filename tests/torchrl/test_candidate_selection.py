@@ -8,11 +8,13 @@ import random
 import pytest
 import torch
 
-from rlpost.torchrl import candidates
-from rlpost.torchrl.candidates import Bounds, balanced, first, uniform
+from rlpost.torchrl import buffer_transforms
+from rlpost.torchrl.buffer_transforms import Bounds, balanced, first, uniform
 
 
-def chosen(selector: candidates.Selector, returns: list[float], size: int, bounds: Bounds | None = None) -> list[int]:
+def chosen(
+    selector: buffer_transforms.Selector, returns: list[float], size: int, bounds: Bounds | None = None
+) -> list[int]:
     indices = selector([], torch.tensor(returns), size, bounds)
     assert indices is not None
     return list(indices)
@@ -50,7 +52,7 @@ def test_many_candidates_are_climbed_to_a_mean_as_good_as_of_all_choices(
     dice = random.Random(seed)
     returns = [float(dice.random() < 0.2) for _ in range(14)] + [1.0, 0.0]
     best = min(abs(sum(c) / 4 - 0.5) for c in itertools.combinations(returns, 4))
-    monkeypatch.setattr(candidates, "MOST_COMBINATIONS", 10)
+    monkeypatch.setattr(buffer_transforms, "MOST_COMBINATIONS", 10)
     found = chosen(balanced, returns, 4, (0.0, 1.0))
     assert abs(sum(returns[i] for i in found) / 4 - 0.5) == pytest.approx(best)
     assert len(set(found)) == 4

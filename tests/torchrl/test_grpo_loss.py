@@ -15,11 +15,11 @@ from rlpost.config.compose import compose
 from rlpost.data.batch import select_rows
 from rlpost.data.ragged import ragged
 from rlpost.objectives import GRPOLoss, GRPOLossOutput
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.objectives.variants import VARIANTS
 from rlpost.policies import TransformersWrapper
 from rlpost.settings import SamplingSettings
-from rlpost.torchrl.grpo_loss import CLIPPING
+from rlpost.torchrl.losses import CLIPPING
 
 FULL = [[3, 4, 5, 6, 7], [3, 4, 8], [9, 1, 2, 3]]
 PROMPTS = [2, 2, 1]

@@ -10,7 +10,7 @@ from torch import nn
 
 from rlpost.collectors import LLMCollector
 from rlpost.data.batch import batch_from_conversations
-from rlpost.data.chat_mask import ChatMask
+from rlpost.data.chat import ChatMask
 from rlpost.data.conversation import Completion, Conversation
 from rlpost.data.history import History
 from rlpost.data.ragged import ragged, strings

@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from rlpost.data import ReplayBuffer, TopKRewardSelector
-from rlpost.data.batch import batch_from_conversations, concat_rows, select_rows
-from rlpost.data.best import best, best_of_groups
+from rlpost.data.batch import batch_from_conversations, best, best_of_groups, concat_rows, select_rows
 from rlpost.data.conversation import Conversation
 from rlpost.data.ragged import strings
 

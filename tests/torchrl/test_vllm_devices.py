@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlpost.errors import ConfigError, MissingExtraError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.policies import LLMOnDevice, make_vllm_worker, vLLMWrapper
-from rlpost.policies.vllm_arguments import engine_arguments
-from rlpost.policies.vllm_engines import OwnProcessEngine
+from rlpost.policies.vllm import engine_arguments
+from rlpost.policies.vllm_engine import OwnProcessEngine
 from rlpost.settings import VLLMSettings
 from rlpost.torchrl.vllm_devices import check_devices
 
@@ -81,6 +81,6 @@ def test_a_policy_takes_a_folder_or_an_engine() -> None:
 
 
 def test_a_worker_in_ray_needs_ray(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: package != "ray")
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: package != "ray")
     with pytest.raises(MissingExtraError, match=r"make_ray_worker=True needs ray, .*rlpost\[ray\]"):
         make_vllm_worker(tiny_folder, make_ray_worker=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpost.tracking.base import Status, TrackedRun
+from rlpost.tracking.trackers import Status, TrackedRun
 
 
 class RecordingTracker:

@@ -11,10 +11,9 @@ import pytest
 
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
-from rlpost.settings.run import RunRequest
-from rlpost.tracking.choice import TrackerChoice
-from rlpost.tracking.process import TrackerProcess
-from rlpost.train import grpo, kept, session
+from rlpost.settings.commands import RunRequest
+from rlpost.tracking.trackers import TrackerChoice, TrackerProcess
+from rlpost.train import grpo, session
 
 TINY = [
     "model=tiny",
@@ -143,7 +142,7 @@ def test_a_run_that_ends_with_an_error_is_failed_for_the_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, "RecordingTracker")
-    monkeypatch.setattr(kept, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
+    monkeypatch.setattr(session, "save_checkpoint", lambda *parts, **named: (_ for _ in ()).throw(ValueError("broken")))
     with pytest.raises(ValueError, match="broken"):
         train(tmp_path / "r")
     assert (tmp_path / "r" / "calls").read_text().splitlines()[-1] == '["finish", "failed"]'

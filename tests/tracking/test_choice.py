@@ -14,7 +14,7 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.cli.main import run
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError, MissingExtraError
-from rlpost.tracking.choice import TrackerChoice, chosen_tracker
+from rlpost.tracking.trackers import TrackerChoice, chosen_tracker
 
 KNOWN = "WANDB_PROJECT WANDB_ENTITY WANDB_MODE WANDB_DIR TRACKIO_DIR MLFLOW_TRACKING_URI MLFLOW_EXPERIMENT_NAME"
 EXTRAS = ("tensorboard", "wandb", "trackio", "mlflow")

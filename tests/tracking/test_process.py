@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlpost.tracking.base import Status
-from rlpost.tracking.choice import TrackerChoice
-from rlpost.tracking.process import TrackerProcess
+from rlpost.tracking.trackers import Status, TrackerChoice, TrackerProcess
 
 CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 
@@ -23,7 +21,7 @@ CONFIG = {"steps": 4, "optim": {"lr": 1e-5}}
 @pytest.fixture(autouse=True)
 def no_wait_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a process that ends at once takes a while too, which is not to be announced."""
-    monkeypatch.setattr("rlpost.tracking.process.SILENT_SECONDS", 60.0)
+    monkeypatch.setattr("rlpost.tracking.trackers.SILENT_SECONDS", 60.0)
 
 
 def tracker(folder: Path, what: str = "", where: str = "", timeout: float = 20.0) -> TrackerProcess:
@@ -140,7 +138,7 @@ def test_a_failure_at_the_end_is_told_at_the_end(tmp_path: Path, what: str, reas
 def test_a_wait_that_can_be_felt_is_announced_and_ctrl_c_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlpost.tracking.process.SILENT_SECONDS", 2.0)
+    monkeypatch.setattr("rlpost.tracking.trackers.SILENT_SECONDS", 2.0)
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -235,7 +233,7 @@ def test_a_run_that_begins_anew_in_its_folder_is_a_new_one(tmp_path: Path) -> No
 def test_a_run_that_is_killed_ends_as_failed(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path\n"
-        "from rlpost.tracking.choice import TrackerChoice; from rlpost.tracking.process import TrackerProcess\n"
+        "from rlpost.tracking.trackers import TrackerChoice; from rlpost.tracking.trackers import TrackerProcess\n"
         "folder = Path(sys.argv[1])\n"
         "(folder / 'metrics.jsonl').write_text('{\"step\": 1, \"lr\": 1.0}\\n')\n"
         "choice = TrackerChoice('fake', 'recording:RecordingTracker', {'file': str(folder / 'calls')}, 20.0)\n"

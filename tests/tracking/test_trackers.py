@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from rlpost.settings.tracking import (
+from rlpost.settings.training import (
     MLflowSettings,
     TensorBoardSettings,
     TrackerSettings,
     TrackioSettings,
     WandbSettings,
 )
-from rlpost.tracking.base import Status
-from rlpost.tracking.choice import chosen_tracker
-from rlpost.tracking.process import TrackerProcess
+from rlpost.tracking.trackers import Status, TrackerProcess, chosen_tracker
 
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
@@ -244,7 +242,7 @@ def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: P
 
 
 def test_mlflow_takes_a_password_from_the_address_and_names_it_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("rlpost.tracking.mlflow")
+    module = pytest.importorskip("rlpost.tracking.trackers")
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, "")
     assert module._with_password_in_environment("https://me:p%40ss@host:5000/x") == "https://host:5000/x"

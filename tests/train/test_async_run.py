@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
-from rlpost.collectors.process import WorkerProcess
-from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.collectors.driver import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
+from rlpost.remote.process import WorkerProcess
+from rlpost.train.assemble import assemble_grpo
 from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 from tests.processes import is_gone
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rlpost.assemble import evaluate_command
-from rlpost.assemble_sft import assemble_sft
 from rlpost.catalog import EVAL, TRAIN_GRPO, TRAIN_SFT
 from rlpost.chat import Chat
 from rlpost.cli.main import run
@@ -19,7 +17,8 @@ from rlpost.model.load import load_model, load_tokenizer, locate_model, tiny_tok
 from rlpost.policies import TransformersWrapper
 from rlpost.runs.rollouts import read_rollouts
 from rlpost.settings import ModelSettings, SamplingSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble import assemble_sft, evaluate_command
 from rlpost.train.grpo import train
 from tests.trainings import train_in
 

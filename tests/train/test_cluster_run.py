@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlpost.extras import is_installed
-from rlpost.policies.vllm_exchange import EXCHANGE, memory_folder
+from rlpost.imports import is_installed
+from rlpost.remote.exchange import EXCHANGE, memory_folder
 from tests.asynchronous import check_accounts, hold_in_step, metrics, players, run, started, wait_for, write_rows
 
 pytestmark = [

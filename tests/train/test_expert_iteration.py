@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpost.assemble import assemble_expert_iteration
 from rlpost.catalog import TRAIN_EXPERT_ITERATION
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.errors import ConfigError
 from rlpost.rewards.score import Score
-from rlpost.train import sampled
+from rlpost.train import session
+from rlpost.train.assemble import assemble_expert_iteration
 from rlpost.train.expert_iteration import minibatches, most_updates
 from tests.trainings import metrics, train_in, untimed
 
@@ -107,8 +107,8 @@ def test_a_step_trains_on_each_prompts_best_and_records_which_they_were(tmp_path
     assert line["selected/empty_steps"] == 0
     # the model is nearly uniform over its 259 tokens before it has learned anything
     assert line["loss/sft"] == pytest.approx(math.log(259), abs=0.2)
-    sampled = [value for row in expected for value in row["log_probs"]]
-    assert line["loss/sft"] == pytest.approx(-sum(sampled) / len(sampled), abs=1e-4)
+    session = [value for row in expected for value in row["log_probs"]]
+    assert line["loss/sft"] == pytest.approx(-sum(session) / len(session), abs=1e-4)
 
 
 def test_weights_are_pushed_after_each_step_that_learned(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_minimum_keeps_prompts_whose_replies_are_all_as_good(tmp_path: Path) -
 def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
     words = ["steps=5", "optim.schedule=cosine", "eval.every=2", "minibatch_size=1", "passes=2"]
     assert run(tmp_path / "whole", *words) == 0
-    original, broken = sampled.batch_metrics, tmp_path / "broken"
+    original, broken = session.batch_metrics, tmp_path / "broken"
 
     def interrupted(*args: Any) -> dict[str, float]:
         if len(metrics(broken)) == 2:  # in step 2, after the evaluation and step 1
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampled, "batch_metrics", interrupted)
+        patch.setattr(session, "batch_metrics", interrupted)
         assert run(broken, *words) == 130
     assert [line["step"] for line in metrics(broken)] == [0, 1, 2]
     assert run(broken, *words, resume="latest") == 0

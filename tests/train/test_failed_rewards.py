@@ -13,7 +13,7 @@ import pytest
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.errors import RewardError
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.train.grpo import train
 
 REWARD = """
@@ -58,7 +58,7 @@ def test_two_of_eight_rewards_fail_and_the_others_are_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of rewards 1, hang, 3, 5 and 2, 4, leave, 6: means 3 and 4 of the three that count."""
-    monkeypatch.setattr("rlpost.rewards.process.STACK_SECONDS", 20.0)
+    monkeypatch.setattr("rlpost.rewards.workers.STACK_SECONDS", 20.0)
     replies = ["a", "hang", "aaa", "aaaaa", "aa", "aaaa", "leave", "aaaaaa"]
     assert run(tmp_path, f"policy.replies=[{','.join(replies)}]", "advantage.estimator=dr_grpo") == 0
     told = rows(tmp_path)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.errors import ConfigError
-from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.objectives.sft_objective import SFTObjective
-from rlpost.settings.run import RunRequest
+from rlpost.objectives.policy_loss import PolicyObjective
+from rlpost.objectives.supervised import SFTObjective
+from rlpost.settings.commands import RunRequest
 from rlpost.train import grpo, sft
 
 HYBRIDS_AND_CAPS = ["qwen3_5_text", "lfm2", "gemma2", "phimoe"]

@@ -12,24 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.assemble import GRPOParts, assemble_grpo, resolve_numbers
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.collectors.process import WorkerProcess
-from rlpost.collectors.remote_policy import RemotePolicy
+from rlpost.collectors.driver import RemotePolicy
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Completion
 from rlpost.errors import PolicyError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.packing import Row
-from rlpost.model.sums import WeightSum, as_engine_sums, sums_of
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.model.weights import WeightSum, as_engine_sums, save_one_by_one, sums_of
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_process import save_one_by_one
-from rlpost.settings.gate import GateAlarm, GateSettings
-from rlpost.train.agreement import Differences, Disagreement, fault_of, fault_of_weights
-from rlpost.train.gate import Gate
-from rlpost.train.rank import Rank
-from rlpost.train.ranks import Ranks
+from rlpost.remote.process import WorkerProcess
+from rlpost.settings.training import GateAlarm, GateSettings
+from rlpost.train.assemble import GRPOParts, assemble_grpo, resolve_numbers
+from rlpost.train.gate import Differences, Disagreement, Gate, fault_of, fault_of_weights
+from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.update import Microbatches
 from rlpost.weight_sync.base import named_weights
 from tests.trainings import metrics, train_in

@@ -17,18 +17,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
+from rlpost.config.paths import check_resumable
 from rlpost.errors import DivergedError, PolicyError
-from rlpost.extras import is_installed
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.imports import is_installed
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.policies import TransformersWrapper
 from rlpost.runs.checkpoint import verify
-from rlpost.runs.resumable import check_resumable
-from rlpost.settings.run import RunRequest
-from rlpost.train import kept, rank, sampled, session
+from rlpost.settings.commands import RunRequest
+from rlpost.train import ranks, session
 from rlpost.train import update as update_module
+from rlpost.train.assemble import assemble_grpo
 from rlpost.train.grpo import train
 
 TINY = [
@@ -141,7 +141,7 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(tmp_path: Path) -> None:
 
 def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while `step` is being done."""
-    original = sampled.batch_metrics
+    original = session.batch_metrics
     seen = []
 
     def counting(*args: Any) -> dict[str, float]:
@@ -152,7 +152,7 @@ def stop_in_step(step: int, work: Callable[[], int], expected: int, number: int 
 
     assert threading.current_thread() is threading.main_thread()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampled, "batch_metrics", counting)
+        patch.setattr(session, "batch_metrics", counting)
         assert work() == expected
 
 
@@ -312,9 +312,9 @@ def test_the_sampler_rests_while_the_model_trains_and_what_training_freed_goes_b
 
     noted(TransformersWrapper, "generate")
     noted(TransformersWrapper, "rest")
-    noted(rank, "update")
+    noted(ranks, "update")
     noted(session, "give_back_freed_memory")
-    noted(kept, "save_checkpoint")
+    noted(session, "save_checkpoint")
     assert run(tmp_path / "r", "steps=2", "eval.enabled=false", "gate.enabled=false", "checkpoint.every=1") == 0
     step = ["generate", "rest", "update", "give_back_freed_memory", "save_checkpoint"]
     assert done == step * 2

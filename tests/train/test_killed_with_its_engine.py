@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from tests.processes import children, is_gone
 
 SLEEP = ["sleep", f"600.{os.getpid()}"]  # and no other test's

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost.assemble import assemble_grpo
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.errors import CheckpointError, ConfigError
-from rlpost.extras import is_installed
+from rlpost.imports import is_installed
 from rlpost.model.load import load_model, locate_model
 from rlpost.model.lora import MergedWeights
 from rlpost.settings import ModelSettings
+from rlpost.train.assemble import assemble_grpo
 from tests.trainings import train_in, untimed
 
 TINY = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlpost.model.packing import Row, pack
-from rlpost.objectives.policy_objective import PolicyObjective, PolicyOutput
+from rlpost.objectives.policy_loss import PolicyObjective, PolicyOutput
 from rlpost.settings import (
     Aggregation,
     DAPOLossSettings,
@@ -17,7 +17,7 @@ from rlpost.settings import (
     PolicyLossSettings,
     SamplerCorrection,
 )
-from rlpost.train.metrics import loss_metrics
+from rlpost.train.narration import loss_metrics
 from tests.train.test_split import minibatch, small_model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
-from rlpost.data import row_store
+from rlpost.data import rows as row_store
 from rlpost.data.demonstrations import Sample
 from rlpost.errors import DataError
 from rlpost.model.packing import Row

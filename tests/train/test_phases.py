@@ -15,8 +15,8 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
-from rlpost.settings.run import RunRequest
-from rlpost.train import saving
+from rlpost.settings.commands import RunRequest
+from rlpost.train import session
 from rlpost.train.grpo import train
 
 WORDS = [
@@ -48,7 +48,7 @@ def test_every_part_of_a_training_is_named_as_it_begins(tmp_path: Path, monkeypa
         told.append((kind, what, done, total))
 
     monkeypatch.setattr(Screen, "phase", phase)
-    monkeypatch.setattr(saving, "MOMENT", 60.0)  # a disk may be slow
+    monkeypatch.setattr(session, "MOMENT", 60.0)  # a disk may be slow
     composed = compose(TRAIN_GRPO, WORDS)
     train(composed.settings, RunRequest(tmp_path / "r", None, composed.overrides, ["rlpost"], composed.yaml))
     step = ["sampling", "scoring", "building", "training", "pushing weights", "checking"]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost import assemble_cluster, cluster, distributed
+from rlpost import distributed
 from rlpost.catalog import TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.distributed import Place, device_of
 from rlpost.errors import ConfigError, PolicyError, RankError
 from rlpost.model.packing import Row, shares_of
-from rlpost.train.joining import beside_ranks
-from rlpost.train.ranks import Alarm, Ranks
-from rlpost.train.sending import as_arrays, as_tensors
+from rlpost.remote import cluster
+from rlpost.train import assemble_players
+from rlpost.train.ranks import Alarm, Ranks, as_arrays, as_tensors, beside_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -205,10 +205,10 @@ def test_what_samples_stays_out_of_the_group() -> None:
 def test_a_cluster_that_is_begun_here_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     settings: Any = compose(TRAIN_GRPO, ["model=tiny", "cluster=ray", "cluster.trainer_ranks=2"]).settings
-    own = assemble_cluster.own_gpus(settings.cluster, torch.device("cuda", 0))
+    own = assemble_players.own_gpus(settings.cluster, torch.device("cuda", 0))
     with cluster.without_gpus(own):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
     with cluster.without_gpus([0, 1, 2]):  # there are no others
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert assemble_cluster.own_gpus(settings.cluster, torch.device("cpu")) == []
+    assert assemble_players.own_gpus(settings.cluster, torch.device("cpu")) == []

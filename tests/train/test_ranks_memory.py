@@ -16,7 +16,7 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlpost.model.sharding import GatheredWeights, ShardingPlan, export, load_sharded
-from rlpost.model.shards import announce_with
+from rlpost.model.weights import announce_with
 
 
 def memory() -> dict[str, int]:

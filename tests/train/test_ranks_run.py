@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.settings import Estimator
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.train import expert_iteration, grpo, sft
 from tests.asynchronous import players, started, trained_groups, wait_for, write_rows
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlpost import assemble
 from rlpost.catalog import EVAL, TRAIN_EXPERT_ITERATION, TRAIN_GRPO, TRAIN_SFT, Command
 from rlpost.chat import load_policy
 from rlpost.cli.main import run as rlpost
@@ -21,10 +20,10 @@ from rlpost.model.load import load_model
 from rlpost.model.precision import Numbers
 from rlpost.policies import transformers as sampling
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.policies.vllm_arguments import engine_arguments
+from rlpost.policies.vllm import engine_arguments
 from rlpost.settings import Autocast, DType, EvalSettings, ModelSettings, SamplingSettings, VLLMSettings
-from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, sft, update
+from rlpost.settings.commands import RunRequest
+from rlpost.train import assemble, expert_iteration, grpo, sft, update
 
 SMALL = ["model=tiny", "policy=transformers", "env.max_completion_tokens=2", "eval.enabled=false", "checkpoint.every=0"]
 SAMPLED = [*SMALL, "prompts_per_step=2", "group_size=2", "deterministic=true"]

@@ -14,8 +14,8 @@ from rlpost.catalog import TRAIN_GRPO
 from rlpost.errors import CheckpointError
 from rlpost.policies.transformers import TransformersWrapper
 from rlpost.runs.checkpoint import verify
-from rlpost.train import kept, rank
-from rlpost.train.saving import Saving
+from rlpost.train import ranks, session
+from rlpost.train.session import Saving
 from tests.trainings import metrics, train_in, untimed
 
 LETTERS = "def score(completions, **kept):\n    return [sum(c.isalpha() for c in text) / 6 for text in completions]\n"
@@ -39,7 +39,7 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
     assert train_in(TRAIN_GRPO, tmp_path / "plain", asked) == 0
     done: list[str] = []
     sampled, begun = threading.Event(), threading.Event()
-    save, generate, update = kept.save_checkpoint, TransformersWrapper.generate, rank.update
+    save, generate, update = session.save_checkpoint, TransformersWrapper.generate, ranks.update
 
     def slow(*given: Any, **how: Any) -> Path:
         sampled.clear()
@@ -64,9 +64,9 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
         done.append("learn")
         return update(*given, **how)
 
-    monkeypatch.setattr(kept, "save_checkpoint", slow)
+    monkeypatch.setattr(session, "save_checkpoint", slow)
     monkeypatch.setattr(TransformersWrapper, "generate", noting)
-    monkeypatch.setattr(rank, "update", learning)
+    monkeypatch.setattr(ranks, "update", learning)
     assert train_in(TRAIN_GRPO, tmp_path / "slow", [*asked, "gate.enabled=false"]) == 0
     first = ["sample", "learn", "begin", "sample", "end", "learn", "begin", "sample", "end", "learn"]
     assert done[: len(first)] == first
@@ -79,14 +79,14 @@ def test_a_step_samples_while_the_last_one_is_written_and_learns_only_after_that
 
 
 def test_a_save_that_fails_ends_the_run_before_it_learns_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = kept.save_checkpoint
+    save = session.save_checkpoint
 
     def failing(folder: Path, step: int, **how: Any) -> Path:
         if step == 2:
             raise CheckpointError("cannot write checkpoint step-000002: no space left")
         return save(folder, step, **how)
 
-    monkeypatch.setattr(kept, "save_checkpoint", failing)
+    monkeypatch.setattr(session, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", words(tmp_path))
     assert metrics(tmp_path / "run")[-1]["step"] == 2
@@ -98,7 +98,7 @@ def test_the_last_save_is_waited_for_and_its_failure_is_the_runs(
     def failing(folder: Path, step: int, **how: Any) -> Path:
         raise CheckpointError("no space left")
 
-    monkeypatch.setattr(kept, "save_checkpoint", failing)
+    monkeypatch.setattr(session, "save_checkpoint", failing)
     with pytest.raises(CheckpointError, match="no space left"):
         train_in(TRAIN_GRPO, tmp_path / "run", [*words(tmp_path), "steps=1"])
 

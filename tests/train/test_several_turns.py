@@ -14,12 +14,12 @@ from rlpost import register_tool
 from rlpost.catalog import EVAL, TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.conversation import Conversation
-from rlpost.envs.tool import ToolCall, ToolResult, ToolTransform
+from rlpost.envs.base import ToolCall, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, DataError
 from rlpost.model.load import load_tokenizer
 from rlpost.policies import transformers
-from rlpost.settings.registered import TOOLS
-from rlpost.settings.run import RunRequest
+from rlpost.settings.base import TOOLS
+from rlpost.settings.commands import RunRequest
 from rlpost.train.grpo import train
 
 OPEN: list[Any] = []  # tools that were started and not closed
@@ -177,8 +177,8 @@ def test_settings_that_cannot_be_are_refused(words: list[str], said: str, tmp_pa
 def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
     does: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlpost import assemble
     from rlpost.model import trainable
+    from rlpost.train import assemble
 
     def unwanted(*arguments: Any) -> None:
         raise AssertionError("the model was loaded")
@@ -201,7 +201,7 @@ def test_a_template_that_rewrites_is_refused_before_a_model_is_loaded(
 
 
 def test_an_evaluation_uses_tools_too() -> None:
-    from rlpost.assemble import evaluate_command
+    from rlpost.train.assemble import evaluate_command
 
     settings = compose(EVAL, [*EVALUATED, "env.limit=16", "sampling.temperature=1"]).settings
     evaluation = evaluate_command(settings)

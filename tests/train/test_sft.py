@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlpost.assemble_sft import assemble_sft
 from rlpost.catalog import TRAIN_SFT
 from rlpost.config.compose import compose
-from rlpost.data import row_store
+from rlpost.data import rows as row_store
 from rlpost.data.encoding import Encoder
 from rlpost.errors import ConfigError, DataError, DivergedError
-from rlpost.objectives.sft_objective import SFTObjective
+from rlpost.objectives.supervised import SFTObjective
 from rlpost.policies.transformers import TransformersWrapper
-from rlpost.train import rank, sft
+from rlpost.train import ranks, sft
+from rlpost.train.assemble import assemble_sft
 from rlpost.train.sft import row_of
 from tests.trainings import metrics, train_in, untimed
 
@@ -123,7 +123,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_minibatch(tmp_path: Path) -
 
 def stop_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process Ctrl-C while `step` is being done."""
-    original, seen = rank.update, []
+    original, seen = ranks.update, []
 
     def counting(*args: Any, **named: Any) -> Any:
         seen.append(None)
@@ -131,7 +131,7 @@ def stop_in_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*args, **named)
 
-    monkeypatch.setattr(rank, "update", counting)
+    monkeypatch.setattr(ranks, "update", counting)
 
 
 def test_a_resumed_run_is_bitwise_the_unbroken_one(

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rlpost.assemble_policy import build_policy
 from rlpost.catalog import EVAL, TRAIN_SFT
 from rlpost.config.compose import compose
 from rlpost.envs.build import build_env
 from rlpost.evaluation.play import play
 from rlpost.model.load import load_tokenizer, locate_model
 from rlpost.settings import SamplingSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
+from rlpost.train.assemble_policy import build_policy
 from rlpost.train.sft import train
 
 DATA = Path(os.environ.get("RLPOST_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"

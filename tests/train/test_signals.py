@@ -28,10 +28,10 @@ from rlpost.runs.checkpoint import load_checkpoint, verify
 from rlpost.runs.writer import Run
 from rlpost.screen import Screen
 from rlpost.settings import SamplingSettings
-from rlpost.settings.run import RunRequest
-from rlpost.train import expert_iteration, grpo, kept, sft
-from rlpost.train.sampled import SamplingSession
-from rlpost.train.sft_session import SFTSession
+from rlpost.settings.commands import RunRequest
+from rlpost.train import expert_iteration, grpo, session, sft
+from rlpost.train.session import SamplingSession
+from rlpost.train.sft import SFTSession
 
 SAMPLED = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "env.max_completion_tokens=4"]
 SAMPLED += ["env.eval_limit=2", "eval.every=1", "checkpoint.every=0"]
@@ -243,7 +243,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
     """
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     answered = threading.Event()
-    stop_asked, save_model = Screen.stop_asked, kept.save_model
+    stop_asked, save_model = Screen.stop_asked, session.save_model
 
     def noted(self: Screen, answer: str) -> None:
         stop_asked(self, answer)
@@ -258,7 +258,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, Ca
                 assert answered.wait(30)
 
         pending = [step]
-        monkeypatch.setattr(kept, "save_model", slow)
+        monkeypatch.setattr(session, "save_model", slow)
 
     monkeypatch.setattr(Screen, "stop_asked", noted)
     yield write

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlpost.catalog import TRAIN_GRPO
-from rlpost.train.sampled import SamplingSession
+from rlpost.train.session import SamplingSession
 from tests.trainings import train_in
 
 STEPS = int(os.environ.get("RLPOST_SOAK_STEPS", "300"))

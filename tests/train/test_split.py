@@ -20,14 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpost import distributed
 from rlpost.errors import RankError
-from rlpost.model.activations import recompute_activations
 from rlpost.model.lora import add_adapter
 from rlpost.model.packing import Row, shares_of
 from rlpost.model.sharding import ShardingPlan, shard
-from rlpost.model.shards import is_sharded, whole
+from rlpost.model.trainable import recompute_activations
+from rlpost.model.weights import is_sharded, whole
 from rlpost.objectives.functional import aggregate, minor_sft_loss, policy_loss, sft_loss
-from rlpost.objectives.policy_objective import PolicyObjective
-from rlpost.objectives.sft_objective import SFTObjective
+from rlpost.objectives.policy_loss import PolicyObjective
+from rlpost.objectives.supervised import SFTObjective
 from rlpost.objectives.variants import VARIANTS
 from rlpost.settings import (
     Aggregation,
@@ -50,7 +50,7 @@ from rlpost.settings import (
     SFTLossSettings,
     TwoSidedLossSettings,
 )
-from rlpost.settings.sft import SFTAggregation
+from rlpost.settings.commands import SFTAggregation
 from rlpost.train.update import Learner, Microbatches, update
 
 TEMPERATURE, LONGEST = 0.9, 12

@@ -11,7 +11,7 @@ from rlpost.catalog import TRAIN_EXPERT_ITERATION, TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.envs.arithmetic import ArithmeticEnv
 from rlpost.rewards.score import Score
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.train import expert_iteration, grpo
 
 SMALL = ["model=tiny", "policy=scripted", "prompts_per_step=1", "group_size=2", "eval.enabled=false"]

@@ -22,11 +22,10 @@ from rlpost.data.conversation import Conversation
 from rlpost.errors import ConfigError, PolicyError
 from rlpost.model.packing import Row, rows_of
 from rlpost.objectives import MCAdvantage
-from rlpost.objectives.advantage import give_advantages
-from rlpost.objectives.overlong import mask_overlong
+from rlpost.objectives.advantage import give_advantages, mask_overlong
 from rlpost.rewards.score import Score
 from rlpost.settings import GRPOSettings
-from rlpost.settings.run import RunRequest
+from rlpost.settings.commands import RunRequest
 from rlpost.train.grpo import minibatches, train
 
 Batch = Callable[..., TensorDict]

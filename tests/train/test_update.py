@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlpost.model.packing import Row
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOLossSettings, OptimSettings, Schedule
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import minibatch, small_model

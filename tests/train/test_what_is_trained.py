@@ -12,19 +12,17 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedModel
 
-from rlpost.assemble import GRPOParts, assemble_grpo
 from rlpost.catalog import TRAIN_GRPO
 from rlpost.config.compose import compose
 from rlpost.data.batch import concat_rows
 from rlpost.model.packing import Row, rows_of
-from rlpost.objectives.advantage import give_advantages
-from rlpost.objectives.overlong import mask_overlong
-from rlpost.objectives.policy_objective import PolicyObjective
+from rlpost.objectives.advantage import give_advantages, mask_overlong
+from rlpost.objectives.policy_loss import PolicyObjective
 from rlpost.settings import Autocast, GRPOSettings, OptimSettings
-from rlpost.settings.advantage import Estimator
-from rlpost.settings.loss import Aggregation
+from rlpost.settings.loss import Aggregation, Estimator
+from rlpost.train.assemble import GRPOParts, assemble_grpo
 from rlpost.train.grpo import leave_out_overlong, minibatches
-from rlpost.train.metrics import loss_metrics
+from rlpost.train.narration import loss_metrics
 from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import LONGEST, TEMPERATURE, Kept, small_model
 

@@ -18,7 +18,7 @@ from rlpost.errors import PolicyError
 from rlpost.model.load import load_model, tiny_tokenizer
 from rlpost.model.lora import add_adapter
 from rlpost.policies import ScriptedPolicy, TransformersWrapper, vLLMWrapper
-from rlpost.policies.vllm_arguments import checkpoint_names
+from rlpost.policies.vllm import checkpoint_names
 from rlpost.settings import LoRASettings, ModelSettings, SamplingSettings, VLLMSettings
 from rlpost.weight_sync.base import SharedWeights, default_updater, named_weights
 from rlpost.weight_sync.vllm import vLLMAdapterUpdater, vLLMUpdater
@@ -206,13 +206,12 @@ def test_the_updater_and_what_it_brings_weights_with_alone_write_a_policys_versi
         )
 
     # `become`, and how a run or a collector begins and goes on
-    starts = [f"collectors/{name}.py" for name in ("async_process", "players", "ray_collector", "ray_pushes")]
-    starts += ["policies/base.py", "weight_sync/base.py"]
+    torchrl = ["torchrl/async_collector.py", "torchrl/ray_collector.py"]
+    starts = ["collectors/driver.py", "policies/base.py", *torchrl, "weight_sync/base.py"]
     assert files_with(assigned) == starts
     loading = ["policies/scripted.py", "policies/transformers.py", "policies/vllm.py"]  # in `load_folder`
     # of a policy in another process: what the trainer's updater says there, and here
-    beyond = ["collectors/child_weights.py", "collectors/group_player.py", "collectors/ray_pushes.py"]
-    assert files_with(becoming) == [*beyond, *loading, "weight_sync/base.py"]
+    assert files_with(becoming) == ["collectors/player.py", *loading, *torchrl, "weight_sync/base.py"]
 
 
 def test_what_is_shared_needs_no_push_but_has_to_hold_weights() -> None:

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 from rlpost.collectors import Collector
 from rlpost.data import FrameBuffer, LazyTensorStorage, RayReplayBuffer, ReplayBuffer
 from rlpost.errors import DataError, MissingExtraError, PolicyError
-from rlpost.extras import is_installed
-from rlpost.policies.vllm_exchange import EXCHANGE, memory_folder
+from rlpost.imports import is_installed
+from rlpost.remote.exchange import EXCHANGE, memory_folder
+from rlpost.weight_sync.base import WorkersFailed
 from rlpost.weight_sync.ray import WeightSender
-from rlpost.weight_sync.schemes import WorkersFailed
 from tests.collectors.here import wait_until
 
 pytestmark = [
@@ -190,7 +190,7 @@ def test_what_a_buffer_in_an_actor_cannot_do_is_refused(monkeypatch: pytest.Monk
         RayReplayBuffer(draw_limit=3)
     with pytest.raises(TypeError, match="replay_buffer_cls is ReplayBuffer, FrameBuffer or a class of theirs, not int"):
         RayReplayBuffer(replay_buffer_cls=int)
-    monkeypatch.setattr("rlpost.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("rlpost.imports.is_installed", lambda package: False)
     with pytest.raises(MissingExtraError, match=r"RayReplayBuffer needs ray.*rlpost\[ray\]"):
         RayReplayBuffer()
     with pytest.raises(MissingExtraError, match=r"RayWeightSyncScheme needs ray"):

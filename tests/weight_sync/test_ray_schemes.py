@@ -16,10 +16,10 @@ from tensordict import TensorDict
 from rlpost.collectors import GroupWeightSyncScheme, RayWeightSyncScheme
 from rlpost.errors import PolicyError
 from rlpost.model.weights import SavedWeights
-from rlpost.policies.vllm_exchange import memory_folder
-from rlpost.weight_sync import copies
+from rlpost.remote import exchange
+from rlpost.remote.exchange import memory_folder
+from rlpost.weight_sync.base import Worker, WorkersFailed
 from rlpost.weight_sync.ray import WeightSender, default_schemes
-from rlpost.weight_sync.schemes import Worker, WorkersFailed
 
 HOST = "127.0.0.1"
 
@@ -46,7 +46,7 @@ def line(*values: float) -> torch.nn.Linear:
 
 
 def test_workers_of_this_host_load_one_folder_that_is_removed_afterwards() -> None:
-    scheme, here = RayWeightSyncScheme(), copies.host_id()
+    scheme, here = RayWeightSyncScheme(), exchange.host_id()
     takers = {4: Taker(), 7: Taker()}
     with scheme.offered(line(1.0, 2.0), {n: worker(here) for n in takers}) as offers:
         assert offers[4] == offers[7]
@@ -96,7 +96,7 @@ def test_a_copy_is_written_once_for_all_who_ask_and_whole_before_any_sees_it() -
         return {"a": b"12", "b": b"345"}
 
     def load(_: int) -> dict[str, bytes]:
-        with copies.fetched(key, files) as folder:
+        with exchange.fetched(key, files) as folder:
             all_there.wait(30)
             return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -109,7 +109,7 @@ def test_a_copy_is_written_once_for_all_who_ask_and_whole_before_any_sees_it() -
 def test_a_copy_that_was_removed_is_written_anew() -> None:
     key = str(uuid.uuid4())
     for content in (b"1", b"2"):
-        with copies.fetched(key, lambda content=content: {"a": content}) as folder:
+        with exchange.fetched(key, lambda content=content: {"a": content}) as folder:
             assert (folder / "a").read_bytes() == content
 
 

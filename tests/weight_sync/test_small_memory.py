@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from rlpost.collectors.process import death
 from rlpost.errors import PolicyError
-from rlpost.extras import is_installed
-from rlpost.model.weights import SavedWeights
-from rlpost.policies import vllm_process
+from rlpost.imports import is_installed
+from rlpost.model.weights import SavedWeights, save_one_by_one
+from rlpost.policies import vllm_engine
 from rlpost.policies.vllm import vLLMWrapper
-from rlpost.policies.vllm_exchange import exchange_folder
-from rlpost.policies.vllm_process import save_one_by_one
+from rlpost.remote import exchange
+from rlpost.remote.exchange import exchange_folder
+from rlpost.remote.process import death
 from rlpost.settings import VLLMSettings
-from rlpost.weight_sync import copies
 
 WEIGHTS = {"small": torch.ones(4), "large": torch.arange(100.0)}  # 16 and 400 bytes
 
@@ -36,7 +35,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, in
         free = {memory: in_memory, disk: on_disk}
         for folder in free:
             folder.mkdir()
-        for module in (vllm_process, copies):
+        for module in (vllm_engine, exchange):
             monkeypatch.setattr(module, "memory_folder", lambda: memory)
         monkeypatch.setattr(tempfile, "tempdir", str(disk))
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
@@ -58,7 +57,7 @@ def test_weights_without_room_in_memory_lie_on_disk_meanwhile(places: Callable[.
 
 def test_a_copy_without_room_in_memory_lies_on_disk_meanwhile(places: Callable[..., tuple[Path, Path]]) -> None:
     memory, disk = places(64, 10_000)
-    with copies.fetched("key", lambda: {"a": b"12", "b": bytes(400)}) as folder:
+    with exchange.fetched("key", lambda: {"a": b"12", "b": bytes(400)}) as folder:
         assert (folder / "b").read_bytes() == bytes(400)
         assert (folder / "b").resolve().is_relative_to(disk)
     assert [*memory.iterdir(), *disk.iterdir()] == []

@@ -1,25 +1,412 @@
-"""A Python in its sandbox as seen from outside: started, asked, watched, frozen and ended."""
+"""A Python in its sandbox as seen from outside: started, asked, watched, frozen and ended.
+
+The thread that starts every sandbox of this process.
+
+Which Python runs in a sandbox, and what of the disk it has to see.
+
+How much of the machine a program may use.
+
+How a program ended, and what is kept of its output.
+"""
 
 from __future__ import annotations
 
+import ast
+import atexit
 import contextlib
+import ctypes
 import json
 import os
+import platform
+import re
+import resource
 import secrets
 import selectors
 import signal
+import site
 import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from rlpost.child import kill_group, put, readable_within, shell_code, taken
-from rlpost.errors import SandboxError
+from rlpost.errors import ConfigError, SandboxError
+from rlpost.remote.child import ending, kill_group, put, readable_within, shell_code, taken
 from rlpost.tools.sandbox import runner
-from rlpost.tools.sandbox.execution import Capture, Execution, KilledBy
-from rlpost.tools.sandbox.launcher import Launch, NotStarted, launcher
-from rlpost.tools.sandbox.limits import Limits
+
+_QUESTION = (
+    "import site, sys, sysconfig; v = sys.version_info;"
+    "print(f'{sys.base_prefix}/bin/python{v[0]}.{v[1]}', sys.base_prefix, sysconfig.get_path('stdlib'),"
+    " *site.getsitepackages(), sep='\\n')"
+)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python whose files lie under one prefix, as system, pyenv, uv and conda Pythons do.
+
+    A virtual environment's Python is that of its base; `packages` are the environment's own folders.
+    """
+
+    executable: Path
+    prefix: Path
+    stdlib: Path
+    packages: tuple[Path, ...]
+
+    @classmethod
+    @cache
+    def running(cls) -> Interpreter:
+        """The Python that runs this program."""
+        name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        prefix = Path(sys.base_prefix)
+        return cls._of(prefix / "bin" / name, prefix, Path(sysconfig.get_paths()["stdlib"]), site.getsitepackages())
+
+    @classmethod
+    @cache
+    def at(cls, path: str) -> Interpreter:
+        """The Python at `path`, asked for its folders. Raises SandboxError where there is none."""
+        try:
+            asked = subprocess.run(
+                [path, "-I", "-c", _QUESTION], capture_output=True, text=True, timeout=20, check=True
+            )
+            executable, prefix, stdlib, *packages = asked.stdout.splitlines()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise SandboxError(f"{path} cannot be asked for its folders ({error}): name a Python that runs") from None
+        return cls._of(Path(executable), Path(prefix), Path(stdlib), packages)
+
+    @classmethod
+    def _of(cls, executable: Path, prefix: Path, stdlib: Path, packages: Sequence[str]) -> Interpreter:
+        if not executable.is_file():
+            raise SandboxError(f"this Python has no {executable}: name one with python=, for example /usr/bin/python3")
+        installed = tuple(Path(folder) for folder in packages if os.path.isdir(folder))
+        return cls(executable.resolve(), prefix.resolve(), stdlib.resolve(), installed)
+
+    def readable(self) -> list[Path]:
+        """Files and folders that it needs, and no more of the prefix: that may lie in somebody's home."""
+        wanted = [self.executable, *(self.prefix / name for name in ("lib", "lib64"))]
+        return [path for path in wanted if path.exists() and not path.is_symlink()]
+
+    def hidden(self) -> list[Path]:
+        """Folders of installed packages below those: they may hold the answers to the tasks."""
+        beside = [self.stdlib / "site-packages", self.stdlib / "dist-packages", Path("/usr/lib/python3/dist-packages")]
+        return [folder for folder in beside if folder.is_dir()]
+
+
+def closed_to_others(paths: Sequence[Path]) -> bool:
+    """Whether some of `paths`, or a folder above it, may not be entered by other users."""
+    return any(not part.stat().st_mode & os.X_OK for path in paths for part in (path, *path.parents))
+
+
+# CLONE_NEWNS, MS_BIND, MS_REC, MS_SLAVE
+_NEW_MOUNTS, _BIND, _RECURSIVE, _FOLLOW_ONLY = 0x00020000, 4096, 16384, 1 << 19
+
+
+class NotStarted(SandboxError):
+    """The walls could not be put up here."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an interpreter is started: in `folder`, as `user` where that is one of its own.
+
+    A `temporary` folder is removed with what the program left there.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str = "/"
+    temporary: bool = False
+    user: int | None = None
+
+
+class Launcher:
+    """One thread, which stays, as the kernel ends a sandbox with the thread that started it.
+
+    For the superuser this thread has mounts of its own, where the files that a sandbox shows lie in
+    a folder that the sandbox's user may enter, whatever closed home they come from.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "rlpost-sandbox")
+        self._stage: Path | None = None
+        self._places: dict[Path, Path] = {}
+
+    def start(self, launch: Launch, pipes: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Start an interpreter with nothing but `pipes` and its output open. Raises OSError."""
+        return self._thread.submit(_start, launch, pipes).result()
+
+    def places_of(self, paths: Sequence[Path]) -> dict[Path, Path]:
+        """Places where every user can reach `paths`, and which each is. Raises OSError where that is not allowed."""
+        return self._thread.submit(self._show, paths).result()
+
+    def _show(self, paths: Sequence[Path]) -> dict[Path, Path]:
+        if self._stage is None:
+            _checked(_libc().unshare(_NEW_MOUNTS))
+            _mount(None, "/", None, _RECURSIVE | _FOLLOW_ONLY)
+            stage = temporary_folder()
+            atexit.register(_remove, stage, os.getpid())
+            _mount("tmpfs", stage, "tmpfs", 0, "mode=755")
+            self._stage = Path(stage)
+        for path in paths:
+            if path not in self._places:
+                place = self._stage / str(len(self._places))
+                place.mkdir() if path.is_dir() else place.touch()
+                _mount(str(path), str(place), None, _BIND | _RECURSIVE)
+                self._places[path] = place
+        return {self._places[path]: path for path in paths}
+
+
+def temporary_folder() -> str:
+    """A fresh folder that other users can reach, wherever TMPDIR may lie."""
+    usual = Path(tempfile.gettempdir())
+    return tempfile.mkdtemp(prefix="rlpost-sandbox-", dir="/tmp" if closed_to_others([usual]) else usual)
+
+
+_launcher = Launcher()
+
+
+def launcher() -> Launcher:
+    """This process's own; a fork has none of its parent's threads."""
+    return _launcher
+
+
+def _after_fork() -> None:
+    global _launcher
+    _launcher = Launcher()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _start(launch: Launch, pipes: Sequence[int]) -> subprocess.Popen[bytes]:
+    started = subprocess.Popen(
+        launch.command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=pipes,
+        env=launch.environment,
+        cwd=launch.folder,
+        start_new_session=True,
+        bufsize=0,
+    )
+    for stream in (started.stdout, started.stderr):
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+    return started
+
+
+def _remove(stage: str, owner: int) -> None:
+    """Remove the folder, empty to all but the thread that is gone by now."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            os.rmdir(stage)
+
+
+def _mount(source: str | None, place: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    words = [None if word is None else os.fsencode(word) for word in (source, place, kind)]
+    _checked(_libc().mount(*words, ctypes.c_ulong(flags), None if options is None else options.encode()))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one sandbox may take.
+
+    `memory_mb` is the address space of each of its processes, and what all of them and their files
+    hold together; a process that asks for more gets a MemoryError, several that have more are killed.
+    `processes` counts threads too. `disk_mb` is the size of its /tmp and the longest file there,
+    `output_bytes` what is kept of stdout and of stderr.
+    """
+
+    memory_mb: int = 512
+    processes: int = 16
+    disk_mb: int = 32
+    files: int = 10_000
+    open_files: int = 128
+    output_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        least = {"memory_mb": 64, "processes": 4, "disk_mb": 1, "files": 16, "open_files": 16, "output_bytes": 2}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name}={getattr(self, name)} is too little for Python: it must be at least {value}")
+
+    @property
+    def flood_bytes(self) -> int:
+        """Output after which a program is ended: reading and dropping more would only heat the machine."""
+        return self.output_bytes + 16 * MIB
+
+    def rlimits(self, cpu_seconds: int, other_tasks: int) -> dict[int, int]:
+        """Resource limits of each process, where `other_tasks` of the same user count as processes too."""
+        return {
+            resource.RLIMIT_AS: self.memory_mb * MIB,
+            # 1, not 0: the kernel pipes the dump of a process with limit 0 to a handler if it has one, outside
+            resource.RLIMIT_CORE: 1,
+            resource.RLIMIT_CPU: cpu_seconds,
+            resource.RLIMIT_FSIZE: self.disk_mb * MIB,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_NOFILE: self.open_files,
+            resource.RLIMIT_NPROC: self.processes + other_tasks,
+            resource.RLIMIT_SIGPENDING: 128,
+        }
+
+
+def tasks_counted_with(*, own_user: bool, own_namespace: bool) -> int:
+    """How many tasks outside a sandbox its RLIMIT_NPROC counts too.
+
+    None where its user has no other processes, or, since Linux 5.14, where it is in a user
+    namespace of its own, as processes are counted by user and namespace.
+    """
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    counted_apart = release is not None and (int(release[1]), int(release[2])) >= (5, 14)
+    if own_user or (own_namespace and counted_apart):
+        return 0
+    return sum(_tasks(process) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _tasks(process: Path) -> int:
+    try:
+        return len(os.listdir(process / "task")) if process.stat().st_uid == os.getuid() else 0
+    except OSError:  # it has just ended
+        return 0
+
+
+class KilledBy(Enum):
+    """The limit for which the sandbox ended a program."""
+
+    time = "time"
+    memory = "memory"
+    output = "output"
+    files = "files"
+
+
+_REASONS = {
+    KilledBy.time: "Code execution timed out",
+    KilledBy.memory: "Code execution took more memory than it is allowed",
+    KilledBy.output: "Code execution wrote more output than it is allowed",
+    KilledBy.files: "Code execution made more files than it is allowed",
+}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One program, after its end.
+
+    `exit_code` is Python's own, 128 + n where signal n ended the process, None where the sandbox
+    did. `finished` says that the interpreter reported the program's end: one that leaves by `os._exit(0)`
+    before its last line has exit code 0 and is not finished. `cut_bytes` of output were not kept.
+
+    That report is the interpreter's, and the program is in it: one that wants to can send the same. So whether a
+    program did what it should is told by what comes out of it and is compared outside: `Session.ask`.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    killed_by: KilledBy | None
+    finished: bool
+    cut_bytes: int
+    seconds: float
+
+    @property
+    def claims_success(self) -> bool:
+        """Whether the interpreter reported an end without an exception: no proof that there was one."""
+        return self.finished and self.exit_code == 0
+
+    @property
+    def timed_out(self) -> bool:
+        return self.killed_by is KilledBy.time
+
+    @property
+    def output_cut(self) -> bool:
+        return self.cut_bytes > 0
+
+    @property
+    def reason(self) -> str:
+        """In words, why a program did not reach its end; empty where it did."""
+        if self.finished:
+            return ""
+        if self.killed_by is not None:
+            return _REASONS[self.killed_by]
+        if self.exit_code is not None and self.exit_code > 128:
+            return f"Python {ending(128 - self.exit_code)}"
+        if self.exit_code is None:
+            return "Python closed the pipes that it is run by"
+        return f"Python ended early with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program in a session gives for an expression, where it `given` one that can be carried out of it.
+
+    `value` is made of None, numbers, strings, bytes, tuples, lists, dicts and sets, of their own types: nothing of
+    the program is in it, so comparing it with what is expected runs none of its code.
+    """
+
+    given: bool
+    value: Any
+    execution: Execution
+
+    @classmethod
+    def read(cls, execution: Execution, mark: str) -> Answer:
+        """The answer that stands behind the last `mark` of the output."""
+        _, found, text = execution.stdout.rpartition(mark)
+        try:
+            value = ast.literal_eval(text.removesuffix("\n")) if found and execution.claims_success else None
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # not written by repr, or too deep
+            found = ""
+            value = None
+        return cls(bool(found) and execution.claims_success, value, execution)
+
+
+class Capture:
+    """The beginning and the end of a stream of bytes, `limit` bytes in all; what is between is counted."""
+
+    def __init__(self, limit: int) -> None:
+        self.total = 0
+        self._room = (limit + 1) // 2
+        self._tail_room = limit - self._room
+        self._head = bytearray()
+        self._tail = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._room - len(self._head)
+        self._head += data[:room]
+        self._tail += data[room:]
+        del self._tail[: max(0, len(self._tail) - self._tail_room)]
+
+    @property
+    def cut_bytes(self) -> int:
+        return self.total - len(self._head) - len(self._tail)
+
+    def text(self) -> str:
+        """As UTF-8; bytes that are none become �, and where some are missing their number is said."""
+        if not self.cut_bytes:
+            return (self._head + self._tail).decode(errors="replace")
+        note = f"\n[{self.cut_bytes} bytes left out]\n"
+        return self._head.decode(errors="replace") + note + self._tail.decode(errors="replace")
+
 
 START_SECONDS = 30.0  # until the walls stand; on an idle machine they take milliseconds
 DEATH_SECONDS = 30.0  # from SIGKILL until the last process is gone

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlpost.sandbox import Execution, Limits, Sandbox
-from rlpost.tools.sandbox.walls import ENVIRONMENT
+from rlpost.tools.sandbox.sandbox import ENVIRONMENT
 
 # Inside: `attempt` prints what a forbidden thing raises, or that it went well
 PRELUDE = """

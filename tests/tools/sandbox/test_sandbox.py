@@ -19,9 +19,7 @@ import pytest
 
 from rlpost.errors import SandboxError
 from rlpost.sandbox import Limits, Sandbox, SandboxMode, Session
-from rlpost.tools.sandbox.interpreter import Interpreter
-from rlpost.tools.sandbox.launcher import temporary_folder
-from rlpost.tools.sandbox.process import Process
+from rlpost.tools.sandbox.process import Interpreter, Process, temporary_folder
 from tests.bubblewrap import needs_bubblewrap, sandbox
 from tests.tools.sandbox.attacks import Attacked, attacked
 
@@ -250,7 +248,7 @@ def test_the_end_of_a_session_leaves_nothing(attacked: Attacked, ending: str) ->
 @needs_bubblewrap
 def test_a_killed_process_takes_its_sandboxes_with_it(attacked: Attacked, tmp_path: Path) -> None:
     program = (
-        "import rlpost.tools.sandbox.sandbox as s, rlpost.tools.sandbox.walls as w\n"
+        "import rlpost.tools.sandbox.sandbox as s, rlpost.tools.sandbox.sandbox as w\n"
         "from rlpost.sandbox import Sandbox\n"
         f"w.ENVIRONMENT['MARK'] = {attacked.mark!r}\n"
         "session = Sandbox().session(); session.run('x = 1', timeout_seconds=60)\n"
@@ -377,8 +375,10 @@ def test_what_cannot_be_shown_or_run_is_named(tmp_path: Path) -> None:
 def test_an_ordinary_users_sandbox_holds_too(tmp_path: Path, mode: str) -> None:
     """Processes are counted although the user has others, several that eat memory are ended, nothing is left."""
     package = Path(__file__).parents[3] / "rlpost"
-    (tmp_path / "rlpost" / "tools").mkdir(parents=True)
-    for part in ("__init__.py", "child.py", "errors.py", "lazy.py", "sandbox.py", "tools/__init__.py", "tools/sandbox"):
+    for folder in ("remote", "tools"):
+        (tmp_path / "rlpost" / folder).mkdir(parents=True)
+    ground = ("__init__.py", "errors.py", "files.py", "imports.py", "text.py", "remote/__init__.py", "remote/child.py")
+    for part in (*ground, "sandbox.py", "tools/__init__.py", "tools/sandbox"):
         copy = shutil.copytree if (package / part).is_dir() else shutil.copy
         copy(package / part, tmp_path / "rlpost" / part)
     open_to_all(tmp_path)

@@ -9,9 +9,8 @@ import pytest
 
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Execution, KilledBy, Limits
-from rlpost.tools.sandbox.execution import Capture
-from rlpost.tools.sandbox.limits import tasks_counted_with
-from rlpost.tools.sandbox.seccomp import program
+from rlpost.tools.sandbox.process import Capture, tasks_counted_with
+from rlpost.tools.sandbox.sandbox import program
 
 ALLOW, REFUSE, ABSENT, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM is 1, ENOSYS 38
 X86, ARM, I386 = 0xC000003E, 0xC00000B7, 0x40000003

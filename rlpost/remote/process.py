@@ -1,0 +1,311 @@
+"""An object that lives in a process of its own, called from this one: what AsyncCollector and its like work with."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+
+from rlpost.errors import PolicyError
+from rlpost.remote.child import ending, kill_group, python_module
+from rlpost.remote.orphans import guard
+
+START_SECONDS = 900.0  # longest wait for the object to be built: a large model takes minutes to load
+SILENT_SECONDS = 180.0  # without a sign of life, after which the process is taken to hang
+END_SECONDS = 20.0  # for the object to close in order, before it is killed
+LOOK_SECONDS = 1.0
+
+
+class NotReady(PolicyError):
+    """A process was not ready in time."""
+
+
+class RemoteObject(ABC):
+    """An object that lives in another process, `build()` there, whose methods are called from here.
+
+    `build` goes over by cloudpickle, so it may be a lambda. Calls are carried out in their order on that process's
+    main thread; a method that returns a Future lets the next one begin. `on_event` is told what the object says
+    unasked, in a thread of this class. Whoever waits when the process dies is woken with a PolicyError that says how
+    it ended; so is one that waits for a process that gives no sign of life.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        name: str,
+        on_event: Callable[[str, Any], None] = lambda kind, content: None,
+        on_death: Callable[[], None] = lambda: None,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
+        self.name = name
+        self.on_event = on_event
+        self.on_death = on_death
+        self._build = cloudpickle.dumps(build)
+        self._silent_seconds = silent_seconds
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()  # of what is waited for, and of writing
+        self._failure: PolicyError | None = None
+        self._heard = 0.0  # when the process gave its last sign of life
+
+    # How the process is reached
+
+    @abstractmethod
+    def _open(self, seconds: float) -> None:
+        """Start the process, which is to be there after `seconds`; `take` is called with what it says from then on."""
+
+    @abstractmethod
+    def _write(self, message: bytes) -> None:
+        """Send a message. A process that is gone is noticed elsewhere: nothing is raised."""
+
+    @property
+    @abstractmethod
+    def _is_open(self) -> bool:
+        """Whether `_open` was called."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the process and all it has started, at once; nothing happens where it has ended."""
+
+    def lost(self) -> None:
+        """The connection that `listen` listens to has ended."""
+        self._fail(f"{self.name} was lost: its connection has ended")
+
+    def bring(self, folder: Path) -> Path:
+        """Where the process finds what `folder` of this machine holds; `taken_back` ends that."""
+        return folder
+
+    def taken_back(self, folder: Path) -> None:  # noqa: B027  most bring nothing anywhere
+        """What `bring` brought is used no more."""
+
+    # Calls
+
+    def start(self, seconds: float = START_SECONDS) -> Self:
+        """Start the process and wait until the object is built. Raises what building raised, NotReady, or its death."""
+        until = time.monotonic() + seconds
+        try:
+            self._open(seconds)
+            self._ask("build", self._build).result(max(0.0, until - time.monotonic()))
+        except FutureTimeout:
+            self.kill(f"was not ready within {seconds:.0f} s")
+            raise NotReady(*(self.failure or PolicyError("it ended")).args) from None
+        except BaseException:
+            self.kill("was not wanted any more")
+            raise
+        return self
+
+    @property
+    def failure(self) -> PolicyError | None:
+        """Why the process is of no more use; None while it lives."""
+        return self._failure
+
+    def submit(self, method: str, *arguments: Any, **named: Any) -> Future[Any]:
+        """The result of a method of the object, once it is there."""
+        return self._ask("call", cloudpickle.dumps((method, arguments, named)))
+
+    def call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
+        """What a method of the object returns. Raises what it raised, PolicyError after `seconds` or at its death."""
+        try:
+            return self.submit(method, *arguments, **named).result(seconds)
+        except FutureTimeout:
+            raise PolicyError(
+                f"waited {seconds:.0f} s for {method} of {self.name}: the policy or the environment may hang"
+            ) from None
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Let the object close, then end the process and all it has started; a second call does nothing."""
+        if not self._is_open:
+            return
+        if self._failure is None:
+            with suppress(PolicyError, FutureTimeout):
+                self._ask("close", b"").result(seconds)
+        self.kill("was closed")
+
+    def kill(self, why: str) -> None:
+        """End the process and all it has started at once; `why` is what calls from now on are told."""
+        self._fail(f"{self.name} {why}")
+        if self._is_open:
+            self._end()
+
+    def lose(self, why: str) -> None:
+        """Take the process for gone, which cannot be told anything any more: as `kill` otherwise."""
+        self._fail(f"{self.name} {why}")
+
+    def _ask(self, kind: str, content: bytes) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._failure is None and not self._is_open:
+            raise PolicyError(f"{self.name} was not started: call start()")
+        with self._lock:
+            if self._failure is None:
+                number = next(self._numbers)
+                self._waiting[number] = future
+                self._write(cloudpickle.dumps((number, kind, content)))
+                return future
+        future.set_exception(PolicyError(*self._failure.args))
+        return future
+
+    def take(self, message: bytes | None) -> None:
+        """One message: (number of a call, whether it went well, result), or (None, kind, content) of an event.
+
+        None: nothing has come for a while. A process that has been silent for too long is killed.
+        """
+        if message is None:
+            if (silent := time.monotonic() - self._heard) > self._silent_seconds:
+                self.kill(
+                    f"gave no sign of life for {silent:.0f} s and was killed: it hangs, or the machine is too busy"
+                )
+            return
+        self._heard = time.monotonic()
+        number, kind, content = cloudpickle.loads(message)
+        if number is None:
+            if kind != "beat":
+                self.on_event(kind, content)
+            return
+        with self._lock:
+            future = self._waiting.pop(number, None)
+        if future is not None:
+            with suppress(InvalidStateError):  # whoever asked may have given up
+                future.set_result(content) if kind else future.set_exception(content)
+
+    def _fail(self, why: str) -> None:
+        """Wake whoever waits."""
+        with self._lock:
+            first, self._failure = self._failure is None, self._failure or PolicyError(why)
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(PolicyError(why))
+        if first:
+            self.on_death()
+
+
+class WorkerProcess(RemoteObject):
+    """A `RemoteObject` in a Python process of its own on this machine.
+
+    The process is no child of a terminal: Ctrl-C does not reach it, and it ends, with all it has started, when this
+    process ends or closes it. What it prints goes to the file descriptor `output`, or where this process's output
+    goes when it starts.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        name: str = "the collector's process",
+        environment: Mapping[str, str] | None = None,
+        output: int | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(build, name=name, **how)
+        self.environment = dict(environment or {})
+        self._output = output
+        self._popen: subprocess.Popen[Any] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None before it was started."""
+        return self._popen and self._popen.pid
+
+    @property
+    def _is_open(self) -> bool:
+        return self._popen is not None
+
+    def _open(self, seconds: float) -> None:
+        self._popen, self._connection = worker_process(self.environment, self._output)
+        self._finalizer = weakref.finalize(self, kill_worker, self._popen)
+        atexit.register(self._finalizer)
+        self._heard = time.monotonic()
+        listen(self, self._connection)
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # its death is noticed where it is read from
+            self._connection.send_bytes(message)
+
+    def _end(self) -> None:
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    def lost(self) -> None:
+        """See `RemoteObject.lost`: says how the process ended."""
+        assert self._popen is not None
+        try:
+            code = self._popen.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill("has closed its connection and did not end")
+            return
+        self._fail(f"{self.name} {death(code)}")
+        self._end()
+
+
+def worker_process(
+    environment: Mapping[str, str], output: int | None = None
+) -> tuple[subprocess.Popen[Any], Connection]:
+    """A process that builds an object and calls its methods as it is told over the connection: see `worker`."""
+    guard()
+    mine, theirs = socket.socketpair()
+    with theirs:
+        popen = python_module(
+            "rlpost.remote.worker",
+            theirs.fileno(),
+            environment=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    return popen, Connection(mine.detach())
+
+
+WHY_KILLED: dict[int, str] = {
+    signal.SIGKILL: ", as the kernel does where memory runs out",
+    signal.SIGBUS: ", as the kernel does where /dev/shm is full: give the container more (docker run --shm-size=8g)",
+}
+
+
+def death(code: int) -> str:
+    """How a process that was not told to end did, from its return code."""
+    return ending(code) + WHY_KILLED.get(-code, "")
+
+
+def kill_worker(popen: subprocess.Popen[Any]) -> None:
+    """Kill the process and what it has started; what it leaves behind is in its group."""
+    kill_group(popen.pid)
+    with suppress(subprocess.TimeoutExpired):
+        popen.wait(END_SECONDS)
+
+
+def listen(remote: RemoteObject, connection: Connection) -> None:
+    """Have a thread take what comes until the process ends, or nobody holds `remote` any more."""
+    threading.Thread(target=_listen, args=(weakref.ref(remote), connection), daemon=True).start()
+
+
+def _listen(held: weakref.ref[RemoteObject], connection: Connection) -> None:
+    while True:
+        try:
+            message = connection.recv_bytes() if connection.poll(LOOK_SECONDS) else None
+        except (EOFError, OSError):
+            if (remote := held()) is not None:
+                remote.lost()
+            return
+        remote = held()
+        if remote is None or remote.failure is not None:
+            connection.close()
+            return
+        remote.take(message)
+        del remote

@@ -1,0 +1,182 @@
+"""What the settings dataclasses share: the mark of a value still to be chosen, and the limits of numbers.
+
+The settings that make something run: code to import, a program to start, a wall to take down, a machine to send to.
+
+A field that does so says it in its `metadata`. `rlpost.config.code` lets such a value come from a command line alone,
+where a person typed it: a recipe, a file of conf/ and a run folder may be anybody's.
+
+What a plugin adds, by name: rewards and tools. An environment gets its row in rlpost/catalog.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+from rlpost.errors import ConfigError
+
+MISSING: Any = "???"  # how OmegaConf writes a value that has none yet; composing fills it in
+LIMITS = "rlpost.limits"  # the key in a field's metadata
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The numbers that a setting may have; a bound that is None does not hold."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+
+    def __str__(self) -> str:
+        if self.at_least is not None and self.at_most is not None:
+            return f"lie between {self.at_least} and {self.at_most}"
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
+        return "be " + " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` lies within all bounds; NaN does not."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+        )
+
+
+def limited(
+    default: T, at_least: float | None = None, at_most: float | None = None, *, above: float | None = None
+) -> T:
+    """A field of a settings class with the lowest and the highest value that `Settings` lets it have beside None."""
+    return field(default=default, metadata={LIMITS: Limits(at_least, at_most, above)})
+
+
+class Settings:
+    """Base of the settings classes, `class ChildSettings(Settings, group="optim")`: checks the limits of its fields.
+
+    `group` is what the keys begin with, optim.lr for example; without one they have no beginning.
+    """
+
+    _prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, group: str = "", **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if group:
+            cls._prefix = f"{group}."
+
+    def __post_init__(self) -> None:
+        self.check_limits(**vars(self))
+
+    @classmethod
+    def check_limits(cls, **values: Any) -> None:
+        """Raise ConfigError for a value of a field of this class that is out of its limits; others are passed over."""
+        for name, limits in limits_of(cls).items():
+            value = values.get(name)
+            if value is not None and not limits.hold(value):
+                raise ConfigError(f"{cls._prefix}{name}={value} is out of range: it must {limits}")
+
+
+@cache
+def limits_of(settings: type) -> dict[str, Limits]:
+    """Field -> its limits, which stay where a derived class gives a field another default."""
+    return {
+        name: own.metadata[LIMITS]
+        for cls in reversed(settings.__mro__)
+        for name, own in getattr(cls, "__dataclass_fields__", {}).items()
+        if LIMITS in own.metadata
+    }
+
+
+NAME = re.compile(r"[A-Za-z][\w-]*")  # of an environment, a reward or a tool; no file is called so
+RUNS = "rlpost.runs"  # the key in a field's metadata
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a value makes run: `no_file` goes on "a file cannot ...", `by` is whether this value does it.
+
+    `beside` says which values do not, and `example` is one that does.
+    """
+
+    no_file: str
+    by: Callable[[Any], bool]
+    beside: str = ""
+    example: str = ""
+
+
+def _said(value: Any) -> bool:
+    return value is not None and value != []
+
+
+def _beyond_names(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return _said(value) and not all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
+
+
+CODE = {RUNS: Runs("name code to run", _said)}
+CODE_UNLESS_NAMES = {  # of rewards: a name stands for what is there
+    RUNS: Runs("name code to run", _beyond_names, "a name", "FILE.py:FUNCTION")
+}
+CODE_IF_MODULE = {
+    RUNS: Runs("name code to run", lambda value: any(mark in str(value) for mark in (":", "${")), "a name")
+}
+MACHINE = {  # whose workers are sent the code, the model and the rows
+    RUNS: Runs(
+        "send code and data to another machine",
+        lambda value: value not in ("auto", "local"),
+        "auto or local",
+        "HOST:6379",
+    )
+}
+PROGRAM = {RUNS: Runs("name a program to start", _said)}
+SANDBOX = {
+    RUNS: Runs(
+        "let programs out of the sandbox", lambda value: getattr(value, "name", value) != "bubblewrap", "bubblewrap"
+    )
+}
+
+
+BUILT_IN_REWARDS = ("exact", "number", "contains")  # what each is: rlpost/rewards/builtin.py
+
+REWARDS: dict[str, Callable[..., Any]] = {}
+REWARD_FILES: dict[str, str] = {}  # reward -> the plugin that registered it, full path; none for one of other code
+TOOLS: dict[str, Callable[..., Any]] = {}
+
+
+def register_reward(name: str, function: Callable[..., Any]) -> None:
+    """Make `env.reward=NAME` choose a reward of your own.
+
+    Raises ConfigError for a name that is taken or cannot be one, and for what cannot be called.
+    """
+    check_name("register_reward", name, (*BUILT_IN_REWARDS, *REWARDS))
+    if not callable(function):
+        raise ConfigError(f"register_reward({name!r}): {shown(function)} is no function")
+    REWARDS[name] = function
+
+
+def register_tool(name: str, tool: Callable[..., Any]) -> None:
+    """Make `tools.use=[NAME]` offer a tool of your own.
+
+    `tool` is a function that the model may call, with type hints and a docstring that describes each
+    parameter, or a class derived from `rlpost.envs.ToolTransform`, made without arguments. Raises
+    ConfigError for a name that is taken or cannot be one, and for what cannot be called.
+    """
+    check_name("register_tool", name, ("python", "mcp", "browser", *TOOLS))
+    if not callable(tool):
+        raise ConfigError(f"register_tool({name!r}): {shown(tool)} cannot be called: give a function or a class")
+    TOOLS[name] = tool
+
+
+def check_name(said: str, name: Any, taken: Any) -> None:
+    """Raise ConfigError, in the name of the function `said`, for a name that is taken or cannot be one."""
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise ConfigError(f"{said}({name!r}): a name is letters, digits, - and _, a letter first")
+    if name in taken:
+        raise ConfigError(f"{said}({name!r}): the name is taken; choose another")
+
+
+def shown(value: Any) -> str:
+    """A value by its name, where it has one."""
+    return getattr(value, "__name__", None) or repr(value)

@@ -1,0 +1,646 @@
+"""The Monte-Carlo advantage of GRPO, as the replay buffer's transform on write.
+
+Which of a prompt's trajectories make its group, where more are sampled than a group holds.
+
+TopKRewardSelector: a transform of the replay buffer that lets the best replies to each prompt through.
+
+Trajectories inside a batch, and the rewards inside a trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import islice
+from math import comb
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+
+from rlpost.data.batch import (
+    HoldsGroups,
+    L,
+    Selection,
+    Waiting,
+    best,
+    concat_rows,
+    from_plain,
+    mean_worth,
+    places_of_each,
+    to_plain,
+    worth_of,
+)
+from rlpost.data.ragged import Key, joined
+from rlpost.objectives.advantage import GROUP_ESTIMATORS, advantages, shuffled
+
+Bounds = tuple[float, float]
+# (candidates, their returns (N,), group size, bounds of the mean return) -> who is chosen; None: nobody yet
+Selector = Callable[[Sequence[TensorDictBase], torch.Tensor, int, Bounds | None], Sequence[int] | None]
+
+MOST_COMBINATIONS = 100_000  # `balanced` looks at all of these, and climbs where there are more
+
+
+def within(mean: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
+    """Whether a mean return lies strictly between `bounds`; elementwise."""
+    return torch.ones_like(mean, dtype=torch.bool) if bounds is None else (mean > bounds[0]) & (mean < bounds[1])
+
+
+def first(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Those that came first."""
+    chosen = list(range(size))
+    return chosen if within(returns[chosen].mean(), bounds) else None
+
+
+def uniform(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Evenly spaced among the candidates in the order of their returns, the lowest and the highest included."""
+    chosen = sorted(_evenly_spaced(returns, size))
+    return chosen if within(returns[chosen].mean(), bounds) else None
+
+
+def balanced(
+    candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """Those whose mean return is nearest the middle of the bounds, and of these the ones furthest apart.
+
+    Without bounds the middle is that between the lowest and the highest return. Up to
+    `MOST_COMBINATIONS` choices are all compared; of more, an evenly spaced one is improved by
+    exchanging one trajectory at a time until nothing is gained.
+    """
+    low, high = bounds if bounds is not None else (returns.min().item(), returns.max().item())
+    middle = (low + high) / 2
+    if comb(returns.numel(), size) <= MOST_COMBINATIONS:
+        choices = torch.combinations(torch.arange(returns.numel()), size)
+        chosen = choices[_best(returns[choices], middle)].tolist()
+    else:
+        chosen = _climb(returns, _evenly_spaced(returns, size), middle)
+    return sorted(chosen) if within(returns[chosen].mean(), bounds) else None
+
+
+SELECTORS: dict[str, Selector] = {"first": first, "uniform": uniform, "balanced": balanced}
+
+
+def select(
+    selector: Selector, candidates: Sequence[TensorDictBase], returns: torch.Tensor, size: int, bounds: Bounds | None
+) -> list[int] | None:
+    """What `selector` chooses, checked: `size` different places in `candidates`, or None.
+
+    Raises ValueError for any other answer, which only a selector of the user's can give.
+    """
+    chosen = selector(candidates, returns, size, bounds)
+    if chosen is None:
+        return None
+    if len(chosen) != size or len(set(chosen)) != size or not all(0 <= i < len(candidates) for i in chosen):
+        raise ValueError(
+            f"the candidate_selector chose {list(chosen)} of {len(candidates)} trajectories: it must give {size} "
+            "different places, or None"
+        )
+    return [int(i) for i in chosen]
+
+
+def _evenly_spaced(returns: torch.Tensor, size: int) -> list[int]:
+    order = returns.argsort(stable=True)
+    return order[torch.linspace(0, returns.numel() - 1, size).round().long()].tolist()
+
+
+def _best(choices: torch.Tensor, middle: float) -> int:
+    """The row of `choices` (C, G) whose mean is nearest `middle`; of those as near, the one of largest variance."""
+    distance = (choices.double().mean(-1) - middle).abs()
+    as_near = distance <= distance.min() + 1e-9
+    variance = choices.double().var(-1).where(as_near, -1.0)
+    return int(variance.argmax())
+
+
+def _climb(returns: torch.Tensor, chosen: list[int], middle: float) -> list[int]:
+    while True:
+        others = [i for i in range(returns.numel()) if i not in chosen]
+        exchanges = [[*chosen[:place], other, *chosen[place + 1 :]] for place in range(len(chosen)) for other in others]
+        best = _best(returns[torch.tensor([chosen, *exchanges])], middle)
+        if best == 0:
+            return chosen
+        chosen = exchanges[best - 1]
+
+
+REDUCTIONS = {"sum": torch.sum, "max": torch.amax, "mean": torch.mean}
+
+
+@dataclass(slots=True)
+class Trajectories:
+    """N trajectories, one after the other."""
+
+    steps: Selection  # (L,)
+    lengths: list[int]  # steps of each; they sum to L
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def part(self, which: Sequence[int]) -> Trajectories:
+        """These trajectories, in this order; itself where that is all of them."""
+        if list(which) == list(range(len(self))):
+            return self
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        places = [place for i in which for place in range(ends[i] - self.lengths[i], ends[i])]
+        return Trajectories(self.steps.pick(places), [self.lengths[i] for i in which])
+
+    def __add__(self, more: Trajectories) -> Trajectories:
+        """These and then `more`."""
+        return Trajectories(self.steps + more.steps, [*self.lengths, *more.lengths])
+
+    def owner(self) -> torch.Tensor:
+        """The trajectory of each step, (L,)."""
+        return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths))
+
+    def valid_steps(self) -> torch.Tensor:
+        """Which steps count, (L,) bool: all, where nothing says otherwise under `valid`."""
+        if not self.steps.has("valid"):
+            return torch.ones(len(self.steps), dtype=torch.bool)
+        return self.steps.column("valid").reshape(-1)
+
+    def valid(self) -> torch.Tensor:
+        """Which trajectories count, (N,) bool: those of which every step does."""
+        wrong = torch.zeros(len(self)).index_add_(0, self.owner(), (~self.valid_steps()).float())
+        return wrong == 0
+
+    def returns(self, reduction: str, rewards_key: Key) -> torch.Tensor:
+        """The `reduction` (sum, max or mean) of each trajectory's rewards, (N,)."""
+        entries, step = reward_entries(self.steps.column(rewards_key))
+        owner = self.owner()[step]
+        return torch.stack([REDUCTIONS[reduction](entries[owner == i]) for i in range(len(self))])
+
+
+def trajectories_by(
+    batch: TensorDictBase, done_key: Key, keys: Callable[[TensorDictBase], Sequence[L]]
+) -> dict[L, Trajectories]:
+    """The trajectories of `batch` whose first steps have equal `keys`, which are one a step (L,); errors as below."""
+    steps, spans = split_trajectories(batch, done_key)
+    values = keys(steps)
+    return {
+        key: Trajectories(
+            Selection.of(steps, [place for i in places for place in spans[i]]), [len(spans[i]) for i in places]
+        )
+        for key, places in places_of_each(values[span.start] for span in spans).items()
+    }
+
+
+def split_trajectories(batch: TensorDictBase, done_key: Key) -> tuple[TensorDictBase, list[range]]:
+    """The steps of `batch` on one dimension (L,), and which of them each trajectory is.
+
+    A batch of one dimension holds trajectories one after the other, each up to a step that is done;
+    of several, each line along the last does. Lines of different lengths, or with entries of different widths,
+    come stacked lazily.
+    Raises RuntimeError where a line does not end with a step that is done.
+    """
+    lines = _lines(batch)
+    spans: list[range] = []
+    start = 0
+    for line in lines:
+        done = line[done_key].reshape(line.batch_size[0], -1).any(-1)
+        if not done[-1]:
+            raise RuntimeError(
+                "a batch ends with a trajectory that is not done: collect whole ones, with "
+                "yield_completed_trajectories=True"
+            )
+        for last in done.nonzero().flatten().tolist():
+            spans.append(range(spans[-1].stop if spans else 0, start + last + 1))
+        start += line.batch_size[0]
+    return lines[0] if len(lines) == 1 else concat_rows(lines), spans
+
+
+def _lines(batch: TensorDictBase) -> list[TensorDictBase]:
+    if batch.ndim == 0:
+        raise RuntimeError("a single step has no batch dimension: unsqueeze it")
+    if batch.ndim > 1:
+        return [line for part in batch.unbind(0) for line in _lines(part)]
+    is_lazy = isinstance(batch, LazyStackedTensorDict)
+    return [concat_rows([step.unsqueeze(0) for step in batch.unbind(0)]) if is_lazy else batch]
+
+
+def values_of(steps: TensorDictBase, key: Key) -> list[Hashable]:
+    """The entry of each step (L,) under `key` as something to group by: a string, a number or a tuple of them.
+
+    Raises KeyError where there is no such entry.
+    """
+    column: Any = steps.get(key, None)
+    if column is None:
+        raise KeyError(f"a batch has no entry {key!r} to tell groups apart: it has {', '.join(map(str, steps.keys()))}")
+    if isinstance(column, torch.Tensor):
+        return [hashable(row.tolist()) for row in column.unbind()]
+    values = column if isinstance(column, list) else column.tolist()
+    return [hashable(value) for value in values]
+
+
+def hashable(value: Any) -> Hashable:
+    """`value` with tuples for its lists."""
+    return tuple(hashable(each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def reward_entries(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rewards of L steps in a row (E,), and the step (E,) that each is of.
+
+    `rewards` is (L, 1) with one a step, (L, T, 1) or (L, T) with one a token, or ragged (L, *).
+    """
+    if rewards.is_nested:
+        ragged: Any = rewards
+        sizes = ragged.offsets().diff()
+        return ragged.values().flatten(), torch.arange(sizes.numel()).repeat_interleave(sizes)
+    rows = rewards.reshape(rewards.shape[0], -1)
+    return rows.flatten(), torch.arange(rows.shape[0]).repeat_interleave(rows.shape[1])
+
+
+def like_rewards(values: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """`values` (E,) in the shape of the rewards they were made from, without a last dimension of 1."""
+    if rewards.is_nested:
+        ragged: Any = rewards
+        return torch.nested.nested_tensor_from_jagged(values, ragged.offsets())
+    return values.reshape(rewards.shape[:-1] if rewards.ndim > 1 and rewards.shape[-1] == 1 else rewards.shape)
+
+
+GroupKey = tuple[bool, Hashable]  # whether groups are numbered, and the number or the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A group that is delivered."""
+
+    steps: Selection  # (L,)
+    number: torch.Tensor  # (1,)
+    advantage: torch.Tensor  # (L, ...), or ragged (L, *)
+
+
+class MCAdvantage(HoldsGroups):
+    """Holds trajectories back until their group has `grpo_size`, then writes what each earned beyond the others.
+
+    A batch is trajectories one after the other on one dimension, or a line of them for each
+    environment. Where it has `group_key`, which numbers the draws of prompts, that tells groups
+    apart, so that two draws of one prompt stay two groups. Where it has not, trajectories of an
+    equal `prompt_key` (strings, tensors, a nested key) are a group, and each group written gets a
+    number under `group_key`. Rows with a key `valid` that is False are outside every mean and get 0.
+
+    With `trajectory_return=None` every reward of the group, one a step or one a token, is compared
+    with all the others; with `"sum"`, `"max"` or `"mean"` each trajectory's return is compared with
+    the other returns, and all its steps get the result. `estimator` says how: one of
+    `rlpost.objectives.advantage.GROUP_ESTIMATORS`. `shuffle_rewards` permutes what is compared
+    within the group first, reproducibly from `seed`: the control that must not learn.
+
+    `keep_return_bounds=(low, high)` drops a group unless low < mean return < high. With
+    `candidate_group_size` above `grpo_size`, up to so many trajectories are waited for, and from
+    `candidate_selection_min_size` on (left out: `grpo_size`) `candidate_selector` (`first`,
+    `uniform`, `balanced`, or a function like those in `rlpost.torchrl.buffer_transforms`) may find a
+    group among them; those it leaves are dropped.
+
+    At most `max_waiting` groups wait: the one that has longest had no new trajectory is given up,
+    logged and counted. `num_complete` groups came together, of which `num_written` were delivered
+    and `num_dropped` not, by bounds or selector; `num_evicted` were given up.
+
+    >>> import torch
+    >>> from rlpost.objectives import MCAdvantage
+    >>> from tensordict import TensorDict
+    >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    >>> batch = TensorDict({"query": ["3 + 4"] * 4, "next": {"reward": rewards, "done": rewards >= 0}}, batch_size=[4])
+    >>> MCAdvantage(grpo_size=4)(batch)["advantage"].round(decimals=2)
+    tensor([ 0.8700, -0.8700, -0.8700,  0.8700])
+    """
+
+    def __init__(
+        self,
+        grpo_size: int,
+        prompt_key: Key = "query",
+        rewards_key: Key = ("next", "reward"),
+        advantage_key: Key = "advantage",
+        done_key: Key = ("next", "done"),
+        verbose: bool = False,
+        *,
+        trajectory_return: str | None = None,
+        keep_return_bounds: Bounds | None = None,
+        candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
+        candidate_selector: str | Selector = "balanced",
+        group_key: str = "group_id",
+        estimator: str = "grpo",
+        shuffle_rewards: bool = False,
+        seed: int = 0,
+        max_waiting: int = 4096,
+    ) -> None:
+        self.grpo_size = grpo_size
+        self.prompt_key = prompt_key
+        self.rewards_key = rewards_key
+        self.advantage_key = advantage_key
+        self.done_key = done_key
+        self.verbose = verbose
+        self.trajectory_return = trajectory_return
+        self.keep_return_bounds = keep_return_bounds
+        self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
+        self.candidate_selection_min_size = (
+            grpo_size if candidate_selection_min_size is None else candidate_selection_min_size
+        )
+        self.group_key = group_key
+        self.estimator = estimator
+        self.shuffle_rewards = shuffle_rewards
+        self.seed = seed
+        self._check()
+        self.candidate_selector = _selector(candidate_selector)
+        self.num_complete = self.num_written = self.num_dropped = 0
+        self._waiting: Waiting[GroupKey, Trajectories] = Waiting(max_waiting, self.candidate_group_size, "trajectories")
+        self._late: dict[GroupKey, int] = {}  # trajectories still to come of groups chosen before they were all there
+
+    def _check(self) -> None:
+        """Raise ValueError for arguments that contradict each other."""
+        if self.grpo_size < 2:
+            raise ValueError(f"grpo_size={self.grpo_size} leaves nothing to compare with: it must be at least 2")
+        if self.trajectory_return not in (None, *REDUCTIONS):
+            raise ValueError(f"trajectory_return={self.trajectory_return!r} must be None, {', '.join(REDUCTIONS)}")
+        if self.estimator not in GROUP_ESTIMATORS:
+            raise ValueError(
+                f"estimator={self.estimator!r} is none of {', '.join(GROUP_ESTIMATORS)}: what reads the whole batch is "
+                "taken when the batch is there, with rlpost.objectives.advantage.advantages"
+            )
+        if self.keep_return_bounds is not None:
+            low, high = self.keep_return_bounds
+            if self.trajectory_return is None:
+                raise ValueError("keep_return_bounds bounds the mean return: say with trajectory_return what that is")
+            if not low < high:
+                raise ValueError(f"keep_return_bounds=({low}, {high}) keeps nothing: the first must be less")
+        if not self.grpo_size <= self.candidate_selection_min_size <= self.candidate_group_size:
+            raise ValueError(
+                f"grpo_size={self.grpo_size} <= candidate_selection_min_size={self.candidate_selection_min_size} <= "
+                f"candidate_group_size={self.candidate_group_size} does not hold"
+            )
+        if self.candidate_group_size > self.grpo_size and self.trajectory_return is None:
+            raise ValueError("candidates are chosen by their return: say with trajectory_return what that is")
+
+    def __call__(self, batch: TensorDictBase) -> TensorDict | None:
+        """The groups that `batch` completes, one after the other, with their advantage; None if there are none.
+
+        Returns a plain TensorDict (L,) of all steps of the groups; the advantage has the shape of
+        the rewards without a last dimension of 1. Raises RuntimeError for a trajectory that is not
+        done, ValueError for a numbered group with more trajectories than belong to one, KeyError
+        for a batch with neither `group_key` nor `prompt_key`.
+        """
+        written: list[_Written] = []
+        for key, own in trajectories_by(batch, self.done_key, self._keys).items():
+            if new := range(self._take_late(key, len(own)), len(own)):
+                written += self._add(key, own.part(new))
+        while len(self._late) > self._waiting.most:
+            self._late.pop(next(iter(self._late)))
+        self._waiting.evict()
+        return self._joined(written) if written else None
+
+    def clear(self) -> None:
+        """Forget the trajectories that wait; the counts stay."""
+        self._waiting.clear()
+        self._late.clear()
+
+    def counts(self) -> dict[str, float]:
+        """What a training's metrics say of this transform; counted since the run began."""
+        return {"groups/evicted": float(self.num_evicted)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trajectories that wait and the counts, as JSON-compatible values."""
+        return {
+            "waiting": [[to_plain(group.steps.copied()), group.lengths] for group in self._waiting.values()],
+            "late": [[value, count] for (_, value), count in self._late.items()],
+            "counts": [self.num_complete, self.num_written, self.num_dropped, self.num_evicted],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._waiting.clear()
+        for plain, lengths in state["waiting"]:
+            steps = from_plain(plain)
+            self._waiting.hold(self._keys(steps)[0], Trajectories(Selection.whole(steps), lengths))
+        self._late = {(True, hashable(value)): count for value, count in state["late"]}
+        self.num_complete, self.num_written, self.num_dropped, self._waiting.num_evicted = state["counts"]
+
+    def _keys(self, steps: TensorDictBase) -> list[GroupKey]:
+        """The group of each step."""
+        numbered = self._is_numbered(steps)
+        return [(numbered, value) for value in values_of(steps, self.group_key if numbered else self.prompt_key)]
+
+    def _is_numbered(self, steps: TensorDictBase) -> bool:
+        return self.group_key in steps.keys()  # noqa: SIM118  of a TensorDict, where `in` alone is not defined
+
+    # One group
+
+    def _add(self, key: GroupKey, new: Trajectories) -> Iterator[_Written]:
+        """Add trajectories to their group; the groups that this completes."""
+        numbered, value = key
+        tried = len(self._waiting.get(key, ()))  # with so many, no group was to be made
+        group = self._waiting.with_more(key, new)
+        self._waiting.pop(key, None)
+        if numbered and len(group) > self.candidate_group_size:
+            raise ValueError(
+                f"group {value} has {len(group)} rows, more than the {self.candidate_group_size} a group can have"
+            )
+        count = max(self.candidate_selection_min_size, tried + 1)
+        while count <= len(group):
+            chosen = self._choose(group, count)
+            if chosen is None and count < self.candidate_group_size:
+                count += 1
+                continue
+            yield from self._deliver(group, chosen, numbered)
+            if numbered:
+                self._expect_late(key, self.candidate_group_size - len(group))
+            if numbered or count == len(group):
+                return
+            group = group.part(range(count, len(group)))
+            count = self.candidate_selection_min_size
+        self._waiting[key] = group
+
+    def _choose(self, group: Trajectories, count: int) -> list[int] | None:
+        """Which of the first `count` trajectories are delivered; None where they make no group."""
+        everyone = list(range(count))
+        if self.trajectory_return is None:
+            return everyone
+        returns = group.returns(self.trajectory_return, self.rewards_key)
+        counts = group.valid() & returns.isfinite()
+        chosen = (
+            everyone if self.candidate_group_size == self.grpo_size else self._select(group, count, returns, counts)
+        )
+        if chosen is None:
+            return None
+        mean = returns[[i for i in chosen if counts[i]]].mean()
+        return chosen if within(mean, self.keep_return_bounds) else None
+
+    def _select(self, group: Trajectories, count: int, returns: torch.Tensor, counts: torch.Tensor) -> list[int] | None:
+        """What the selector makes of the first `count` trajectories, as far as they count."""
+        eligible = [i for i in range(count) if counts[i]]
+        if len(eligible) < self.grpo_size:
+            return None
+        candidates = [group.part([i]).steps.copied() for i in eligible]
+        chosen = select(self.candidate_selector, candidates, returns[eligible], self.grpo_size, self.keep_return_bounds)
+        return None if chosen is None else [eligible[i] for i in chosen]
+
+    def _deliver(self, group: Trajectories, chosen: list[int] | None, numbered: bool) -> Iterator[_Written]:
+        """The chosen trajectories with their number and advantage; nothing for None. Counts either."""
+        self.num_complete += 1
+        if chosen is None:
+            self.num_dropped += 1
+            return
+        group = group.part(chosen)
+        own = group.steps.column(self.group_key) if numbered else torch.tensor([self.num_written])
+        self.num_written += 1
+        if self.verbose:
+            mean = reward_entries(group.steps.column(self.rewards_key))[0].mean().item()
+            print(f"group {self.num_written}: {len(group)} trajectories, mean reward {mean:.4g}", flush=True)
+        number = own.reshape(-1)[:1]
+        yield _Written(group.steps, number, self._advantage(group, number))
+
+    def _joined(self, written: Sequence[_Written]) -> TensorDict:
+        """All groups as one batch."""
+        rows = Selection.joined([group.steps for group in written]).copied()
+        if not self._is_numbered(rows):
+            rows[self.group_key] = torch.cat([group.number.expand(len(group.steps)) for group in written])
+        pads = not rows[self.rewards_key].is_nested
+        rows[self.advantage_key] = joined([group.advantage for group in written], pads=pads)
+        return rows
+
+    def _advantage(self, group: Trajectories, number: torch.Tensor) -> torch.Tensor:
+        rewards = group.steps.column(self.rewards_key)
+        entries, step = reward_entries(rewards)  # (E,) each
+        if self.trajectory_return is None:
+            return like_rewards(self._compare(entries, group.valid_steps()[step], number), rewards)
+        returns = group.returns(self.trajectory_return, self.rewards_key)
+        return like_rewards(self._compare(returns, group.valid(), number)[group.owner()[step]], rewards)
+
+    def _compare(self, values: torch.Tensor, valid: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The advantage of each of `values` (N,) over the others, which are all of the group `number` (1,)."""
+        groups = number.expand(values.numel())
+        if self.shuffle_rewards:
+            values = shuffled(values, groups, valid, self.seed)
+        return advantages(self.estimator, values, groups, valid)
+
+    # Groups whose trajectories come too late, or never
+
+    def _expect_late(self, key: GroupKey, count: int) -> None:
+        """Remember that `count` more trajectories will come of a group that is done with."""
+        if count:
+            self._late[key] = count
+
+    def _take_late(self, key: GroupKey, count: int) -> int:
+        """How many of `count` trajectories belong to a group that is done with."""
+        expected = self._late.pop(key, 0)
+        self._expect_late(key, max(expected - count, 0))
+        return min(expected, count)
+
+
+def _selector(given: str | Selector) -> Selector:
+    """The function of a selector's name, or the function itself. Raises ValueError for anything else."""
+    if callable(given):
+        return given
+    if given not in SELECTORS:
+        raise ValueError(f"candidate_selector={given!r} is none of {', '.join(SELECTORS)}, and no function")
+    return SELECTORS[given]
+
+
+PromptKey = tuple[int | None, str]  # the group's number, where groups are numbered, and the prompt
+
+
+@dataclass(eq=False)
+class TopKRewardSelector(HoldsGroups):
+    """Holds trajectories back until each prompt has its number, then lets the best of them through.
+
+    A prompt is complete with `total_dialog_turns` trajectories, each of one row or of the rows of
+    its turns, the last of them done; what a trajectory is worth is the mean reward of its rows.
+    Of these, the ones strictly above the prompt's lower median are candidates, so where all are
+    worth the same there is none; with `min_reward` the candidates are instead the ones worth at
+    least that, whatever the others are. The `topk_size` best candidates go through, best first and
+    in the order they came where they are equal; fewer where there are fewer. A trajectory whose
+    rewards failed (`valid` False, or none that is finite) counts as one of its prompt's and is never
+    a candidate.
+
+    Rows of a batch that has `group_key` belong together by their group as well as by their prompt,
+    so two draws of one prompt stay apart; without it the prompt, a string, alone decides. At most
+    `max_waiting` prompts wait: the one that has longest had no new trajectory is given up, logged
+    and counted in `num_evicted`.
+
+    Raises ValueError for sizes that leave nothing to choose.
+    """
+
+    total_dialog_turns: int
+    topk_size: int
+    prompt_key: Key = ("text", "prompt")
+    rewards_key: Key = ("next", "reward")
+    done_key: Key = ("next", "done")
+    _: KW_ONLY
+    min_reward: float | None = None
+    group_key: str = "group_id"
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.topk_size < 1:
+            raise ValueError(f"topk_size={self.topk_size} lets nothing through: it must be at least 1")
+        if self.topk_size > self.total_dialog_turns:
+            raise ValueError(
+                f"topk_size={self.topk_size} is more than the total_dialog_turns={self.total_dialog_turns} that a "
+                "prompt has: lower it"
+            )
+        self._waiting: Waiting[PromptKey, Trajectories] = Waiting(
+            self.max_waiting, self.total_dialog_turns, "trajectories"
+        )
+
+    def __call__(self, batch: TensorDictBase) -> TensorDict | None:
+        """The chosen trajectories of the prompts that `batch` (B,) completes, prompt by prompt; None if there are none.
+
+        Raises RuntimeError if the batch ends before its last trajectory does, TypeError for a prompt
+        that is no string.
+        """
+        chosen: list[Selection] = []
+        for key, new in trajectories_by(batch, self.done_key, self._keys).items():
+            chosen += self._add(key, new)
+        self._waiting.evict()
+        return Selection.joined(chosen).copied() if chosen else None
+
+    def counts(self) -> dict[str, float]:
+        """What a training's metrics say of this transform; counted since the run began."""
+        return {"groups/evicted": float(self.num_evicted)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trajectories of prompts that are not complete, as JSON-compatible values."""
+        waiting = [
+            {"group": group, "prompt": prompt, "rows": to_plain(own.steps.copied()), "lengths": own.lengths}
+            for (group, prompt), own in self._waiting.items()
+        ]
+        return {"waiting": waiting, "evicted": self.num_evicted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._waiting.clear()
+        for own in state["waiting"]:
+            rows = Selection.whole(from_plain(own["rows"]))
+            self._waiting.hold((own["group"], own["prompt"]), Trajectories(rows, own["lengths"]))
+        self._waiting.num_evicted = state["evicted"]
+
+    def _add(self, key: PromptKey, new: Trajectories) -> Iterator[Selection]:
+        """What goes through of the prompts that `new` completes; the rest waits."""
+        own, size = self._waiting.with_more(key, new), self.total_dialog_turns
+        self._waiting.pop(key, None)
+        complete = len(own) - len(own) % size
+        for first in range(0, complete, size):
+            group = own.part(range(first, first + size))
+            rewards = iter(worth_of(group.steps, self.rewards_key))
+            worth = [mean_worth(list(islice(rewards, length))) for length in group.lengths]
+            if picked := best(worth, self.topk_size, self.min_reward):
+                yield group.part(picked).steps
+        if complete < len(own):
+            self._waiting.hold(key, own.part(range(complete, len(own))))
+
+    def _keys(self, steps: TensorDictBase) -> list[PromptKey]:
+        """The group of each row, and its prompt."""
+        prompts = self._prompts(steps)
+        groups = steps[self.group_key].tolist() if self.group_key in steps else [None] * len(prompts)
+        return list(zip(groups, prompts, strict=True))
+
+    def _prompts(self, batch: TensorDictBase) -> list[str]:
+        column = batch[self.prompt_key]
+        prompts = [column] if isinstance(column, str) else list(column)
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise TypeError(
+                    f"TopKRewardSelector tells prompts apart by their text, and {self.prompt_key} holds "
+                    f"{type(prompt).__name__}: give the prompt_key of a string"
+                )
+        return prompts

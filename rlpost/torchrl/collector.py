@@ -1,0 +1,499 @@
+"""Collector: frames of any environment of TensorDicts, played with any policy on them.
+
+What a Collector is made of: its environment, its policy with its weights, their devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol, cast, get_type_hints, runtime_checkable
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase, set_interaction_type
+
+from rlpost.collectors.llm import CollectorBase, postprocessed
+from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.envs.base import EnvBase
+from rlpost.envs.transforms.training import PolicyVersion
+from rlpost.errors import CheckpointError
+from rlpost.model.weights import SavedWeights, load_weights
+from rlpost.torchrl.frames import TRAJ_IDS, dense, mark_truncated, split_trajectories
+from rlpost.weight_sync.base import WeightSource, named_weights
+
+Device = torch.device | str | int
+TDPolicy = Callable[[TensorDictBase], TensorDictBase]
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Environments that can be played apart from each other: `rlpost.envs.AsyncEnvPool`."""
+
+    @property
+    def num_under_way(self) -> int: ...
+
+    def send(self, place: int, work: Callable[[Any], Any]) -> None: ...
+
+    def receive(self) -> tuple[int, Any]: ...
+
+
+class RandomPolicy:
+    """Writes actions drawn from `action_spec`, anything with `rand(batch_size)`, with torch's own randomness."""
+
+    def __init__(self, action_spec: Any, action_key: str = "action") -> None:
+        if not hasattr(action_spec, "rand"):
+            raise TypeError(f"an action_spec has rand(batch_size), and {type(action_spec).__name__} has none")
+        self.action_spec = action_spec
+        self.action_key = action_key
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """`tensordict` (*batch_size) with an action (*batch_size, ...)."""
+        drawn = self.action_spec.rand(tensordict.batch_size)
+        return tensordict.set(self.action_key, drawn.to(tensordict.device) if tensordict.device else drawn)
+
+
+def as_policy(policy: Any, env: Any, trust_policy: bool = False) -> Any:
+    """`policy` as a callable on TensorDicts. Raises TypeError for what cannot be one, or not with this environment."""
+    action_keys: list[Any] = list(getattr(env, "action_keys", ("action",)))
+    if policy is None:
+        return RandomPolicy(asked_of(env, "action_spec", "random actions are drawn from it"), action_keys[0])
+    if not callable(policy):
+        raise TypeError(f"a policy is a TensorDictModule or another callable, not {type(policy).__name__}")
+    if trust_policy or isinstance(policy, TensorDictModuleBase) or takes_tensordict(policy):
+        return policy
+    keys = asked_of(env, "observation_keys", "a policy that takes no TensorDict is given them")
+    return TensorDictModule(policy, in_keys=list(keys), out_keys=action_keys)
+
+
+def takes_tensordict(policy: Callable[..., Any]) -> bool:
+    """Whether it is called with a TensorDict: its one argument is named `tensordict` or `td`, or typed as one."""
+    called: Any = policy.forward if isinstance(policy, torch.nn.Module) else policy
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:  # of some builtins
+        return False
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(wanted) != 1 or wanted[0] in ("tensordict", "td"):
+        return len(wanted) == 1
+    function = called if inspect.isroutine(called) else type(called).__call__
+    written = getattr(function, "__annotations__", {}).get(wanted[0])
+    try:
+        kind = get_type_hints(function).get(wanted[0])
+    except NameError:  # imported for type checkers alone
+        kind = written
+    return kind in ("TensorDictBase", "TensorDict") or (isinstance(kind, type) and issubclass(kind, TensorDictBase))
+
+
+def asked_of(env: Any, name: str, needed: str) -> Any:
+    """The environment's `name`. Raises TypeError, which says what it is `needed` for, where it has none."""
+    if not hasattr(env, name):
+        raise TypeError(f"{type(env).__name__} has no {name}, and {needed}: give it one")
+    return getattr(env, name)
+
+
+def made_env(create_env_fn: Any, create_env_kwargs: Any) -> Any:
+    """The environment. Raises TypeError for what is none that a Collector plays."""
+    kwargs = create_env_kwargs
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        if len(kwargs) != 1:
+            raise ValueError(f"{len(kwargs)} create_env_kwargs for one environment: give one")
+        kwargs = kwargs[0]
+    is_env = hasattr(create_env_fn, "reset") and hasattr(create_env_fn, "step") and not isinstance(create_env_fn, type)
+    if is_env and kwargs:
+        raise TypeError("create_env_kwargs are for a function that makes the environment, and this is one already")
+    env = create_env_fn if is_env or not callable(create_env_fn) else create_env_fn(**(kwargs or {}))
+    if isinstance(env, EnvBase):
+        raise TypeError(f"{type(env).__name__} is an environment of conversations: play it with LLMCollector")
+    lacking = [name for name in ("reset", "step", "batch_size") if not hasattr(env, name)]
+    if lacking:
+        raise TypeError(f"{type(env).__name__} is no environment of TensorDicts: it has no {' and no '.join(lacking)}")
+    return env
+
+
+def whole_steps(frames: int, size: int, total: int) -> int:
+    """`frames` rounded up to steps of `size` environments. Raises ValueError for none, or a `total` with a rest."""
+    if frames < 1:
+        raise ValueError(f"frames_per_batch={frames} makes no batch: it must be at least 1")
+    if total >= 0 and total % frames:
+        raise ValueError(
+            f"total_frames={total} is no multiple of frames_per_batch={frames}: give a multiple, or -1 for no end"
+        )
+    return ceil(frames / size) * size
+
+
+def one_device(name: str, given: Device | Sequence[Device] | None) -> torch.device | None:
+    """`given`, or the one of a list. Raises ValueError for a list of several: there is one worker."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != 1:
+            raise ValueError(f"{name}_device lists {len(given)} devices, one a worker, and there is one worker")
+        given = given[0]
+    return None if given is None else torch.device(cast(Device, given))
+
+
+class Collector(CollectorBase):
+    """Iterates over batches of frames, or fills a replay buffer with them.
+
+    `create_env_fn` is an environment of TensorDicts or makes one, with `create_env_kwargs`: anything with `reset`,
+    `step` and `batch_size`; where `policy` or `init_random_frames` ask for them also `action_spec`, `observation_keys`
+    and `action_keys` (`rlpost.envs.TensorDictEnv`, `GymEnv`, `ParallelEnv`). `policy` is a TensorDictModule, a
+    callable on TensorDicts, or any other callable, which becomes the TensorDictModule from the environment's
+    observations to its action unless `trust_policy`; without one actions are drawn at random. A TensorDict of its own
+    that it returns is merged into the one it was shown. `policy_factory` makes it here instead.
+
+    A batch has the environment's shape and then time, (*batch_size, T), of `frames_per_batch` frames in all, rounded
+    up to a multiple of the environment's size. Each frame has what the policy was shown and wrote, `next` with what
+    followed, and `("collector", "traj_ids")`, the number of its trajectory. Trajectories go on from batch to batch
+    unless `reset_at_each_iter`; they end where the environment says so, unless not `reset_when_done`, or, truncated,
+    after `max_frames_per_traj` frames in their place (None or negative: never). With an `AsyncEnvPool` (or
+    `async_envs=True`) no environment waits for another: a batch is (T,), frames as they came, with
+    `("collector", "env_index")`.
+
+    Iteration ends once `total_frames`, a multiple of `frames_per_batch`, are there (-1: never). The first
+    `init_random_frames`, rounded up to whole batches, are played at random, with zeros for what else the policy writes;
+    it is called once for that. `set_truncated` marks the last frame of each batch as truncated. `split_trajs` delivers
+    one trajectory a row, (N, T), padded behind `("collector", "mask")`; `postproc` sees a batch last. With
+    `track_policy_version` each frame has `policy_version`. `exploration_type` is tensordict's InteractionType while the
+    policy is called. `device` is what `storing_device`, `env_device` and `policy_device` are where they are left out: a
+    policy whose weights lie elsewhere is copied, and `update_policy_weights_` brings that copy up to date. With
+    `replay_buffer`, a `FrameBuffer`, batches go there and iteration yields None; `start` fills it from a thread of its
+    own.
+
+    Raises TypeError or ValueError for arguments that cannot be, or contradict each other.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Callable[..., Any] | None = None,
+        *,
+        policy_factory: Callable[[], Callable[..., Any]] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: Device | Sequence[Device] | None = None,
+        storing_device: Device | Sequence[Device] | None = None,
+        env_device: Device | Sequence[Device] | None = None,
+        policy_device: Device | Sequence[Device] | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        split_trajs: bool | None = None,
+        exploration_type: InteractionType | str = InteractionType.RANDOM,
+        reset_when_done: bool = True,
+        set_truncated: bool = False,
+        track_policy_version: bool | PolicyVersion = False,
+        trust_policy: bool | None = None,
+        async_envs: bool | None = None,
+        replay_buffer: Any = None,
+        wait_seconds: float = 600.0,
+    ) -> None:
+        if policy is not None and policy_factory is not None:
+            raise TypeError("Collector takes policy or policy_factory, not both")
+        if split_trajs and replay_buffer is not None:
+            raise TypeError("split_trajs pads trajectories, and a replay buffer stores frames: leave one of them out")
+        super().__init__(
+            cast(Any, made_env(create_env_fn, create_env_kwargs)), replay_buffer, wait_seconds=wait_seconds
+        )
+        env: Any = self.env
+        self.frames_per_batch = whole_steps(frames_per_batch, env.batch_size.numel(), total_frames)
+        self.total_frames = total_frames
+        self.storing_device, self.env_device, self.policy_device = (
+            one_device(name, device if given is None else given)
+            for name, given in (("storing", storing_device), ("env", env_device), ("policy", policy_device))
+        )
+        if self.env_device is None:
+            self.env_device = getattr(env, "device", None)
+        elif hasattr(env, "to"):
+            env.to(self.env_device)
+        self._given = policy if policy_factory is None else policy_factory()
+        self.policy = self._on_its_device(as_policy(self._given, env, bool(trust_policy)))
+        self.max_frames_per_traj = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
+        self.init_random_frames = ceil(max(0, init_random_frames or 0) / self.frames_per_batch) * self.frames_per_batch
+        self._random = as_policy(None, env) if self.init_random_frames else None
+        self._zeros: TensorDictBase | None = None  # for what the policy writes, in random frames
+        self.reset_at_each_iter = reset_at_each_iter
+        self.postproc = postproc
+        self.split_trajs = bool(split_trajs)
+        named = isinstance(exploration_type, str)
+        self.exploration_type = InteractionType.from_str(exploration_type) if named else exploration_type
+        self.reset_when_done = reset_when_done
+        self.set_truncated = set_truncated
+        self.policy_version_tracker = PolicyVersion() if track_policy_version is True else track_policy_version or None
+        self.async_envs = isinstance(env, Pool) if async_envs is None else async_envs
+        if self.async_envs and not isinstance(env, Pool):
+            raise TypeError(f"async_envs=True needs an rlpost.envs.AsyncEnvPool, and this is one {type(env).__name__}")
+        if self.async_envs and set_truncated:
+            raise TypeError("set_truncated marks the last frame of each row, and frames of a pool come in no rows")
+        self._frames = 0  # delivered
+        self._trajectories = 0  # begun
+        self._begin_anew()
+
+    # Batches
+
+    def rollout(self) -> TensorDictBase:
+        """One batch, whatever it is delivered into."""
+        self._check_foreground("take a rollout of")
+        return self._collected()
+
+    @property
+    def wants_more(self) -> bool:
+        """See `CollectorBase.wants_more`: until `total_frames`, where there is an end."""
+        return self.total_frames < 0 or self._frames < self.total_frames
+
+    def give_back(self, count: int) -> None:
+        """See `CollectorBase.give_back`."""
+        self._frames -= count
+
+    def collect_round(self) -> TensorDictBase | None:
+        """See `CollectorBase.collect_round`."""
+        batch = self._collected()
+        if self.replay_buffer is None:
+            return batch
+        self.replay_buffer.extend(batch)
+        return None
+
+    def _collected(self) -> TensorDictBase:
+        if self.reset_at_each_iter:
+            self._begin_anew()
+        with torch.no_grad(), set_interaction_type(self.exploration_type):
+            frames = self._played_apart() if self.async_envs else self._played_together()
+        batch = dense(lazy_stack(frames, dim=-1))
+        if self.set_truncated:
+            mark_truncated(batch)
+        self._frames += self.frames_per_batch
+        return postprocessed(split_trajectories(batch) if self.split_trajs else batch, self.postproc)
+
+    # Frames
+
+    def _played_together(self) -> list[TensorDictBase]:
+        """The frames of every place, step by step."""
+        if self._current is None:
+            self._current = self._begun(self.env.reset(), ...)
+        frames = []
+        for _ in range(self.frames_per_batch // self._steps.numel()):
+            frame, self._current = self._ended(self._frame(self.env, ..., self._act(self._current)), ...)
+            frames.append(frame)
+        return frames
+
+    def _played_apart(self) -> list[TensorDictBase]:
+        """The frames of a pool as they come; what is under way at the end belongs to the next batch."""
+        pool = cast(Pool, self.env)
+        if not pool.num_under_way:
+            for place in range(self._steps.numel()):
+                pool.send(place, lambda env: (None, env.reset()))
+        frames: list[TensorDictBase] = []
+        while len(frames) < self.frames_per_batch:
+            place, (frame, current) = pool.receive()
+            if frame is None:
+                current = self._begun(current, place)
+            else:
+                frame, current = self._ended((frame, current), place)
+                frames.append(frame.set(("collector", "env_index"), torch.tensor(place)))
+            pool.send(place, partial(self._frame, place=place, acted=self._act(current)))
+        return frames
+
+    def _act(self, current: TensorDictBase) -> TensorDictBase:
+        """`current` with the policy's action, where the environment wants it."""
+        shown = current if self.policy_device is None else current.to(self.policy_device)
+        policy = self.policy
+        if self._random is not None and self._frames < self.init_random_frames:
+            policy = self._random
+            if self._zeros is None:
+                written = _written(self.policy, shown.clone()).exclude(*shown.keys(True, True))
+                self._zeros = cast(TensorDictBase, torch.zeros_like(written))
+            shown.update(self._zeros, clone=True)
+        acted = _written(policy, shown)
+        if self.policy_version_tracker is not None:
+            acted = self.policy_version_tracker(acted)
+        return acted if self.env_device is None else acted.to(self.env_device)
+
+    def _frame(self, env: Any, place: Any, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`acted` played by `env`, which is `place` of all, and what to act on next; a pool's thread may call it."""
+        frame = env.step(acted)
+        following = frame["next"]
+        self._steps[place] += 1
+        if self.max_frames_per_traj is not None:
+            over = self._steps[place] >= self.max_frames_per_traj
+            cut = over.reshape(following["done"].shape).to(following["done"].device)
+            following.set("truncated", following.get("truncated", torch.zeros_like(cut)) | cut)
+            following.set("done", following["done"] | cut)
+        current = following.exclude("reward")
+        if not self.reset_when_done or not current["done"].any():
+            return frame, current
+        if current["done"].all():
+            return frame, env.reset()
+        return frame, env.reset(current.set("_reset", current["done"]))
+
+    def _ended(
+        self, played: tuple[TensorDictBase, TensorDictBase], place: Any
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """A frame to deliver and what to act on next, trajectories numbered."""
+        frame, current = played
+        frame.set(TRAJ_IDS, self._traj_ids[place].clone())
+        if self.reset_when_done:
+            done = frame["next", "done"].reshape(self._steps[place].shape).cpu()
+            self._steps[place] *= ~done
+            self._number(place, done)
+        return frame if self.storing_device is None else frame.to(self.storing_device), self._flagged(current)
+
+    def _begun(self, begun: TensorDictBase, place: Any) -> TensorDictBase:
+        self._steps[place] = 0
+        self._number(place, torch.ones_like(self._steps[place], dtype=torch.bool))
+        return self._flagged(begun)
+
+    def _flagged(self, current: TensorDictBase) -> TensorDictBase:
+        """`current`, which has `truncated` where trajectories are cut."""
+        if self.max_frames_per_traj is not None and "truncated" not in current.keys():  # noqa: SIM118
+            current.set("truncated", torch.zeros_like(current["done"]))
+        return current
+
+    def _number(self, place: Any, where: torch.Tensor) -> None:
+        """Number the trajectories that begin in `place`, where the mask says so."""
+        numbers = self._trajectories + where.reshape(-1).cumsum(0).reshape(where.shape) - 1
+        self._traj_ids[place] = torch.where(where, numbers, self._traj_ids[place])
+        self._trajectories += int(where.sum())
+
+    def _begin_anew(self) -> None:
+        """Give up the trajectories under way."""
+        while self.async_envs and cast(Pool, self.env).num_under_way:
+            cast(Pool, self.env).receive()
+        self._current: TensorDictBase | None = None
+        self._steps = torch.zeros(cast(Any, self.env).batch_size, dtype=torch.int64)
+        self._traj_ids = torch.full_like(self._steps, -1)
+
+    # Weights and versions
+
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, *, worker_ids: int | Sequence[int] | None = None
+    ) -> None:
+        """Bring weights into the policy, all or none, and raise its version.
+
+        They come from a module, a TensorDict or a mapping; left out, from the policy that was given, where this one
+        is its copy on another device. Raises TypeError for a policy without weights and for `worker_ids`, ValueError
+        for weights that do not fit.
+        """
+        if worker_ids is not None:
+            raise TypeError(
+                "worker_ids needs a weight_updater with workers, and this collector is its own: leave it out"
+            )
+        if not isinstance(self.policy, torch.nn.Module):
+            raise TypeError(f"a {type(self.policy).__name__} has no weights to update: give the collector a module")
+        with self.pause():
+            load_weights(
+                self.policy, named_weights(cast(Any, self._given if policy_or_weights is None else policy_or_weights))
+            )
+            if self.policy_version_tracker is not None:
+                self.policy_version_tracker.increment_version()
+
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """See `ReceivesWeights.take_up`. Raises TypeError for an adapter, which is a language model's."""
+        if adapter:
+            raise TypeError("an adapter is of a language model, and this collector plays frames: send whole weights")
+        with self.pause():
+            self.update_policy_weights_(SavedWeights(weights) if isinstance(weights, Path) else weights)
+            if self.policy_version_tracker is not None:
+                self.policy_version_tracker.load_state_dict({"version": version})
+
+    @property
+    def policy_version(self) -> PolicyVersionLabel | None:
+        """The version of the policy's weights; None where it is not tracked."""
+        return None if self.policy_version_tracker is None else self.policy_version_tracker.version
+
+    def get_policy_version(self) -> PolicyVersionLabel | None:
+        """`policy_version` as a method, for callers that cannot read a property."""
+        return self.policy_version
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the weights are copied here, and there is no weight updater to tell anything."""
+
+    def get_policy_model(self) -> Any:
+        """The policy that is played with."""
+        return self.policy
+
+    # State
+
+    def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
+        """Begin new trajectories everywhere, or in the places `index`; `kwargs` are passed to the environment's reset.
+
+        Raises ValueError for places of a pool that is played apart, since their frames are under way.
+        """
+        if index is not None and self.async_envs:
+            raise ValueError("the places of a pool cannot be reset one by one: leave index out")
+        with self.pause():
+            if index is None or self._current is None:
+                self._begin_anew()
+                if kwargs:
+                    self._current = self._begun(self.env.reset(**kwargs), ...)
+                return
+            where = torch.zeros_like(self._steps, dtype=torch.bool)
+            where[index if isinstance(index, int) else list(index)] = True
+            self._current = self.env.reset(self._current.set("_reset", where.unsqueeze(-1)), **kwargs)
+            self._steps *= ~where
+            self._number(..., where)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment's next trajectories, those of several in one way if `static_seed`.
+
+        Returns the seed for the next collector of a chain: the last one that the environment counts, and another than
+        `seed` in any case, unless `static_seed`.
+        """
+        with self.pause():
+            self._begin_anew()
+            used = asked_of(self.env, "set_seed", "set_seed seeds it")(seed, *([True] if static_seed else []))
+            return seed if static_seed else max(seed + 1, seed if used is None else used)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`policy_state_dict` and `env_state_dict`, and what was delivered; trajectories under way are not kept."""
+        with self.pause():
+            return {
+                "policy_state_dict": self.policy.state_dict() if isinstance(self.policy, torch.nn.Module) else {},
+                "env_state_dict": self.env.state_dict() if hasattr(self.env, "state_dict") else {},
+                "frames": self._frames,
+                "trajectories": self._trajectories,
+                "policy_version": self.policy_version,
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Go on where `state_dict` was taken, with new trajectories; `strict` is that of the module's weights.
+
+        Raises CheckpointError where it is no state of a Collector.
+        """
+        if missing := {"policy_state_dict", "env_state_dict"} - state_dict.keys():
+            raise CheckpointError(f"the state of a Collector has {' and '.join(sorted(missing))}: this one lacks it")
+        with self.pause():
+            if isinstance(self.policy, torch.nn.Module):
+                self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
+            self._begin_anew()
+            if state_dict["env_state_dict"]:
+                self.env.load_state_dict(state_dict["env_state_dict"])
+            self._frames = state_dict.get("frames", 0)
+            self._trajectories = state_dict.get("trajectories", 0)
+            version = state_dict.get("policy_version")
+            if self.policy_version_tracker is not None and version is not None:
+                self.policy_version_tracker.load_state_dict({"version": version})
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """See `CollectorBase.shutdown`; an environment without `close` is left as it is."""
+        super().shutdown(timeout, close_env and hasattr(self.env, "close"), raise_on_error)
+
+    def _on_its_device(self, policy: TDPolicy) -> TDPolicy:
+        """`policy`, copied where its weights lie on another device than the policy's."""
+        if self.policy_device is None or not isinstance(policy, torch.nn.Module):
+            return policy
+        tensors = [*policy.parameters(), *policy.buffers()]
+        are_there = all(tensor.device == self.policy_device for tensor in tensors)
+        return policy if are_there else cast(TDPolicy, deepcopy(policy).to(self.policy_device))
+
+
+def _written(policy: TDPolicy, shown: TensorDictBase) -> TensorDictBase:
+    """`shown` with what `policy` writes, into it or into a TensorDict of its own."""
+    written = policy(shown)
+    if not isinstance(written, TensorDictBase):
+        raise TypeError(f"the policy returned {type(written).__name__}: it must return the TensorDict with its action")
+    return shown.update(written)

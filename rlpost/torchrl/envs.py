@@ -1,0 +1,611 @@
+"""GSM8K put together from transforms: a prompt to complete, and a parser that scores replies.
+
+Token sequences as the nodes of a search tree, told apart by a hash each.
+
+Plain text that a model goes on from: no messages, no chat template.
+
+A batch of prompts and replies in the flat names of TorchRL's first LLM interface.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from tensordict import NonTensorStack, TensorClass, TensorDict, TensorDictBase, lazy_stack
+
+from rlpost.data.conversation import Conversation, InputMode, Message, Ticket, strip_end_of_turn
+from rlpost.data.ragged import column, fields_of, padded, ragged, ragged_rows, settle, strings
+from rlpost.envs.base import Transform, one_dimension
+from rlpost.envs.chat import ChatEnv, DatasetChatEnv, check_tiers, record_score
+from rlpost.envs.gsm8k import HUB_ID, GSM8KEnv
+from rlpost.envs.transforms.training import DataLoadingPrimer
+from rlpost.errors import ConfigError, DataError
+from rlpost.rewards import gsm8k
+from rlpost.rewards.score import Score
+from rlpost.torchrl.face import flat_batch
+from rlpost.torchrl.frames import Categorical
+
+COMPLETION_PROMPT = (
+    "User asks a math question and Assistant solves it: the reasoning stands between <think> and </think>, "
+    "the final number between <answer> and </answer>.\n\nUser: {question}\n\nAssistant: <think>"
+)
+
+
+class GSM8KPrepareQuestion(Transform):
+    """Turns a question into a prompt that the model completes from inside its reasoning.
+
+    `template` is formatted with `question`. Appended to an environment it rewrites the user's
+    message; called on a TensorDict it rewrites the entry `in_key` into `out_key`.
+    """
+
+    def __init__(self, template: str = COMPLETION_PROMPT, in_key: str = "text", out_key: str | None = None) -> None:
+        if "{question}" not in template:
+            raise ConfigError(f"template={template!r} has no {{question}}: every prompt would be the same")
+        self.template = template
+        self.in_key = in_key
+        self.out_key = in_key if out_key is None else out_key
+
+    def prepare(self, question: str) -> str:
+        """The prompt for `question`."""
+        return self.template.format(question=question)
+
+    def on_begin(self, conversations: Sequence[Conversation]) -> None:
+        """Rewrite the last message of each conversation; alone, it is the prompt as it stands, and no chat."""
+        for conversation in conversations:
+            last = conversation.messages[-1]
+            conversation.messages[-1] = {**last, "content": self.prepare(last["content"])}
+            conversation.chat = len(conversation.messages) > 1
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Rewrite `in_key` of a TensorDict that has it as plain text; what an environment returns has not."""
+        if self.in_key not in tensordict or "conversation" in tensordict:
+            return tensordict
+        prepared = [self.prepare(question) for question in column(tensordict, self.in_key)]
+        return tensordict.set(self.out_key, strings(prepared))
+
+
+class GSM8KRewardParser(Transform):
+    """Scores replies: `tiers` are the rewards of a right answer, of another answer, and of none.
+
+    Only the reply is read, never the prompt, whose own tags would count. Appended to an
+    environment it scores and ends each conversation, on top of a reward that is there already; the
+    task's `answer` is the truth, alone or after the solution and "#### ".
+    """
+
+    def __init__(self, tiers: tuple[float, float, float] = gsm8k.TIERS) -> None:
+        check_tiers(tiers)
+        self.tiers = tiers
+
+    def score(self, reply: str, truth: str) -> Score:
+        """The score of `reply`, an end-of-turn marker at its end left out."""
+        return gsm8k.score(strip_end_of_turn(reply), final_answer(truth), self.tiers)
+
+    def on_reply(self, conversations: Sequence[Conversation]) -> None:
+        """Score and end each conversation: `truncated` where the reply was cut, else `terminated`."""
+        for conversation in conversations:
+            record_score(conversation, lambda c: self.score(c.response_text, c.task["answer"]))
+            conversation.truncated = conversation.finish_reason == "length"
+            conversation.terminated = not conversation.truncated
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a TensorDict of batch size (B,) that holds `text_response` (or `("text", "response")`) and `answer`.
+
+        Writes `reward_answer` (1 for a non-empty answer block), `reward_think` (1 for a think
+        block), `reward_right` (1 if right), `reward` (the tier, on top of a reward there is) and
+        `success`, (B, 1, 1) each, and sets `done` where there is an answer. What `step` returns is
+        scored already and left as it is.
+        """
+        if "answer" not in tensordict or "conversation" in tensordict:
+            return tensordict
+        key = "text_response" if "text_response" in tensordict else ("text", "response")
+        replies = [strip_end_of_turn(reply) for reply in column(tensordict, key)]
+        truths = [final_answer(truth) for truth in column(tensordict, "answer")]
+        verdicts = [gsm8k.judge(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+        scores = [self.score(reply, truth) for reply, truth in zip(replies, truths, strict=True)]
+
+        def cube(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).view(-1, 1, 1)  # (B, 1, 1)
+
+        reward = cube([score.reward for score in scores])
+        if "reward" in tensordict:
+            reward = reward + tensordict["reward"].view(-1, 1, 1)
+        tensordict.set("reward_answer", cube([float(bool(v.answer)) for v in verdicts]))
+        tensordict.set("reward_think", cube([float(v.think is not None) for v in verdicts]))
+        tensordict.set("reward_right", cube([float(v.right) for v in verdicts]))
+        tensordict.set("reward", reward)
+        tensordict.set("success", cube([v.right for v in verdicts], torch.bool))
+        return tensordict.set("done", cube([bool(v.answer) for v in verdicts], torch.bool))
+
+
+def make_gsm8k_env(dataset: str | Sequence[Mapping[str, Any]] = HUB_ID, **chat: Any) -> DatasetChatEnv:
+    """GSM8K put together from its transforms: no system prompt, and a prompt to complete.
+
+    `GSM8KEnv` asks the same questions with a system prompt instead, as instruct models expect. Other
+    arguments are `DatasetChatEnv`'s, such as `num_envs`, `repeats` and `tokenizer`.
+    """
+    env = GSM8KEnv(dataset, system_prompt=None, compute_reward=False, **chat)
+    return env.append_transform(GSM8KPrepareQuestion()).append_transform(GSM8KRewardParser())
+
+
+def final_answer(truth: str) -> str:
+    """What stands after "#### " in the dataset's `answer`, or all of it where there is no such mark."""
+    return truth.rpartition("####")[2].strip()
+
+
+_BYTES = 8  # of a hash, and of a token in it
+
+
+class LLMHashingEnv:
+    """Appends one token a step to each of B sequences; a sequence's hash stands for all of it.
+
+    The hash of a sequence is h(hash of the sequence without its last token, last token), with
+    BLAKE2b of 64 bits keyed by `seed`: the same in every process, equal for equal sequences however
+    they came about, and different for two different ones but for a chance of 2^-64. It does not
+    score or end anything, and keeps no state: what a step needs travels in the TensorDict. A `Collector` plays it
+    as it plays any other, with random tokens where it has no policy.
+
+    Ids lie below `vocab_size`, by default the number of `tokenizer`'s tokens; with a tokenizer the text
+    is written too. Raises TypeError where there is neither.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        tokenizer: Any = None,
+        batch_size: int | Sequence[int] = (1,),
+        observation_key: str = "observation",
+        hashing_key: str = "hashing",
+        action_key: str = "action",
+        text_key: str = "text",
+        seed: int = 0,
+    ) -> None:
+        if vocab_size is None and tokenizer is None:
+            raise TypeError("LLMHashingEnv needs vocab_size, the number of tokens, or a tokenizer to ask for it")
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} leaves no token: it must be at least 1")
+        self.batch_size = one_dimension(batch_size)
+        self.tokenizer = tokenizer
+        self.observation_key = observation_key
+        self.hashing_key = hashing_key
+        self.action_key = action_key
+        self.text_key = text_key
+        self.action_spec = Categorical(self.vocab_size)
+        self.observation_keys, self.action_keys = (observation_key, hashing_key), (action_key,)
+        self.transforms: list[Transform] = []
+        self._key = seed.to_bytes(_BYTES, "big", signed=True)
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """The sequences to begin with: the ids or, with a tokenizer, the texts of `tensordict`; else empty ones.
+
+        Returns a TensorDict (B,) with the ids, ragged (B, *), the hashes (B, 1) int64, the texts where there
+        is a tokenizer, and `done` and `terminated` (B, 1), False. B is the rows given, else `batch_size`.
+        Raises DataError for ids outside the vocabulary.
+        """
+        rows: list[list[int]] = [[] for _ in range(self.batch_size[0])]
+        if tensordict is not None and self.observation_key in tensordict:
+            rows = [row.tolist() for row in column(tensordict, self.observation_key)]
+        elif tensordict is not None and self.text_key in tensordict:
+            if self.tokenizer is None:
+                raise DataError(f"reset was given {self.text_key!r} and this environment no tokenizer: give it one")
+            texts = column(tensordict, self.text_key)
+            rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        for row in rows:
+            self._check(row)
+        return self._observed(rows, [self.hash_of(row) for row in rows])
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Append `action`, an id a row, (B,) or (B, 1); writes `next`, which is as `reset` returns.
+
+        Raises DataError without an action or for one outside the vocabulary.
+        """
+        if self.action_key not in tensordict:
+            raise DataError(f"step found no {self.action_key!r}: set the id of one token a row")
+        tokens = tensordict.get(self.action_key).reshape(-1).tolist()
+        rows = [row.tolist() for row in column(tensordict, self.observation_key)]
+        if len(tokens) != len(rows):
+            raise DataError(f"{self.action_key!r} holds {len(tokens)} ids for {len(rows)} sequences: give one a row")
+        self._check(tokens)
+        before = tensordict.get(self.hashing_key).reshape(-1).tolist()
+        hashes = [self._chained(hash_, token) for hash_, token in zip(before, tokens, strict=True)]
+        longer = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+        return tensordict.set("next", self._observed(longer, hashes))
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        tensordict: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """`max_steps` tokens of `policy`, which sets `action`, as one TensorDict (B, T), stacked lazily."""
+        steps = []
+        current = self.reset(tensordict)
+        for _ in range(max_steps):
+            steps.append(self.step(policy(current)))
+            current = steps[-1]["next"].copy()
+        return lazy_stack(steps, dim=1)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and what to act on next: no sequence ever ends here."""
+        stepped = self.step(tensordict)
+        return stepped, stepped["next"].copy()
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Let `transform` change what `reset` and `step` show, after those there are; returns this environment.
+
+        Raises TypeError if it is none.
+        """
+        if not isinstance(transform, Transform):
+            raise TypeError(
+                f"{type(transform).__name__} is no Transform: derive it from rlpost.envs.transforms.Transform"
+            )
+        transform.start()
+        self.transforms.append(transform)
+        return self
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """The seed for the next environment of a chain; nothing is drawn here, and hashes stay what they are."""
+        return seed if static_seed else seed + 1
+
+    def close(self) -> None:
+        """Give back what transforms hold; a second call does nothing."""
+        for transform in self.transforms:
+            transform.close()
+
+    def hash_of(self, ids: Sequence[int]) -> int:
+        """The hash of a whole sequence: what `reset` and the steps of its ids give; signed, of 64 bits."""
+        hash_ = 0  # of the empty sequence
+        for token in ids:
+            hash_ = self._chained(hash_, token)
+        return hash_
+
+    def _chained(self, hash_: int, token: int) -> int:
+        pair = hash_.to_bytes(_BYTES, "big", signed=True) + token.to_bytes(_BYTES, "big")
+        digest = hashlib.blake2b(pair, digest_size=_BYTES, key=self._key).digest()
+        return int.from_bytes(digest, "big", signed=True)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise DataError(f"token {wrong} is outside the vocabulary: ids lie between 0 and {self.vocab_size - 1}")
+
+    def _observed(self, rows: Sequence[list[int]], hashes: Sequence[int]) -> TensorDictBase:
+        over = torch.zeros(len(rows), 1, dtype=torch.bool)
+        observed: dict[str, Any] = {
+            self.observation_key: ragged([torch.tensor(row, dtype=torch.int64) for row in rows]),
+            self.hashing_key: torch.tensor(hashes, dtype=torch.int64).unsqueeze(-1),
+            "done": over,
+            "terminated": over.clone(),
+        }
+        if self.tokenizer is not None:
+            observed[self.text_key] = strings([self.tokenizer.decode(row) for row in rows])
+        shown: TensorDictBase = TensorDict(observed, batch_size=[len(rows)])
+        for transform in self.transforms:
+            shown = transform(shown)
+        return shown
+
+
+class NoPromptError(DataError, KeyError):
+    """A task or TensorDict without the entry that a prompt is read from."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the repr of it
+
+
+class LLMEnv(ChatEnv):
+    """Prompts that the model goes on from as they stand, each turn from all that was written before.
+
+    With `from_text` a prompt is the str under `str_key`, else the ids under `token_key`, those where
+    `attention_key`, if there, is not 0; the text of ids is there with a `tokenizer` alone. Prompts come
+    with `reset`, or from an appended `DataLoadingPrimer`.
+
+    A conversation is over with its `max_steps`-th turn: `terminated` where the model stopped there,
+    else `truncated`. None: it has no end. With `assign_done` it is over, in any turn, once the model
+    stops: with `eos_token_id` where that is given, else with whatever ends its turns. With
+    `assign_reward` a finished conversation has the reward 0, which transforms add to, else none.
+
+    A collector delivers the flat names of `LLMData` (`text`, `text_response`, `tokens`,
+    `tokens_response`, `attention_mask`: see `rlpost.torchrl.face`), or with `flat_names=False` those that
+    losses read, as every other environment has them. Other arguments are `ChatEnv`'s.
+
+    Raises NoPromptError (a KeyError) for a task or TensorDict without its prompt.
+    """
+
+    max_reward = None
+    has_accuracy = False
+    takes_tools = False
+
+    def __init__(
+        self,
+        batch_size: int | Sequence[int] = (1,),
+        *,
+        from_text: bool = True,
+        str_key: str = "text",
+        token_key: str = "tokens",
+        attention_key: str = "attention_mask",
+        eos_token_id: int | None = None,
+        assign_reward: bool = False,
+        assign_done: bool = False,
+        flat_names: bool = True,
+        max_steps: int | None = 1,
+        max_completion_tokens: int = 256,
+        max_prompt_tokens: int | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            data_key=str_key if from_text else token_key,
+            max_steps=max_steps,
+            max_completion_tokens=max_completion_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            tokenizer=tokenizer,
+            input_mode=InputMode.text if from_text else InputMode.tokens,
+        )
+        self.from_text = from_text
+        self.attention_key = attention_key
+        self.eos_token_id = eos_token_id
+        self.assign_reward = assign_reward
+        self.assign_done = assign_done
+        self.flat_names = flat_names
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Iterable[Any] | None = None,
+        *,
+        dataloader_factory: Callable[[], Iterable[Any]] | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        repeats: int | None = None,
+        group_repeats: bool = True,
+        **env: Any,
+    ) -> Self:
+        """An environment with the prompts of a dataloader, each given to `repeats` conversations in a row.
+
+        `batch_size` prompts, by default as many as the dataloader gives at a time, are under way at once:
+        with `group_repeats` in `batch_size * repeats` conversations, else in as many as there are prompts.
+        Other arguments are those of the class, the dataloader and its factory those of `DataLoadingPrimer`.
+        """
+        size = (getattr(dataloader, "batch_size", None) or 1) if batch_size is None else batch_size
+        primer = DataLoadingPrimer(
+            dataloader,
+            dataloader_factory=dataloader_factory,
+            repeats=repeats,
+            batch_size=size,
+            group_repeats=group_repeats,
+        )
+        assert primer.batch_size is not None
+        return cls(primer.batch_size, **env).append_transform(primer)
+
+    def check_tokenizer(self) -> None:
+        """See `EnvBase.check_tokenizer`: prompts are there as they are to be shown, and none is needed."""
+
+    @property
+    def answers(self) -> bool:
+        """See `ChatEnv.answers`: all that is written is the model's."""
+        return False
+
+    def reset_dataloader(self) -> None:
+        """Draw again from the first prompt on. Raises DataError without a dataloader."""
+        if self.primer is None:
+            raise DataError("this LLMEnv has no dataloader to begin again: make it with LLMEnv.from_dataloader")
+        self.primer.reset_dataloader()
+
+    # Beginning
+
+    def tickets(self, count: int | None = None) -> list[Ticket]:
+        """See `EnvBase.tickets`; raises NoPromptError without a dataloader."""
+        if self.primer is None:
+            raise NoPromptError(
+                f"this LLMEnv has no prompts of its own: reset it with a TensorDict that holds {self.data_key!r}, or "
+                "make it with LLMEnv.from_dataloader"
+            )
+        return super().tickets(count)
+
+    def rows_of(self, tensordict: TensorDictBase) -> list[dict[str, Any]]:
+        """See `EnvBase.rows_of`; its prompt is under this environment's own key."""
+        names = list(map(str, tensordict.keys()))
+        if self.data_key not in names:
+            raise NoPromptError(f"reset was given {_listed(names)} and no {self._wanted()}")
+        columns = {name: column(tensordict, name) for name in names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Conversation]:
+        """See `EnvBase.begin`."""
+        first = self._begun
+        self._begun += len(rows)
+        return self._opened([self._conversation(row, first + i, 0) for i, row in enumerate(rows)])
+
+    def opening_messages(self, task: Mapping[str, Any]) -> list[Message]:
+        """See `ChatEnv.opening_messages`: the text of the prompt, which is rendered as it stands."""
+        return [{"role": self.user_role, "content": self.user_message(task)}]
+
+    def user_message(self, task: Mapping[str, Any]) -> str:
+        """The text of the prompt; empty where it is ids and no tokenizer can tell."""
+        if self.data_key not in task:
+            raise NoPromptError(f"a task has {_listed(list(task))} and no {self._wanted()}")
+        prompt = task[self.data_key]
+        if self.from_text:
+            if not isinstance(prompt, str):
+                raise DataError(
+                    f"{self.data_key!r} of a task is a {type(prompt).__name__} and no str: give a str a row"
+                )
+            return prompt
+        return "" if self.tokenizer is None else self.tokenizer.decode(self._ids(task))
+
+    def _conversation(self, task: Mapping[str, Any], group: int, sample: int) -> Conversation:
+        conversation = super()._conversation(task, group, sample)
+        conversation.chat = False
+        conversation.prompt_text = conversation.messages[0]["content"]
+        if not self.from_text:
+            conversation.prompt_ids = self._ids(task)
+        return conversation
+
+    def _ids(self, task: Mapping[str, Any]) -> list[int]:
+        """The ids of a prompt of ids, without its pads. Raises DataError for none, or for what are no ids."""
+        ids = torch.as_tensor(task[self.data_key])
+        if ids.ndim != 1 or ids.is_floating_point():
+            raise DataError(f"{self.data_key!r} of a task is no row of token ids: {ids.dtype} of {tuple(ids.shape)}")
+        kept = task.get(self.attention_key)
+        ids = ids if kept is None else ids[torch.as_tensor(kept).bool()]
+        if not ids.numel():
+            raise DataError(f"{self.data_key!r} of a task is an empty prompt: give it at least one token")
+        return ids.tolist()
+
+    def _wanted(self) -> str:
+        kind = "a str a row" if self.from_text else "token ids a row"
+        return f"{self.data_key!r}, which a prompt is read from: give {kind} (from_text={self.from_text})"
+
+    # Going on
+
+    def respond(self, conversations: Sequence[Conversation]) -> None:
+        """See `EnvBase.respond`."""
+        for transform in self.transforms:
+            self._in_turn(transform.on_reply, conversations)
+        for conversation in conversations:
+            if not conversation.done:
+                self._end(conversation)
+
+    def _end(self, conversation: Conversation) -> None:
+        """End the conversation if this was its last turn."""
+        last = self._was_last(conversation)
+        conversation.terminated = (last or self.assign_done) and self._stopped(conversation)
+        no_more = last or conversation.finish_reason == "context"
+        conversation.truncated = no_more and not conversation.terminated
+
+    def _stopped(self, conversation: Conversation) -> bool:
+        if self.eos_token_id is not None and conversation.response_ids:
+            return conversation.response_ids[-1] == self.eos_token_id
+        return conversation.finish_reason == "stop"
+
+    def score(self, conversation: Conversation) -> Score | None:
+        """See `ChatEnv.score`: 0 with `assign_reward`, else nothing."""
+        return Score(0.0) if self.assign_reward else None
+
+    def build_batch(self, conversations: Sequence[Conversation]) -> TensorDictBase:
+        """See `EnvBase.build_batch`; with `flat_names` the keys are those of `rlpost.torchrl.face`."""
+        return self._played(flat_batch(conversations)) if self.flat_names else super().build_batch(conversations)
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names)) or "nothing"
+
+
+class LLMData(TensorClass["nocast"]):
+    """B prompts and the replies to them; what is not given is None.
+
+    `tokens` are the prompts' ids (B, P), padded on the left, and `attention_mask` is 1 on those that
+    are not padding; `tokens_response` the replies' (B, R), padded on the right, as are their
+    `log_probs` (0.0) and `logits` (B, R, V). `token_list` and `tokens_response_list` are the same ids
+    as lists, without padding. `text` is the prompts as they were rendered, `text_response` what the
+    model said.
+    """
+
+    tokens: torch.Tensor | None = None
+    tokens_response: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    token_list: Any = None
+    tokens_response_list: Any = None
+    logits: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    text: Any = None
+    text_response: Any = None
+
+    def __post_init__(self) -> None:
+        fields = fields_of(self)
+        settle(fields, (*_LISTS, *_TEXTS))
+        for name in _LISTS:
+            rows = fields.get(name, None)
+            values = rows.tolist() if isinstance(rows, NonTensorStack) else []
+            if any(isinstance(row, torch.Tensor) for row in values):  # tensordict made tensors of uneven lists
+                fields.set(name, _lists([torch.as_tensor(row) for row in values]))
+
+    @classmethod
+    def from_batch(cls, batch: TensorDictBase, pad_id: int = 0) -> LLMData:
+        """What a batch of rlpost (`rlpost.data.batch`), or a part of its keys, says under these names.
+
+        Padding is `pad_id`. Of a reply of several turns the ids are all that follows the first
+        prompt, and the text is the last turn. Raises DataError for a batch with neither ids nor text.
+        """
+        keys = set(batch.keys(include_nested=True))
+        prompts = _rows(batch, ("tokens", "prompt"))
+        responses = _rows(batch, ("tokens", "response"))
+        log_probs = _rows(batch, ("log_probs", "response"))
+        texts = {name: batch.get(key) for name, key in _TEXTS.items() if key in keys}
+        if prompts is None and responses is None and not texts:
+            raise DataError(
+                "the batch has no ('tokens', 'prompt'), ('tokens', 'response') or ('text', ...) to read: it is none "
+                "that a collector delivered"
+            )
+        fields: dict[str, Any] = dict(texts)
+        if prompts is not None:
+            masks = [torch.ones_like(row) for row in prompts]
+            fields |= {"tokens": padded(prompts, pad_id, left=True), "token_list": _lists(prompts)}
+            fields["attention_mask"] = padded(masks, 0, left=True)
+        if responses is not None:
+            fields["tokens_response"] = padded(responses, pad_id)
+            fields["tokens_response_list"] = _lists(responses)
+        if log_probs is not None:
+            fields["log_probs"] = padded(log_probs, 0.0)
+        return cls(**fields, logits=batch.get("logits", None), batch_size=batch.batch_size)
+
+    def to_batch(self) -> TensorDict:
+        """The same under rlpost's nested keys, ids and log-probs ragged again.
+
+        What these names do not tell is left out: which ids of a reply the model sampled, versions,
+        rewards. (`to_tensordict` gives a TensorDict of the flat names.) Raises DataError where nothing
+        says how long a row is without its padding.
+        """
+        prompts = self._unpadded("token_list", self.tokens, "tokens")
+        responses = self._unpadded("tokens_response_list", self.tokens_response, "tokens_response")
+        tokens = {name: rows for name, rows in (("prompt", prompts), ("response", responses)) if rows is not None}
+        batch: dict[str, Any] = {}
+        if prompts is not None and responses is not None:
+            tokens["full"] = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+            seen = [torch.ones_like(row, dtype=torch.bool) for row in tokens["full"]]
+            batch["masks"] = {"all_attention_mask": ragged(seen)}
+        if tokens:
+            batch["tokens"] = {name: ragged(rows) for name, rows in tokens.items()}
+        if self.log_probs is not None:
+            if responses is None:
+                raise DataError("log_probs without tokens_response_list do not say how long each reply is: give it")
+            lengths = [row.numel() for row in responses]
+            batch["log_probs"] = {
+                "response": ragged([row[:length] for row, length in zip(self.log_probs, lengths, strict=True)])
+            }
+        texts = {key[1]: getattr(self, name) for name, key in _TEXTS.items() if getattr(self, name) is not None}
+        if texts:
+            batch["text"] = {name: strings(list(values)) for name, values in texts.items()}
+        if self.logits is not None:
+            batch["logits"] = self.logits
+        return TensorDict(batch, batch_size=self.batch_size)
+
+    def _unpadded(self, list_name: str, padded: torch.Tensor | None, name: str) -> list[torch.Tensor] | None:
+        """The ids of each row without padding; None where there are none."""
+        given = getattr(self, list_name)
+        if given is not None:
+            return [torch.as_tensor(row, dtype=torch.int64) for row in given]
+        if padded is None:
+            return None
+        if name == "tokens" and self.attention_mask is not None:
+            return [row[mask.bool()] for row, mask in zip(padded, self.attention_mask, strict=True)]
+        needed = "attention_mask or token_list" if name == "tokens" else list_name
+        raise DataError(f"{name} does not say which of its ids are padding: give {needed}")
+
+
+_LISTS = ("token_list", "tokens_response_list")
+_TEXTS = {"text": ("text", "prompt"), "text_response": ("text", "response")}
+
+
+def _rows(batch: TensorDictBase, key: tuple[str, str]) -> list[torch.Tensor] | None:
+    """The ragged field `key` as one tensor a row; None where the batch has none."""
+    values = batch.get(key, None)
+    return None if values is None else ragged_rows(values)
+
+
+def _lists(rows: Sequence[torch.Tensor]) -> NonTensorStack:
+    return strings([row.tolist() for row in rows])

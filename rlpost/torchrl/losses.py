@@ -1,0 +1,360 @@
+"""GRPOLoss: a policy loss that reads a TensorDict, as the collectors and `MCAdvantage` leave it.
+
+SFTLoss: a loss on demonstrations that reads a TensorDict of conversations.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from rlpost.data.chat import ChatMask
+from rlpost.data.history import History
+from rlpost.data.ragged import ATTENTION, padded
+from rlpost.errors import DataError
+from rlpost.objectives.aggregation import (
+    AGGREGATIONS,
+    aggregate,
+    check_choice,
+    keep,
+    kl_divergence,
+    masked_mean,
+    sequence_mean,
+    sequence_sum,
+)
+from rlpost.objectives.policy_loss import PolicyTerms, policy_metrics, policy_terms
+from rlpost.objectives.supervised import minor_sft_terms, sft_terms
+from rlpost.objectives.variants import VARIANTS
+from rlpost.torchrl.sequences import HISTORY, REF_LOG_PROBS, Sequences, model_and_temperature, read_sequences
+
+CLIPPING = tuple(name for name, variant in VARIANTS.items() if "clip_low" in variant.coefficients)
+ALSO_CALLED = {"prompt_mean": "sequence_mean"}
+LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
+
+
+@dataclass(slots=True)
+class GRPOLossOutput:
+    """What `GRPOLoss` says of a batch: scalars, or one value a token (B, T) for losses with aggregation="none".
+
+    Losses carry gradient and their coefficients, all else is a detached mean over the tokens of the
+    mask. What was not asked for is None.
+    """
+
+    loss_objective: torch.Tensor
+    clip_fraction: torch.Tensor  # share of tokens whose ratio a bound cut
+    kl_approx: torch.Tensor  # log π_old − log π_θ
+    ESS: torch.Tensor  # effective sample size of the ratios, in (0, 1]
+    entropy: torch.Tensor | None = None
+    loss_entropy: torch.Tensor | None = None
+    loss_kl_to_ref: torch.Tensor | None = None
+    kl_to_ref: torch.Tensor | None = None
+    loss_kl_to_inference: torch.Tensor | None = None
+    kl_to_inference: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """What to minimise: the sum of the loss terms that there are, and of nothing else."""
+        present = [value for name in LOSSES if (value := getattr(self, name)) is not None]
+        return torch.stack(present).sum(0)
+
+
+class GRPOLoss(nn.Module):
+    """The clipped policy loss with an entropy bonus and KL terms (GRPO, arXiv:2402.03300).
+
+    `actor_network` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it.
+    Log-probs are taken at `temperature`: the wrapper's own where None, else 1. Logits exist for a
+    chunk of tokens at a time.
+
+    Reads `("tokens", "full")`, `advantage`, `("log_probs", "full")` and the masks; with
+    `kl_to_ref_coeff` also `("next", "ref_log_probs", "full")`. Fields are ragged (B, *), or padded
+    (B, T) where `("masks", "all_attention_mask")` tells the ids from the pads. The advantage is (B,),
+    (B, 1), or one a token.
+
+    `masking_strategy` says which tokens are trained: "sft" all but those of `("tokens", "prompt")`,
+    or those of the assistant mask where there are no prompt tokens; "rlhf" those of
+    `("masks", "all_assistant_mask")`; "generic" all. A sequence's first id, which nothing predicts, never is.
+    `aggregation` is token_mean, sequence_mean (also called prompt_mean), constant_length (B·T) or none;
+    None: the variant's own, which for "grpo" is token_mean.
+    A sequence with `valid` False, where the batch says so, is in no term and no average.
+    `kl_mask_threshold` leaves out tokens with (log π_θ − log µ)² / 2 above it. `variant` is another
+    loss of `functional.VARIANTS` that clips; its remaining coefficients are its paper's.
+
+    Raises ConfigError (a ValueError) for an unknown word, ValueError for impossible clip bounds.
+
+    >>> import torch
+    >>> from rlpost.models import load_model, locate_model
+    >>> from rlpost.objectives import GRPOLoss
+    >>> from tensordict import TensorDict
+    >>> model = load_model(locate_model("builtin:tiny"))
+    >>> batch = TensorDict(
+    ...     {
+    ...         "tokens": {"full": torch.tensor([[5, 6, 7], [5, 6, 8]])},
+    ...         "masks": {"all_attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+    ...         "log_probs": {"full": torch.full((2, 3), -5.0)},
+    ...         "advantage": torch.tensor([1.0, -1.0]),
+    ...     },
+    ...     batch_size=[2],
+    ... )
+    >>> GRPOLoss(model, masking_strategy="generic")(batch).loss.backward()
+    """
+
+    def __init__(
+        self,
+        actor_network: Any,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_mask_threshold: float | None = None,
+        aggregation: str | None = None,
+        entropy_bonus: bool = True,
+        entropy_coeff: float = 0.01,
+        kl_to_ref_coeff: float | None = None,
+        kl_to_inference_coeff: float | None = None,
+        masking_strategy: str = "sft",
+        variant: str = "grpo",
+        temperature: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("clipping loss", variant, CLIPPING)
+        check_choice("masking strategy", masking_strategy, ("sft", "rlhf", "generic"))
+        aggregation = (
+            VARIANTS[variant].aggregation if aggregation is None else ALSO_CALLED.get(aggregation, aggregation)
+        )
+        check_choice("aggregation", aggregation, (*AGGREGATIONS, "none"))
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature)
+        self.clip_low, self.clip_high = clip_bounds(clip_epsilon)
+        self.kl_mask_threshold = kl_mask_threshold
+        self.aggregation = aggregation
+        self.entropy_bonus = entropy_bonus
+        self.entropy_coeff = entropy_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_to_inference_coeff = kl_to_inference_coeff
+        self.masking_strategy = masking_strategy
+        self.variant = variant
+
+    def forward(self, batch: TensorDictBase) -> GRPOLossOutput:
+        """The loss of `batch` (B,).
+
+        Raises ValueError for a batch without tokens or advantage, for shapes that do not fit and for
+        masks that are all empty; KeyError where log-probs are missing that a term needs; RuntimeError
+        for old log-probs that require a gradient.
+        """
+        sequences = Sequences.of(batch, needs_mask=False)
+        advantage = sequences.field_or_expanded(batch, "advantage", "MCAdvantage writes it")
+        old = sequences.field(batch, ("log_probs", "full"), missing=KeyError)
+        if any(row.requires_grad for row in old):
+            raise RuntimeError("('log_probs', 'full') require a gradient: they are those of sampling; detach them")
+        wants_ref = self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0
+        ref = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
+        counts = torch.ones(len(sequences.ids), dtype=torch.bool)
+        if (valid := batch.get("valid", None)) is not None:
+            counts = valid.reshape(-1).bool().cpu()
+        trained = [
+            row if counted else torch.zeros_like(row)
+            for row, counted in zip(self._trained(batch, sequences), counts, strict=True)
+        ]
+        log_probs, entropy = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
+        device, dtype = log_probs.device, log_probs.dtype
+        mask = padded(trained).to(device)
+        old_padded = keep(padded(old).to(device, dtype), mask)
+        if self.kl_mask_threshold is not None:
+            mask = mask & ((log_probs.detach() - old_padded).square() / 2 <= self.kl_mask_threshold)
+        terms = policy_terms(
+            self.variant,
+            log_probs,
+            old_padded,
+            padded(advantage).to(device),
+            mask,
+            sampler_log_probs=old_padded,
+            ref_log_probs=None if ref is None else padded(ref).to(device, dtype),
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+        longest = max(row.numel() for row, counted in zip(sequences.ids, counts, strict=True) if counted)
+        return self._output(terms, entropy, counts.to(device), longest)
+
+    def _trained(self, batch: TensorDictBase, sequences: Sequences) -> list[torch.Tensor]:
+        """Which ids are trained, bool; never a sequence's first, which nothing predicts."""
+        prompts = batch.get(("tokens", "prompt"), None)
+        if self.masking_strategy != "sft" or prompts is None:
+            return sequences.masks(batch, assistant_only=self.masking_strategy != "generic")
+        masks = []
+        for row, prompt in zip(sequences.ids, prompts.unbind(), strict=True):
+            if not torch.equal(row[: prompt.numel()], prompt):
+                raise DataError(
+                    "('tokens', 'full') does not begin with ('tokens', 'prompt'): give the prompts ragged, without "
+                    "pads, or masking_strategy='rlhf' and an assistant mask"
+                )
+            masks.append(torch.arange(row.numel(), device=row.device) >= max(prompt.numel(), 1))
+        return masks
+
+    def _output(self, terms: PolicyTerms, entropy: torch.Tensor, counts: torch.Tensor, longest: int) -> GRPOLossOutput:
+        def share(values: torch.Tensor) -> torch.Tensor:
+            if self.aggregation == "none":
+                return keep(values, terms.mask)
+            return aggregate(values[counts, :longest], terms.mask[counts, :longest], self.aggregation)
+
+        metrics = policy_metrics([terms])
+        output = GRPOLossOutput(
+            loss_objective=share(terms.loss),
+            clip_fraction=metrics["clip_fraction"],
+            kl_approx=metrics["kl_to_old"],
+            ESS=metrics["ess"],
+        )
+        if self.entropy_bonus:
+            output.entropy = masked_mean(entropy, terms.mask).detach()
+            output.loss_entropy = -self.entropy_coeff * share(entropy)
+        if terms.kl_to_ref is not None and self.kl_to_ref_coeff is not None:
+            output.kl_to_ref = metrics["kl_to_ref"]
+            output.loss_kl_to_ref = self.kl_to_ref_coeff * share(terms.kl_to_ref)
+        if terms.kl_to_sampler is not None and self.kl_to_inference_coeff is not None:
+            output.kl_to_inference = metrics["kl_to_sampler"]
+            output.loss_kl_to_inference = self.kl_to_inference_coeff * share(terms.kl_to_sampler)
+        return output
+
+
+def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of one bound for both sides or of a pair. Raises ValueError for bounds that cannot be."""
+    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
+    if len(pair) != 2:
+        raise ValueError(f"clip_epsilon={clip_epsilon} must be one number or (low, high)")
+    low, high = (float(bound) for bound in pair)
+    if low < 0 or high < 0:
+        raise ValueError(f"clip_epsilon={clip_epsilon} must not be negative")
+    if low >= 1:
+        raise ValueError(f"clip_epsilon={clip_epsilon} allows a ratio of 0: its lower bound must be below 1")
+    return low, high
+
+
+@dataclass(slots=True)
+class SFTLossOutput:
+    """What `SFTLoss` says of a batch of B conversations. Losses carry gradient and their coefficients.
+
+    What was not asked for is None.
+    """
+
+    loss_sft: torch.Tensor  # a scalar, or (B,) with reduction="none"
+    loss_kl_to_ref: torch.Tensor | None = None  # a scalar
+    kl_to_ref: torch.Tensor | None = None  # a scalar: the mean over trained tokens, detached
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """What to minimise: the sum of the loss terms that there are; a scalar, or (B,) as `loss_sft` is."""
+        return self.loss_sft if self.loss_kl_to_ref is None else self.loss_sft + self.loss_kl_to_ref
+
+    def sum(self, *, reduce: bool = True) -> torch.Tensor:
+        """The same sum; with `reduce` a scalar even where `loss_sft` is (B,), each of them counted once."""
+        if not reduce:
+            return self.loss
+        return self.loss_sft.sum() if self.loss_kl_to_ref is None else self.loss_sft.sum() + self.loss_kl_to_ref
+
+
+class SFTLoss(nn.Module):
+    """Cross entropy of the assistant's tokens, or MinorSFT (arXiv:2408.10642), with an optional KL to a reference.
+
+    `actor_network` is the causal LM of transformers that is trained, or a `TransformersWrapper` around it;
+    `tokenizer` the one whose chat template writes the conversations. Trained are the assistant's
+    tokens with the end of each of its turns.
+
+    Reads `("history", "full")`, a `History` (B, M), and where a term needs them the reference's
+    log-probs `("next", "ref_log_probs", "full")`, one an id of each conversation: ragged (B, *), or padded
+    (B, T) behind an attention mask.
+
+    A conversation counts the sum of its tokens' log-probs s, or their mean if `normalize_by_seq_length`:
+    "sft" costs −s, "minor_sft" −log σ(beta (s − s_ref)). `reduction` over conversations is mean, sum
+    or none. `kl_to_ref_coeff` weighs the mean over all trained tokens of k3, to which "minor_sft"
+    adds nothing: it compares with the reference already, so there the coefficient is 0, with a warning.
+
+    Raises ConfigError (a ValueError) for an unknown word, ValueError without a tokenizer.
+
+    >>> from rlpost.data import History
+    >>> from rlpost.models import load_model, load_tokenizer, locate_model
+    >>> from rlpost.objectives import SFTLoss
+    >>> from rlpost.settings import ModelSettings
+    >>> from tensordict import TensorDict
+    >>> folder = locate_model("builtin:tiny")
+    >>> model, tokenizer = load_model(folder), load_tokenizer(folder)
+    >>> chats = History.from_chats([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
+    >>> batch = TensorDict({"history": {"full": chats}}, batch_size=[1])
+    >>> SFTLoss(model, tokenizer)(batch).loss_sft.backward()
+    """
+
+    def __init__(
+        self,
+        actor_network: Any,
+        tokenizer: Any = None,
+        *,
+        reduction: str = "mean",
+        normalize_by_seq_length: bool = True,
+        kl_to_ref_coeff: float | None = None,
+        loss_function: str = "sft",
+        beta: float = 0.1,
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        check_choice("loss function", loss_function, ("sft", "minor_sft"))
+        tokenizer = getattr(actor_network, "tokenizer", None) if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise ValueError("SFTLoss has no tokenizer to write conversations with: give it one")
+        if loss_function == "minor_sft" and kl_to_ref_coeff:
+            warnings.warn("minor_sft compares with the reference already: kl_to_ref_coeff is taken as 0", stacklevel=2)
+            kl_to_ref_coeff = None
+        self.actor_network, self.temperature = model_and_temperature(actor_network, temperature=1.0)
+        self.reduction = reduction
+        self.normalize_by_seq_length = normalize_by_seq_length
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.loss_function = loss_function
+        self.beta = beta
+        self._mask = ChatMask(tokenizer)
+
+    def forward(self, batch: TensorDictBase) -> SFTLossOutput:
+        """The loss of `batch` (B,).
+
+        Raises KeyError without a history, or without the reference's log-probs where a term needs
+        them; ValueError where those do not fit and for a conversation without a token to train;
+        DataError for one that the chat template does not take.
+        """
+        sequences, trained = self._tokens(batch)
+        wants_ref = self.loss_function == "minor_sft" or bool(self.kl_to_ref_coeff)
+        given = sequences.field(batch, REF_LOG_PROBS, missing=KeyError) if wants_ref else None
+        log_probs, _ = read_sequences(self.actor_network, sequences.ids, trained, self.temperature)
+        mask = padded(trained).to(log_probs.device)
+        ref = None if given is None else padded(given).to(log_probs)
+        if self.loss_function == "minor_sft":
+            assert ref is not None
+            normalise = self.normalize_by_seq_length
+            terms = minor_sft_terms(log_probs, ref, mask, beta=self.beta, normalise_by_length=normalise)
+            each = sequence_mean(terms, mask)  # of one conversation all terms are equal
+        else:
+            of_sequence = sequence_mean if self.normalize_by_seq_length else sequence_sum
+            each = of_sequence(sft_terms(log_probs, mask), mask)
+        output = SFTLossOutput(loss_sft=self._reduced(each))
+        if ref is not None:
+            kl = masked_mean(kl_divergence(log_probs, ref, "k3", mask), mask)
+            output.kl_to_ref = kl.detach()
+            if self.kl_to_ref_coeff:
+                output.loss_kl_to_ref = self.kl_to_ref_coeff * kl
+        return output
+
+    def _tokens(self, batch: TensorDictBase) -> tuple[Sequences, list[torch.Tensor]]:
+        """The ids of each conversation, and which are trained."""
+        history = batch.get(HISTORY, None)
+        if not isinstance(history, History):
+            raise KeyError(f"the batch has no History under {HISTORY}")
+        reference = batch.get(REF_LOG_PROBS, None)
+        padded_reference = reference is not None and not reference.is_nested
+        attention = batch.get(ATTENTION, None) if padded_reference else None
+        sequences, masks = Sequences.of_history(history, self._mask, None if attention is None else attention.bool())
+        for number, mask in enumerate(masks):
+            if not mask.any():
+                raise ValueError(f"conversation {number} has no assistant mask: no message of the assistant is in it")
+        return sequences, masks
+
+    def _reduced(self, each: torch.Tensor) -> torch.Tensor:
+        if self.reduction == "none":
+            return each
+        return each.mean() if self.reduction == "mean" else each.sum()

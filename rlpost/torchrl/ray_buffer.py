@@ -1,0 +1,237 @@
+"""RayReplayBuffer: a replay buffer in a Ray actor, written and read from anywhere in the cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from tensordict import TensorDict, TensorDictBase
+
+from rlpost.data.conversation import PolicyVersionLabel
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.errors import PolicyError
+from rlpost.imports import require
+from rlpost.torchrl.frames import FrameBuffer
+
+LOOK_SECONDS = 0.05  # between two questions whether enough groups are there
+NOT_HERE = {  # of the buffers' own names
+    "source": "no collector is asked for more from the actor: start the collectors that write to this buffer",
+    "transforms": "they act in the actor: give them when the buffer is built",
+    "accept": "it acts in the actor: give it when the buffer is built",
+    "storage": "the frames lie in the actor: call sample",
+    "drawn": "it counts in the actor: call take_counts",
+}
+
+
+class RayReplayBuffer:
+    """A `ReplayBuffer` of groups, or with `storage` a `FrameBuffer`, in a Ray actor; it may be sent to other actors.
+
+    It takes their arguments. Whole groups are taken once (`take`), frames are drawn at random (`sample`). The actor
+    asks no collector for more: `take` waits for what collectors write meanwhile, `draw_limit` is refused, and
+    `max_policy_lag` needs the present `policy_version`.
+
+    `remote_config` is what `ray.remote` takes (left out: no CPU of its own), `ray_init_config` what `ray.init` takes
+    where Ray does not run yet. Every call waits `wait_seconds` at most. The actor ends with `close`, with the process
+    that built it, or once nobody holds it. Raises MissingExtraError without ray, and PolicyError where the actor finds
+    no place, has died, or does not answer in time; what the buffer raises is raised here.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay_buffer_cls: type[Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        wait_seconds: float = 600.0,
+        **options: Any,
+    ) -> None:
+        require("ray", "ray", "RayReplayBuffer")
+        if "draw_limit" in options:
+            raise TypeError("draw_limit bounds what is asked of a collector, and an actor asks none: leave it out")
+        cls = replay_buffer_cls or (FrameBuffer if "storage" in options else ReplayBuffer)
+        if not issubclass(cls, ReplayBuffer | FrameBuffer):
+            raise TypeError(f"replay_buffer_cls is ReplayBuffer, FrameBuffer or a class of theirs, not {cls.__name__}")
+        self.wait_seconds = wait_seconds
+        self.holds_groups = issubclass(cls, ReplayBuffer)
+        self.is_closed = False
+        ray = _ray()
+        if not ray.is_initialized():
+            ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
+        config = {"num_cpus": 0, **(remote_config or {})}
+        self._actor = ray.remote(**config)(BufferActor).remote(cls, options)
+        try:
+            self._answer(self._actor.__ray_ready__.remote(), "the actor of the replay buffer to be placed")
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise PolicyError(
+                    f"the actor of the replay buffer found no place within {wait_seconds:g} s: it asks for {config}, "
+                    f"and the cluster has {ray.available_resources()} free of {ray.cluster_resources()}; ask for less"
+                ) from None
+            raise
+
+    def __getattr__(self, name: str) -> NoReturn:
+        reason = NOT_HERE.get(name, "its buffer lives in an actor")
+        raise AttributeError(f"a RayReplayBuffer has no {name}: {reason}")
+
+    # Writing
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """See `extend` of the buffer; returns once it is written."""
+        self._call("extend", batch)
+
+    def add(self, row: TensorDictBase) -> None:
+        """Write one row or frame ()."""
+        self._call("extend", row.unsqueeze(0))
+
+    @property
+    def write_count(self) -> int:
+        """Rows or frames written since the buffer was built."""
+        return self._call("read", "write_count")
+
+    # Reading
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """See `FrameBuffer.sample`. Raises TypeError for a buffer of groups."""
+        if self.holds_groups:
+            raise TypeError("groups are trained on once each, and not drawn at random: call take")
+        return self._call("call", "sample", batch_size)
+
+    def take(
+        self,
+        num_groups: int,
+        max_policy_lag: int | None = None,
+        *,
+        policy_version: PolicyVersionLabel | None = None,
+        wait_seconds: float | None = None,
+    ) -> TensorDict:
+        """See `ReplayBuffer.take`: waits until so many groups were written, `wait_seconds` at most.
+
+        A group older than `max_policy_lag` pushes before `policy_version` is dropped and counted. Raises TypeError for
+        a buffer of frames and for a lag without a version, PolicyError where too few groups come.
+        """
+        if not self.holds_groups:
+            raise TypeError("frames are drawn at random, and not taken out: call sample")
+        if max_policy_lag is not None and policy_version is None:
+            raise TypeError(
+                "max_policy_lag counts back from the present version, which no collector tells the actor: give "
+                "policy_version too"
+            )
+        limit = self.wait_seconds if wait_seconds is None else wait_seconds
+        until = time.monotonic() + limit
+        while (taken := self._call("take", num_groups, max_policy_lag, policy_version)) is None:
+            if time.monotonic() > until:
+                raise PolicyError(
+                    f"waited {limit:g} s for {num_groups} groups, and the replay buffer holds {len(self)} "
+                    f"({self.write_count} rows were written): the collectors may have ended, or group_size or accept "
+                    "may turn down what they write"
+                )
+            time.sleep(LOOK_SECONDS)
+        return taken
+
+    def __len__(self) -> int:
+        return self._call("call", "__len__")
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the whole groups; of a buffer of frames the frames."""
+        return self._call("read", "num_rows") if self.holds_groups else len(self)
+
+    def take_counts(self) -> dict[str, float]:
+        """See `ReplayBuffer.take_counts`."""
+        return self._call("call", "take_counts")
+
+    # State and end
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `state_dict` of the buffer."""
+        return self._call("call", "state_dict")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `load_state_dict` of the buffer."""
+        self._call("call", "load_state_dict", state)
+
+    def close(self) -> None:
+        """End the actor and what it holds; a second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            if (ray := _ray()).is_initialized():
+                ray.kill(self._actor)
+
+    shutdown = close
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self.is_closed:
+            raise PolicyError("this replay buffer was closed: build another")
+        try:
+            return self._answer(getattr(self._actor, method).remote(*args), method)
+        except TimeoutError:
+            raise PolicyError(
+                f"waited {self.wait_seconds:g} s for {method} of the replay buffer's actor: its machine may be lost or "
+                "too busy"
+            ) from None
+
+    def _answer(self, reference: Any, waited_for: str) -> Any:
+        """Raises TimeoutError past the limit, PolicyError where the actor is gone, and what the buffer raised."""
+        ray = _ray()
+        try:
+            return ray.get(reference, timeout=self.wait_seconds)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(waited_for) from error
+        except ray.exceptions.RayActorError as error:
+            raise PolicyError(
+                f"the actor of the replay buffer is gone ({str(error).splitlines()[0]}), and what it held with it: "
+                "build another, and load the last state that was saved"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+
+
+class BufferActor:
+    """What lives in the actor: the buffer, which no collector is the source of."""
+
+    def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
+        self.buffer = cls(**options)
+
+    def extend(self, batch: TensorDictBase) -> None:
+        self.buffer.extend(batch)
+
+    def read(self, name: str) -> Any:
+        return getattr(self.buffer, name)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.buffer, method)(*args)
+
+    def take(self, num_groups: int, max_lag: int | None, version: PolicyVersionLabel | None) -> TensorDict | None:
+        """So many groups that are young enough; None where fewer are there."""
+        self.buffer.source = _Elsewhere(version)
+        try:
+            return self.buffer.take(num_groups, max_lag)
+        except _TooFew:
+            return None
+
+
+class _TooFew(Exception):
+    """A buffer in an actor was asked for more groups than are there."""
+
+
+class _Elsewhere:
+    """A source that cannot be asked for more: collectors elsewhere write when they have something."""
+
+    owes = False
+
+    def __init__(self, policy_version: PolicyVersionLabel | None) -> None:
+        self.policy_version = policy_version
+
+    def collect(self) -> None:
+        raise _TooFew
+
+    def taken(self, groups: Sequence[int]) -> None:
+        """Nobody has to be told."""
+
+
+def _ray() -> Any:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return ray

@@ -1,0 +1,346 @@
+"""A frozen model's log-probs in the data: for a loss that reads them, or as a penalty in the reward.
+
+Text as token ids, and ids as text.
+
+Messages as text, and such text as messages.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from rlpost.data.history import History
+from rlpost.data.ragged import ASSISTANT, Key, column, padded, padding_id, ragged, strings
+from rlpost.envs.base import Transform
+from rlpost.errors import ConfigError, DataError
+from rlpost.torchrl.sequences import (
+    LOG_PROBS,
+    REF_LOG_PROBS,
+    TOKENS,
+    LogProbModel,
+    Sequences,
+    check_model,
+    log_probs_of,
+    rendered,
+)
+
+REWARD: Key = ("next", "reward")
+DONE: Key = ("next", "done")
+
+
+class _OfPlayed(Transform):
+    """Acts on turns that were played: appended to an environment, or called on a batch of a collector or buffer."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See `on_played`; what a policy is shown, of which nothing is sampled yet, is left as it is."""
+        return tensordict if _is_shown(tensordict) else self.on_played(tensordict)
+
+    def on_played(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write into `tensordict` (B,), or (B, T) stacked lazily, and return it."""
+        if isinstance(tensordict, LazyStackedTensorDict):
+            for part in tensordict.tensordicts:
+                self._write(part)
+        else:
+            self._write(tensordict)
+        return tensordict
+
+    @abstractmethod
+    def _write(self, batch: TensorDictBase) -> None: ...
+
+
+class RetrieveLogProb(_OfPlayed):
+    """Writes a frozen model's log-probs of the sequences, one an id, where `GRPOLoss` and `SFTLoss` read a reference's.
+
+    `model` is a causal LM of transformers, whose log-probs are taken at `temperature` (None: 1), that of
+    the sampler where both are compared; or a function of a TensorDict that writes `("log_probs", "full")`,
+    such as a policy made with `generate=False`, which has a temperature of its own. `model_factory` makes
+    one when it is first needed. With `assistant_only` every other token has 0;
+    a sequence's first id, which nothing predicts, always has.
+
+    The sequences are `("tokens", "full")`, with the mask `("masks", "all_assistant_mask")`, or, where a
+    batch has none, the conversations `("history", "full")` as the template of `tokenizer` writes them.
+    What is written under `log_probs_full_key` is ragged (B, *), or (B, T) where the tokens are padded.
+
+    Raises ValueError for both or neither model, ConfigError where the sampler's log-probs would be
+    overwritten, the policy samples or has no use for a temperature; DataError for a batch that lacks what is read.
+    """
+
+    def __init__(
+        self,
+        model: LogProbModel | None = None,
+        *,
+        model_factory: Callable[[], LogProbModel] | None = None,
+        log_probs_full_key: Key = REF_LOG_PROBS,
+        assistant_only: bool = True,
+        tokenizer: object = None,
+        temperature: float | None = None,
+    ) -> None:
+        if log_probs_full_key == LOG_PROBS:
+            raise ConfigError(
+                f"log_probs_full_key={LOG_PROBS} is where the sampler's log-probs are: choose another key"
+            )
+        self._model = _Frozen(model, model_factory, temperature)
+        self.log_probs_full_key = log_probs_full_key
+        self.assistant_only = assistant_only
+        self.tokenizer = tokenizer
+
+    def _write(self, batch: TensorDictBase) -> None:
+        if batch.get(TOKENS, None) is None:
+            sequences, masks = rendered(batch, self.tokenizer)
+            if not self.assistant_only:
+                masks = sequences.masks(batch, assistant_only=False)
+        else:
+            sequences = Sequences.of(batch)
+            masks = sequences.masks(batch, assistant_only=self.assistant_only)
+        batch.set(self.log_probs_full_key, sequences.laid_out(self._model(batch, sequences, masks)))
+
+
+class KLRewardTransform(_OfPlayed):
+    """Takes the distance to a frozen reference off the reward, token by token.
+
+    Of each token t that the model sampled, k1 = log π(t) − log π_ref(t), whose mean is KL(π‖π_ref)
+    (Schulman, "Approximating KL Divergence"): `coef` * k1 is the penalty there. A reward, which is
+    given once a row, stands at every token after this, less the penalty of that token; rewards per
+    token are taken as they are. A conversation is penalised once, when it is done, for all its turns.
+
+    `ref_model` or `ref_model_factory` is as the model of `RetrieveLogProb`, and `log_prob_key` where the
+    log-probs of the policy are. Those that a collector delivers are of the sampled tokens alone:
+    `assistant_only=False` compares every token, and needs the log-probs of every token, which
+    `RetrieveLogProb(..., assistant_only=False)` writes under a key of their own.
+
+    Writes `("next", "reward")`, unless `add_to_reward` is False, `("next", "kl_penalty")` and
+    `("next", "ref_log_probs", "full")`: ragged (B, *) over the ids, or where the tokens are padded
+    (B, T, 1), (B, T) and (B, T), 0 at the pads. Raises as `RetrieveLogProb` does.
+    """
+
+    def __init__(
+        self,
+        ref_model: LogProbModel | None = None,
+        *,
+        ref_model_factory: Callable[[], LogProbModel] | None = None,
+        coef: float = 1.0,
+        log_prob_key: Key = LOG_PROBS,
+        add_to_reward: bool = True,
+        assistant_only: bool = True,
+        temperature: float | None = None,
+    ) -> None:
+        if log_prob_key == REF_LOG_PROBS:
+            raise ConfigError(f"log_prob_key={REF_LOG_PROBS} is where the reference's log-probs go: choose another key")
+        self._model = _Frozen(ref_model, ref_model_factory, temperature)
+        self.coef = coef
+        self.log_prob_key = log_prob_key
+        self.add_to_reward = add_to_reward
+        self.assistant_only = assistant_only
+
+    @property
+    def reward_per_token(self) -> bool:  # type: ignore[override]
+        """Whether `("next", "reward")` becomes a reward for each token."""
+        return self.add_to_reward
+
+    def _write(self, batch: TensorDictBase) -> None:
+        sequences = Sequences.of(batch)
+        masks = [mask.cpu() for mask in sequences.masks(batch, assistant_only=self.assistant_only)]
+        log_probs = self._log_probs(batch, sequences, masks)
+        references = self._model(batch, sequences, masks)
+        done = batch.get(DONE, None)
+        ended = [True] * len(masks) if done is None else done.reshape(len(masks), -1).any(-1).tolist()
+        penalties = [
+            torch.where(mask & over, self.coef * (own - ref), torch.zeros(()))
+            for mask, over, own, ref in zip(masks, ended, log_probs, references, strict=True)
+        ]
+        if self.add_to_reward:
+            hint = "score it first, to take a penalty off, or add_to_reward=False"
+            rewards = sequences.field_or_expanded(batch, REWARD, hint)
+            less = [reward.cpu() - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            written = sequences.laid_out(less)
+            batch.set(REWARD, written if written.is_nested else written.unsqueeze(-1))
+        batch.set(("next", "kl_penalty"), sequences.laid_out(penalties))
+        batch.set(REF_LOG_PROBS, sequences.laid_out(references))
+
+    def _log_probs(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sampler's log-probs, one an id."""
+        hint = "the penalty compares them with the reference's"
+        rows = [row.float().cpu() for row in sequences.field(batch, self.log_prob_key, hint)]
+        if not self.assistant_only and ASSISTANT in batch.keys(include_nested=True):
+            sampled = sequences.masks(batch, assistant_only=True)
+            for row, mask, own in zip(rows, masks, sampled, strict=True):
+                others = row[mask & ~own.cpu()]
+                if others.numel() and not others.any():
+                    raise DataError(
+                        f"{self.log_prob_key} is 0 at every token that was not sampled, and assistant_only=False "
+                        "compares all tokens: write those of all with RetrieveLogProb first, or leave it out"
+                    )
+        return rows
+
+
+class _Frozen:
+    """The model that log-probs are asked of, made when it is first needed."""
+
+    def __init__(
+        self,
+        model: LogProbModel | None,
+        factory: Callable[[], LogProbModel] | None,
+        temperature: float | None,
+    ) -> None:
+        if (model is None) == (factory is None):
+            raise ValueError("give exactly one of a model and a factory that makes one")
+        if temperature is not None and not temperature > 0:
+            raise ConfigError(f"temperature={temperature:g} gives no probabilities: it must be above 0")
+        if model is not None:
+            check_model(model, temperature)
+        self._made = model
+        self._factory = factory
+        self._temperature = temperature
+
+    def __call__(self, batch: TensorDictBase, sequences: Sequences, masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._made is None:
+            assert self._factory is not None
+            self._made = self._factory()
+            check_model(self._made, self._temperature)
+        temperature = 1.0 if self._temperature is None else self._temperature
+        return log_probs_of(self._made, batch, sequences, masks, temperature)
+
+
+def _is_shown(tensordict: TensorDictBase) -> bool:
+    """Whether this is what a reset or step gives a policy to act on."""
+    return "conversation" in tensordict and "next" not in tensordict
+
+
+class Tokenizer(Transform):
+    """Writes the text under `in_key` as ids under `out_key`, an attention mask beside them; `inverse` reads them back.
+
+    `tokenizer` is one of transformers or the folder or hub id of one, which is read when it is first
+    needed. Ids and mask are int64, ragged (B, *), or with `padding` (B, T), padded on the left with the
+    tokenizer's pad token, else its end of turn, else 0. The mask, 1 on ids and 0 on pads, is
+    `attention_mask` in the same group. Special tokens are those that stand in the text, and with
+    `add_special_tokens` those that the tokenizer puts around it; `skip_special_tokens` leaves them out of
+    the text again.
+
+    Raises ConfigError without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        in_key: Key = ("text", "prompt"),
+        out_key: Key = ("tokens", "prompt"),
+        padding: bool = False,
+        add_special_tokens: bool = False,
+        skip_special_tokens: bool = False,
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError(
+                "Tokenizer has no tokenizer, and none is downloaded unasked: give one of transformers, or the path of "
+                "a model's folder"
+            )
+        self._tokenizer = tokenizer
+        self.in_key = in_key
+        self.out_key = out_key
+        self.mask_key: Key = "attention_mask" if isinstance(out_key, str) else (*out_key[:-1], "attention_mask")
+        self.padding = padding
+        self.add_special_tokens = add_special_tokens
+        self.skip_special_tokens = skip_special_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer itself, read first where a path was given. Raises DataError where it cannot be read."""
+        if isinstance(self._tokenizer, str):
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer, trust_remote_code=False)
+            except (OSError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
+                raise DataError(f"no tokenizer could be read from {self._tokenizer!r}: {reason}") from error
+        return self._tokenizer
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ids and mask. Raises DataError without the text."""
+        self._require(tensordict, self.in_key)
+        texts = column(tensordict, self.in_key)
+        encoded = [self.tokenizer(text, add_special_tokens=self.add_special_tokens)["input_ids"] for text in texts]
+        rows = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
+        masks = [torch.ones_like(row) for row in rows]
+        tensordict.set(self.out_key, self._together(rows, padding_id(self.tokenizer)))
+        return tensordict.set(self.mask_key, self._together(masks, 0))
+
+    def inverse(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the text of the ids, those of a padded tensor that the mask says. Raises DataError without either."""
+        self._require(tensordict, self.out_key)
+        rows = column(tensordict, self.out_key)
+        if not tensordict.get(self.out_key).is_nested:
+            self._require(tensordict, self.mask_key)
+            rows = [row[mask.bool()] for row, mask in zip(rows, column(tensordict, self.mask_key), strict=True)]
+        texts = [self.tokenizer.decode(row.tolist(), skip_special_tokens=self.skip_special_tokens) for row in rows]
+        return tensordict.set(self.in_key, strings(texts))
+
+    def _require(self, tensordict: TensorDictBase, key: Key) -> None:
+        if key not in tensordict.keys(include_nested=True):
+            there = ", ".join(sorted(str(name) for name in tensordict.keys(include_nested=True)))
+            raise DataError(f"there is no {key!r}, only {there or 'nothing'}: set in_key and out_key to what there is")
+
+    def _together(self, rows: list[torch.Tensor], pad: int) -> torch.Tensor:
+        if not self.padding:
+            return ragged(rows)
+        return padded(rows, pad, left=True)
+
+
+class TemplateTransform(Transform):
+    """Writes the `History` under `in_key` as text under `out_key`; `inverse` reads such text back.
+
+    The template is `chat_template` (jinja), else the one named `chat_template_name`, else that of
+    `tokenizer`; `template_kwargs` are variables for it. Reading back needs a format that
+    `History.from_text` knows. Raises ConfigError without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        in_key: Key = "history",
+        out_key: Key = ("text", "prompt"),
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if tokenizer is None:
+            raise ConfigError("TemplateTransform has no tokenizer to write messages with: give the model's")
+        self.tokenizer = tokenizer
+        self.in_key = in_key
+        self.out_key = out_key
+        self.chat_template_name = chat_template_name
+        self.chat_template = chat_template
+        self.add_generation_prompt = add_generation_prompt
+        self.template_kwargs = dict(template_kwargs or {})
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the text, a str a row. Raises DataError without a History (B, M), or where the template refuses one."""
+        history = tensordict.get(self.in_key, None)
+        if not isinstance(history, History):
+            raise DataError(f"there is no History under {self.in_key!r} to write: set in_key to where it is")
+        texts = history.apply_chat_template(
+            self.tokenizer,
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template=self.chat_template,
+            chat_template_name=self.chat_template_name,
+            template_kwargs=self.template_kwargs,
+        )
+        return tensordict.set(self.out_key, strings(texts))
+
+    def inverse(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the messages, a History (B, M), that the text under `out_key` says.
+
+        Raises DataError without that text, UnparsedTextError for one that is no conversation.
+        """
+        if self.out_key not in tensordict.keys(include_nested=True):
+            raise DataError(f"there is no text under {self.out_key!r} to read: set out_key to where it is")
+        texts = column(tensordict, self.out_key)
+        messages: Any = History.from_text(texts, chat_template_name=self.chat_template_name, tokenizer=self.tokenizer)
+        return tensordict.set(self.in_key, messages)

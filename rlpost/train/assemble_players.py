@@ -1,0 +1,251 @@
+"""The players of asynchronous collection: in the trainer's process, and in the process that plays."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from rlpost.catalog import CHOICES
+from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
+from rlpost.collectors.player import GroupPlayer
+from rlpost.config.code import load_plugins
+from rlpost.data.replay_buffer import ReplayBuffer
+from rlpost.envs.build import build_training_env, longest_conversation
+from rlpost.envs.chat import DatasetChatEnv
+from rlpost.errors import ConfigError
+from rlpost.estimate.machine import chosen_policy
+from rlpost.model.load import context_length
+from rlpost.model.trainable import Trainable
+from rlpost.model.weights import device_of
+from rlpost.policies.base import training_sampling
+from rlpost.remote import cluster
+from rlpost.remote.process import WorkerProcess
+from rlpost.settings import (
+    AsyncCollectorSettings,
+    Engine,
+    PolicySettings,
+    PushMode,
+    RayClusterSettings,
+    VLLMSettings,
+)
+from rlpost.settings.commands import SampledSettings
+from rlpost.train.assemble_policy import build_policy
+
+
+@dataclass
+class PlayerOrder:
+    """What a player is built from, in its process."""
+
+    settings: SampledSettings
+    policy: PolicySettings
+    folder: Path
+    tokenizer: Any
+    adapter_rank: int | None
+    adapter: Path | None
+
+
+def player_builder(order: PlayerOrder) -> Callable[[], GroupPlayer]:
+    """What builds the player of `order` in a process that knows no plugin yet."""
+    return partial(build_player, list(order.settings.plugin), cloudpickle.dumps(order))
+
+
+def build_player(plugins: list[str], order: bytes) -> GroupPlayer:
+    """The player that `order` describes, its policy started; in its own process, which knows no plugin yet."""
+    load_plugins(plugins)
+    asked: PlayerOrder = cloudpickle.loads(order)
+    settings = asked.settings
+    env = build_training_env(settings)
+    policy = build_policy(
+        asked.policy,
+        asked.folder,
+        asked.tokenizer,
+        model=None,
+        model_settings=settings.model,
+        env_settings=settings.env,
+        sampling=training_sampling(settings),
+        seed=settings.seed,
+        adapter_rank=asked.adapter_rank,
+        adapter=asked.adapter,
+    )
+    policy.start()
+    return GroupPlayer(env, policy)
+
+
+def assemble_driver(
+    settings: SampledSettings, env: DatasetChatEnv, tokenizer: Any, trainable: Trainable, buffer: ReplayBuffer
+) -> GroupDriver:
+    """What draws for a training and fills `buffer`; the processes that play are not started yet."""
+    own = settings.collector
+    chosen = own if isinstance(own, AsyncCollectorSettings) else AsyncCollectorSettings(depth=0)
+    env.check_halves()
+    policy = _own_engine(chosen_policy(settings.policy))
+    order = PlayerOrder(settings, policy, trainable.folder, tokenizer, trainable.adapter_rank, trainable.adapter)
+    longest = longest_conversation(settings.env)
+    engine = next(name for name, row in CHOICES["policy"].items() if row.cls is type(policy))
+    if isinstance(settings.cluster, RayClusterSettings):
+        players, where = ray_players(settings.cluster, order, device_of(trainable.model))
+        max_restarts = settings.cluster.max_restarts
+    else:
+        seats = [_environment(chosen, seat) for seat in range(chosen.players)]
+        players = Players(partial(_local_worker, order, seats, Output()), chosen.players)
+        where = "in its own process" if chosen.players == 1 else f"in {chosen.players} processes"
+        max_restarts = chosen.max_restarts
+    remote = RemotePolicy(
+        players,
+        tokenizer,
+        sampling=training_sampling(settings),
+        seed=settings.seed,
+        max_model_len=min(longest, context_length(trainable.folder) or longest),
+        name=f"{engine} {where}",
+        pushes_adapter=trainable.adapter_rank is not None,
+        in_turn=settings.lag == 0,
+    )
+    return GroupDriver(
+        env,
+        remote,
+        buffer,
+        model=trainable.model,
+        prompts_per_step=settings.prompts_per_step,
+        depth=min(1, settings.lag) if chosen.depth is None else chosen.depth,
+        max_policy_lag=settings.lag,
+        wait_for_groups=chosen.push is PushMode.wait,
+        max_restarts=max_restarts,
+        wait_seconds=chosen.wait_seconds,
+    )
+
+
+class Output:
+    """Where this process's output goes when the first worker starts: that of those that follow one that died too."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """Of a file of its own, which stays as it is when this process's output goes elsewhere."""
+        if self._descriptor is None:
+            self._descriptor = os.dup(1)
+            weakref.finalize(self, os.close, self._descriptor)
+        return self._descriptor
+
+
+def _local_worker(order: PlayerOrder, seats: list[dict[str, str]], output: Output, seat: int) -> WorkerProcess:
+    """The process of a player on this machine, which is not started yet."""
+    name = "the process that samples" if len(seats) == 1 else f"process {seat} that samples"
+    return WorkerProcess(player_builder(order), name=name, environment=seats[seat], output=output.descriptor)
+
+
+def _environment(chosen: AsyncCollectorSettings, seat: int) -> dict[str, str]:
+    """The variables that leave the player of `seat` its share of the GPUs, or of the cores where there are several."""
+    if chosen.gpus:
+        each = len(chosen.gpus) // chosen.players
+        return _gpus(chosen.gpus[seat * each : (seat + 1) * each])
+    cores = max(1, len(os.sched_getaffinity(0)) // chosen.players) if hasattr(os, "sched_getaffinity") else 1
+    return {} if chosen.players == 1 else {name: str(cores) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+def _gpus(numbers: list[int]) -> dict[str, str]:
+    """The variable that leaves a process these GPUs, of those that this one sees."""
+    names = cluster.gpus_seen()
+    if (missing := max(numbers)) >= len(names):
+        raise ConfigError(f"collector.gpus={numbers}: there is no GPU {missing}, this process sees {len(names)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
+
+
+def _own_engine(policy: PolicySettings) -> PolicySettings:
+    """The settings of a policy, vLLM's with the engine that takes each request as it comes."""
+    return replace(policy, engine=Engine.own_process) if isinstance(policy, VLLMSettings) else policy
+
+
+PASSED_ON = ("RLPOST_", "HF_", "VLLM_", "ATEN_", "ONEDNN_", "TOKENIZERS_", "NLTK_", "CUDA_HOME", "NCCL_")
+
+
+HEAD_SECONDS = 20.0  # without an answer of the head, after which the cluster is taken for lost
+
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def ray_players(settings: RayClusterSettings, order: PlayerOrder, device: torch.device) -> tuple[Players, str]:
+    """The players of a training in the workers of a cluster, and where they are in words; none is started yet.
+
+    The model is trained on `device`, which a cluster that is begun here is not offered where there are others.
+
+    Raises MissingExtraError without ray, PolicyError where the cluster does not answer.
+    """
+    ray = cluster.connect(settings.address, own_gpus=own_gpus(settings, device))
+    shards = settings.tensor_parallel_size
+    if isinstance(order.policy, VLLMSettings) and shards > 1:
+        order = replace(order, policy=replace(order.policy, tensor_parallel_size=shards))
+    gpus = settings.gpus_per_worker
+    if gpus is None:
+        gpus = float(shards) if cluster.has_gpus(ray) else 0.0
+    options = {"num_cpus": settings.cpus_per_worker, "num_gpus": gpus}
+    copies = cluster.Copies(ray)
+
+    def build_from(folder: Path) -> Any:
+        return player_builder(replace(order, folder=folder))
+
+    def new_worker(seat: int) -> Any:
+        return cluster.RayWorker(
+            ray,
+            build_from,
+            order.folder,
+            name=f"worker {seat} of the cluster",
+            options=options,
+            environment=_cluster_environment(settings.cpus_per_worker),
+            copies=copies,
+            place_seconds=settings.place_seconds,
+            may_wait=lambda: bool(players.ready),
+            what_there_is=lambda: cluster.what_there_is(ray),
+        )
+
+    players = Players(new_worker, settings.rollout_workers)
+    address = ray.get_runtime_context().gcs_address
+    threading.Thread(target=_watch, args=(players, address), name="rlpost-watch-head", daemon=True).start()
+    count = settings.rollout_workers
+    return players, f"in {count} Ray worker{'s' if count > 1 else ''}"
+
+
+def own_gpus(settings: RayClusterSettings, device: torch.device) -> list[int]:
+    """The numbers of the GPUs that this machine's ranks train on."""
+    if device.type != "cuda":
+        return []
+    several = settings.trainer_ranks or 1
+    return list(range(several)) if several > 1 else [device.index or 0]
+
+
+def _cluster_environment(cpus: float) -> dict[str, str]:
+    """The variables of a worker's process: this one's that decide how it computes, and as many threads as CPUs."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    return passed | dict.fromkeys(THREADS, str(max(1, int(cpus))))
+
+
+def _watch(players: Players, address: str) -> None:
+    """Give the players up once the head of the cluster has not answered for `HEAD_SECONDS`.
+
+    Ray itself would end this process after a minute, without a word.
+    """
+    host, port = address.rsplit(":", 1)
+    heard = time.monotonic()
+    while not players.is_closed:
+        try:
+            socket.create_connection((host, int(port)), HEAD_SECONDS / 3).close()
+            heard = time.monotonic()
+        except OSError as error:
+            if (silent := time.monotonic() - heard) > HEAD_SECONDS:
+                why = f"was lost with the head of the cluster, {address}, which has not answered for {silent:.0f} s"
+                players.give_up(f"{why} ({error}): see that it runs, and go on with --resume")
+                return
+        time.sleep(HEAD_SECONDS / 10)
