@@ -1,4 +1,4 @@
-"""scripts/bench_async.py: that it runs, and what it asserts. The times themselves are no test."""
+"""scripts/dev/bench_async.py: that it runs, and what it asserts. The times themselves are no test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cloudpickle
 
 from rlpost.objectives.advantage import has_spread
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_async.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "dev" / "bench_async.py"
 
 
 def test_a_lag_is_measured_with_a_player_in_its_own_process() -> None:

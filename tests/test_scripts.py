@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
+SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix)
 SHELL = [*SCRIPTS, ROOT / ".ci" / "run"]
 TARGETS = {"setup": "setup", "quickstart": "setup", "test": "setup-dev", "check": "setup-dev"}  # and their set-up
 
@@ -35,7 +35,8 @@ def test_a_script_is_executable_and_parses(script: Path) -> None:
 def test_a_script_stops_at_the_first_failure_and_runs_from_anywhere(script: Path) -> None:
     lines = script.read_text().splitlines()
     assert "set -euo pipefail" in lines
-    assert 'cd "$(dirname "$0")/.."' in lines
+    root = "../.." if script.parent.name == "dev" else ".."
+    assert f'cd "$(dirname "$0")/{root}"' in lines
 
 
 def test_ci_runs_the_tests_through_make() -> None:

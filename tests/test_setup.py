@@ -355,7 +355,7 @@ def test_every_python_and_engine_can_be_resolved(torch_index: str) -> None:
     """The rest comes from the package index: without one this is skipped."""
     uv = Path(sys.executable).parent
     surroundings = {**os.environ, "RLPOST_TORCH_INDEX": torch_index, "PATH": f"{uv}:{os.environ['PATH']}"}
-    command = [str(ROOT / "scripts" / "resolve_check")]
+    command = [str(ROOT / "scripts" / "dev" / "resolve_check")]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings)
     if "error sending request" in done.stdout:
         pytest.skip("the package index cannot be reached")

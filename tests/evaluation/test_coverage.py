@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as promised: some cells of scripts/coverage.py, and all outcomes of 64 prompts."""
+"""Intervals hold the truth as often as promised: cells of scripts/dev/coverage.py, and all outcomes of 64 prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from rlpost.evaluation.statistics import reward_interval, share_interval
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "coverage.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "dev" / "coverage.py"
 DRAWS = 6000  # a cell: three standard errors are 1%
 
 

@@ -32,7 +32,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = 200  # of each file but the Parquet
 MOST_COMMANDS = 8  # for one file
 DEADLINE = 900.0  # seconds for one command
@@ -223,7 +223,7 @@ def trained(file: File, folder: Path) -> Outcome:
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 where every file is trained on, and many rows take no more than they may."""
     parser = argparse.ArgumentParser(
-        prog="scripts/five_files", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/dev/five_files", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="of the Parquet (1000000)")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Ordeals of whole trainings, as their own processes: kills with -9, and things that break beside them.
 
-    scripts/ordeal kills            each kind of training, killed at random moments and resumed, against one unbroken
-    scripts/ordeal chaos            small trainings with one thing killed, stopped or filled at a random moment
+    scripts/dev/ordeal kills     each kind of training, killed at random moments and resumed, against one unbroken
+    scripts/dev/ordeal chaos     small trainings with one thing killed, stopped or filled at a random moment
 
 What is done is written to OUT/results.json and not done again: the command can be stopped and goes on.
 """

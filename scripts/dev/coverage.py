@@ -1,6 +1,6 @@
 """How often the intervals of held-out figures hold the truth, by simulation; exits 1 where a cell misses.
 
-    python scripts/coverage.py [--draws 10000] [--all]
+    python scripts/dev/coverage.py [--draws 10000] [--all]
 
 Shares, and means of rewards that are 0 or 1: N prompts of k completions whose successes within a prompt are
 beta-binomial with mean p and correlation rho. An interval has to hold p in 93% of all draws where

@@ -5,7 +5,7 @@ tools  64 conversations of three turns whose tools take 0.1 to 2 s: the time of 
 vllm   SmolLM2 writes Python programs for sums, two turns, 8 x 8 completions: groups at their own pace against lock
        step, on the same prompts and one engine, alternated; wall time and tokens a second of each
 
-.venv/bin/python scripts/bench_async.py steps
+.venv/bin/python scripts/dev/bench_async.py steps
 """
 
 from __future__ import annotations
