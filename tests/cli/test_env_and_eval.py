@@ -45,7 +45,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     noted = types.SimpleNamespace(envs=[], failures=[], settings=None, error=None)
     assemble: Any = types.ModuleType("rlpost.train.assemble")
     build: Any = types.ModuleType("rlpost.envs.build")
-    proof: Any = types.ModuleType("rlpost.envs.checks")
+    proof: Any = types.ModuleType("rlpost.envs.proof")
 
     def build_env(settings: Any, *, num_prompts: int, group_size: int, seed: int) -> Any:
         noted.envs.append(settings)
@@ -70,7 +70,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     proof.prove = lambda env: Proof(noted.failures if env.split == "test" else [])
     monkeypatch.setitem(sys.modules, "rlpost.train.assemble", assemble)
     monkeypatch.setitem(sys.modules, "rlpost.envs.build", build)
-    monkeypatch.setitem(sys.modules, "rlpost.envs.checks", proof)
+    monkeypatch.setitem(sys.modules, "rlpost.envs.proof", proof)
     return noted
 
 
