@@ -3,10 +3,8 @@
 At the start the probe is sampled and read, which gives the bounds; after a push some weights of the engine are
 compared with the trainer's by their sums, and every `gate.every` steps all of them, with the probe again.
 
-Which fault it looks like where sampler and trainer give the same tokens other log-probs.
-
-Each fault leaves its own trace in the differences: another temperature or a token too many in front explains them
-wholly, a filter makes the sampler the surer one of every token, rounding pulls both ways alike.
+Each fault leaves its own trace in the differences of the log-probs: another temperature, or one token more in front,
+explains them wholly; a filter makes the sampler surer of every token; rounding pulls both ways alike.
 """
 
 from __future__ import annotations
@@ -29,133 +27,34 @@ from rlpost.settings.training import GateAlarm, GateSettings
 from rlpost.train.ranks import Ranks
 from rlpost.weight_sync.base import named_weights
 
-EXPLAINED = 0.3  # of the gap may remain where a fault explains it
-LEAST = 2e-3  # nats a token: below this nothing is wrong
-ONE_SIDED = 0.9  # of the tokens that differ, as a filter has it
-ROUND = 0.35  # mean difference over mean absolute difference at most, where it is rounding
-TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.6, 2.0)
-
-ENDS = ("lm_head.weight", "embed_out.weight", *EMBEDDINGS)  # of names of the head and of what it may be tied to
-
+log = logging.getLogger("rlpost")
 Read = Callable[[Sequence[Row], float], list[torch.Tensor]]  # rows and a temperature -> log-probs, 0 where not sampled
 
 
-class Disagreement(Enum):
-    """What sampler and trainer can disagree by; the value is how a message says it."""
-
-    stale = "the engine samples with other weights than the trainer's: none of a push has arrived"
-    half = "only a part of a push has arrived in the engine"
-    head = "the engine's output head is not the trainer's: a tied head has stayed as it was"
-    temperature = "the sampler draws at another temperature than its log-probs are read at"
-    filtered = (
-        "the sampler draws from a part of the distribution (top_p, top_k or min_p) and the trainer reads all of it"
-    )
-    begun_twice = "one of them reads the prompt with a token more in front: bos_token twice"
-    shifted = "the log-probs are those of the tokens beside: the mask of what was sampled is shifted"
-    format = "the formats of sampler and trainer differ by more than at the start"
-    version = "the sampler's version is not that of the last push"
-    unknown = "the cause is not known"
-
-
-@dataclass(frozen=True)
-class Differences:
-    """log-probs of the same sampled tokens by sampler and trainer, (N,) each."""
-
-    sampler: torch.Tensor
-    trainer: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], read: Sequence[torch.Tensor]) -> Differences:
-        """Of `rows` whose log-probs the trainer has `read`."""
-        return cls(
-            torch.cat([row.sampler_log_probs[row.sampled] for row in rows]),
-            torch.cat([log_probs[row.sampled] for row, log_probs in zip(rows, read, strict=True)]),
-        )
-
-    @property
-    def gap(self) -> float:
-        """Mean absolute difference, in nats a token."""
-        return (self.sampler - self.trainer).abs().mean().item()
-
-
-def fault_of(rows: Sequence[Row], found: Differences, read: Read, temperature: float, bos: int | None) -> Disagreement:
-    """What the differences of a probe look like; what is known of the weights is asked before."""
-    enough = EXPLAINED * found.gap
-    for shift in (1, -1):
-        if _shifted_gap(rows, found, shift) < enough:
-            return Disagreement.shifted
-    for other in TEMPERATURES:
-        if other != temperature and Differences.of(rows, read(rows, other)).gap < enough:
-            return Disagreement.temperature
-    for changed in _begun_otherwise(rows, bos):
-        if Differences.of(changed, read(changed, temperature)).gap < enough:
-            return Disagreement.begun_twice
-    difference = found.sampler - found.trainer
-    differ = difference.abs() > LEAST / 10
-    surer = (difference[differ] > 0).float().mean().item() if differ.any() else 0.0
-    if surer >= ONE_SIDED:
-        return Disagreement.filtered
-    if abs(difference.mean().item()) <= ROUND * found.gap:
-        return Disagreement.format
-    return Disagreement.unknown
-
-
-def fault_of_weights(differing: Sequence[str], compared: int, moved: bool | None) -> Disagreement | None:
-    """What it looks like where these of the engine's weights are not the trainer's; None where none is.
-
-    `moved` is whether any of them is another than at the last look, None where this is the first.
-    """
-    if not differing:
-        return None
-    if all(name.endswith(ENDS) for name in differing) and compared > len(differing):
-        return Disagreement.head
-    arrived = moved if moved is not None else len(differing) < compared
-    return Disagreement.half if arrived else Disagreement.stale
-
-
-def _shifted_gap(rows: Sequence[Row], found: Differences, shift: int) -> float:
-    """The gap where each token's log-prob is compared with that of the token beside it in its row."""
-    gaps: list[torch.Tensor] = []
-    begin = 0
-    for row in rows:
-        end = begin + row.num_trained
-        sampler, trainer = found.sampler[begin:end], found.trainer[begin:end]
-        begin = end
-        if len(sampler) > 1:
-            pair = (sampler[1:], trainer[:-1]) if shift > 0 else (sampler[:-1], trainer[1:])
-            gaps.append((pair[0] - pair[1]).abs())
-    return torch.cat(gaps).mean().item() if gaps else float("inf")
-
-
-def _begun_otherwise(rows: Sequence[Row], bos: int | None) -> list[list[Row]]:
-    """The rows with one more bos in front, and with one less where they begin with one."""
-    if bos is None:
-        return []
-    more = [_with_prompt(row, torch.cat([torch.tensor([bos]), row.prompt])) for row in rows]
-    fewer = [
-        _with_prompt(row, row.prompt[1:]) for row in rows if row.prompt[:1].tolist() == [bos] and len(row.prompt) > 1
-    ]
-    return [more, *([fewer] if len(fewer) == len(rows) else [])]
-
-
-def _with_prompt(row: Row, prompt: torch.Tensor) -> Row:
-    return Row(prompt, row.response, row.sampled, row.sampler_log_probs, 0.0)
-
+# The probe and its bounds
 
 QUESTIONS = ("What is 17 + 25?", "Name three colours.", "Write one sentence about rain.")
-SAMPLES = 2  # of each question
-TOKENS = 24  # of a completion at most
+SAMPLES = 2  # per question
+TOKENS = 24  # most tokens of a completion
+SEED = 20  # of the probe's first request
 WIDER, FLOOR = 4.0, 0.02  # bound = WIDER x the gap at the start + FLOOR, in nats a token
-ROUNDING = 0.15  # nats a token that rounding alone may come to while the model changes
-WRONG_AT_START = 0.3  # nats a token that no formats explain
-SOME = 6  # weights that are compared after each push
-SEED = 20  # of the probe
+ROUNDING = 0.15  # nats a token: the most that rounding alone may cause while the model changes
+WRONG_AT_START = 0.3  # nats a token: more than any pair of formats explains
+SOME = 6  # weights compared after each push, besides the head and the embedding
+ENDS = ("lm_head.weight", "embed_out.weight", *EMBEDDINGS)  # name endings of the head and of a weight tied to it
 
-log = logging.getLogger("rlpost")
+
+# What tells the faults apart
+
+EXPLAINED = 0.3  # share of the gap that may remain once a fault has explained it
+LEAST = 2e-3  # nats a token: below this nothing is wrong
+ONE_SIDED = 0.9  # share of the differing tokens that the sampler is surer of under a filter
+ROUND = 0.35  # rounding: the mean difference is at most this share of the mean absolute difference
+TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.4, 1.6, 2.0)
 
 
 class Gate:
-    """Watches one run's sampler. Raises PolicyError at an alarm, or does what `gate.on_alarm` says through `act`."""
+    """Watches one run's sampler. At an alarm raises PolicyError, or calls `act` with `gate.on_alarm` and the reason."""
 
     def __init__(
         self,
@@ -170,13 +69,13 @@ class Gate:
         self._act = act
         self.bound = float("inf")
         self.alarms: list[Disagreement] = []
-        self._few: list[str] | None = None  # engine's names of the weights that are compared after each push
-        self._last: Mapping[int, EngineSums] = {}  # of the last look, of each engine
+        self._few: list[str] | None = None  # the engine's names of the weights compared after each push
+        self._last: Mapping[int, EngineSums] = {}  # engine -> its sums at the last look
 
     def begin(self) -> None:
-        """Look at everything once, and learn the bounds."""
-        rows, found = self._probe()
-        fault: Disagreement | None = self._fault_of_weights(None)
+        """Compare everything once and set the bound."""
+        rows, found = self.probe()
+        fault: Disagreement | None = self.compare_weights(None)
         if fault is None and found.gap > FLOOR:
             looks_like = fault_of(rows, found, self._read, self._temperature, self._bos)
             explained_wholly = looks_like not in (Disagreement.format, Disagreement.unknown, Disagreement.filtered)
@@ -188,16 +87,16 @@ class Gate:
             self._alarm(fault, found.gap, "at the start")
 
     def pushed(self, step: int) -> None:
-        """Weights were pushed after `step`."""
+        """Check the engine after the push of `step`: every `gate.every` steps all of it, else a few weights."""
         if self.every and step % self.every == 0:
             self.look(step)
-        elif (fault := self._fault_of_weights(self._few)) is not None:
+        elif (fault := self.compare_weights(self._few)) is not None:
             self._alarm(fault, None, f"after the push of step {step}")
 
     def look(self, step: int) -> float:
-        """The whole look, after `step`; the gap."""
-        rows, found = self._probe()
-        fault = self._fault_of_weights(None)
+        """Compare all weights and the probe after `step`; returns the gap in nats a token."""
+        rows, found = self.probe()
+        fault = self.compare_weights(None)
         if fault is None and found.gap > self.bound:
             fault = fault_of(rows, found, self._read, self._temperature, self._bos)
             if fault in (Disagreement.format, Disagreement.unknown) and found.gap < ROUNDING:
@@ -209,18 +108,16 @@ class Gate:
             self._alarm(fault, found.gap, f"after the push of step {step}")
         return found.gap
 
-    # What is looked at
-
-    def _probe(self) -> tuple[list[Row], Differences]:
-        """Completions of fixed questions, with the sampler's log-probs and the trainer's."""
+    def probe(self) -> tuple[list[Row], Differences]:
+        """Sample completions of fixed questions and read them; the rows, and the log-probs of both sides."""
         policy = self.policy
-        sampled, told = policy.tokens_sampled, policy.on_ended
+        sampled, on_ended = policy.tokens_sampled, policy.on_ended
         policy.on_ended = None
         try:
             requests = [Request(ids, TOKENS, SEED + number) for ids in self._prompts() for number in range(SAMPLES)]
             completions = policy.generate(requests, policy.sampling)
         finally:
-            policy.tokens_sampled, policy.on_ended = sampled, told
+            policy.tokens_sampled, policy.on_ended = sampled, on_ended
         if any(completion.policy_version != policy.version for completion in completions):
             self._alarm(Disagreement.version, None, f"version {policy.version}")
         rows = [
@@ -256,15 +153,15 @@ class Gate:
     def _bos(self) -> int | None:
         return self.policy.tokenizer.bos_token_id
 
-    def _fault_of_weights(self, names: list[str] | None) -> Disagreement | None:
-        """What is wrong with the engines' weights, all or those of `names`; None where nothing is, or none can tell."""
-        told = {} if self.policy.shares_weights else self.policy.weight_sums(names)
-        if not told:
+    def compare_weights(self, names: list[str] | None) -> Disagreement | None:
+        """The fault of the engines' weights, all or those of `names`; None if all agree or no engine has sums."""
+        engines = {} if self.policy.shares_weights else self.policy.weight_sums(names)
+        if not engines:
             return None
         weights: Mapping[str, torch.Tensor] = named_weights(self.model)
         faults: list[Disagreement | None] = []
-        compared_with: list[tuple[EngineSums, tuple[list[str], int]]] = []  # many engines tell the same
-        for number, sums in told.items():
+        compared_with: list[tuple[EngineSums, tuple[list[str], int]]] = []  # most engines have the same sums
+        for number, sums in engines.items():
             kept = sums.names_of(weights)
             if self._few is None:
                 self._few = _spread(list(kept))
@@ -276,8 +173,8 @@ class Gate:
             faults.append(fault_of_weights(differing, compared, moved))
             if differing:
                 off = f"{len(differing)} of {compared} weights are not the trainer's, {differing[0]} among them"
-                log.warning("engine %d of %d: %s", number + 1, len(told), off)
-        self._last = told
+                log.warning("engine %d of %d: %s", number + 1, len(engines), off)
+        self._last = engines
         return next(filter(None, faults), None)
 
     def _alarm(self, fault: Disagreement, gap: float | None, when: str) -> None:
@@ -292,8 +189,110 @@ class Gate:
         self._act(self.on_alarm, text)
 
 
+class Disagreement(Enum):
+    """The faults that the gate can name; the value is how a message says it."""
+
+    stale = "the engine samples with other weights than the trainer's: none of a push has arrived"
+    half = "only a part of a push has arrived in the engine"
+    head = "the engine's output head is not the trainer's: a tied head has stayed as it was"
+    temperature = "the sampler draws at another temperature than its log-probs are read at"
+    filtered = (
+        "the sampler draws from a part of the distribution (top_p, top_k or min_p) and the trainer reads all of it"
+    )
+    begun_twice = "one of them reads the prompt with a token more in front: bos_token twice"
+    shifted = "the log-probs are those of the tokens beside: the mask of what was sampled is shifted"
+    format = "the formats of sampler and trainer differ by more than at the start"
+    version = "the sampler's version is not that of the last push"
+    unknown = "the cause is not known"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """log-probs of the same sampled tokens by sampler and trainer, (N,) each."""
+
+    sampler: torch.Tensor
+    trainer: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], read: Sequence[torch.Tensor]) -> Differences:
+        """Those of `rows`, of which the trainer `read` these log-probs."""
+        return cls(
+            torch.cat([row.sampler_log_probs[row.sampled] for row in rows]),
+            torch.cat([log_probs[row.sampled] for row, log_probs in zip(rows, read, strict=True)]),
+        )
+
+    @property
+    def gap(self) -> float:
+        """Mean absolute difference, in nats a token."""
+        return (self.sampler - self.trainer).abs().mean().item()
+
+
+def fault_of(rows: Sequence[Row], found: Differences, read: Read, temperature: float, bos: int | None) -> Disagreement:
+    """The fault that explains the differences of a probe whose weights agree."""
+    enough = EXPLAINED * found.gap
+    for shift in (1, -1):
+        if _shifted_gap(rows, found, shift) < enough:
+            return Disagreement.shifted
+    for other in TEMPERATURES:
+        if other != temperature and Differences.of(rows, read(rows, other)).gap < enough:
+            return Disagreement.temperature
+    for changed in _begun_otherwise(rows, bos):
+        if Differences.of(changed, read(changed, temperature)).gap < enough:
+            return Disagreement.begun_twice
+    difference = found.sampler - found.trainer
+    differ = difference.abs() > LEAST / 10
+    surer = (difference[differ] > 0).float().mean().item() if differ.any() else 0.0
+    if surer >= ONE_SIDED:
+        return Disagreement.filtered
+    if abs(difference.mean().item()) <= ROUND * found.gap:
+        return Disagreement.format
+    return Disagreement.unknown
+
+
+def fault_of_weights(differing: Sequence[str], compared: int, moved: bool | None) -> Disagreement | None:
+    """The fault that the names of the `differing` weights show; None if there are none.
+
+    `moved`: whether any of the engine's weights has changed since the last look; None at the first look.
+    """
+    if not differing:
+        return None
+    if all(name.endswith(ENDS) for name in differing) and compared > len(differing):
+        return Disagreement.head
+    arrived = moved if moved is not None else len(differing) < compared
+    return Disagreement.half if arrived else Disagreement.stale
+
+
+def _shifted_gap(rows: Sequence[Row], found: Differences, shift: int) -> float:
+    """The gap if each token's log-prob is compared with that of the token beside it in its row."""
+    gaps: list[torch.Tensor] = []
+    begin = 0
+    for row in rows:
+        end = begin + row.num_trained
+        sampler, trainer = found.sampler[begin:end], found.trainer[begin:end]
+        begin = end
+        if len(sampler) > 1:
+            pair = (sampler[1:], trainer[:-1]) if shift > 0 else (sampler[:-1], trainer[1:])
+            gaps.append((pair[0] - pair[1]).abs())
+    return torch.cat(gaps).mean().item() if gaps else float("inf")
+
+
+def _begun_otherwise(rows: Sequence[Row], bos: int | None) -> list[list[Row]]:
+    """The rows with one more bos in front, and, if all of them begin with bos, with one less."""
+    if bos is None:
+        return []
+    more = [_with_prompt(row, torch.cat([torch.tensor([bos]), row.prompt])) for row in rows]
+    fewer = [
+        _with_prompt(row, row.prompt[1:]) for row in rows if row.prompt[:1].tolist() == [bos] and len(row.prompt) > 1
+    ]
+    return [more, *([fewer] if len(fewer) == len(rows) else [])]
+
+
+def _with_prompt(row: Row, prompt: torch.Tensor) -> Row:
+    return Row(prompt, row.response, row.sampled, row.sampler_log_probs, 0.0)
+
+
 def _spread(names: list[str]) -> list[str]:
-    """A few of the engine's weights: the head and the embedding where they are told apart, and some between."""
+    """A few of the engine's weights: the head and the embedding if it has both, and some from between them."""
     chosen = [name for name in names if name.endswith(ENDS)]
     others = [name for name in names if name not in chosen]
     step = max(1, len(others) // SOME)

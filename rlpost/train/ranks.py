@@ -1,22 +1,14 @@
 """All ranks of a training, as its loop on rank 0 sees them: most trainings have one.
 
-Rank 0 runs the loop, with the folder, the screen, the draws and the evaluations. The others hold the model, or their
-part of it, and do what rank 0 tells them: each reads whole groups of a minibatch, and their gradients are summed.
-
-What each rank of a training does: rank 0 in its own process, the others as it tells them.
-
-Values that hold tensors, made fit for a pipe and back: as arrays, which go over with their own numbers alone.
-
-A tensor that is a view takes all that it is a view of with it.
-
-How the ranks of a training come together: started here, or by torchrun.
+Rank 0 runs the loop and has the folder, the screen, the random draws and the evaluations. The others hold the model,
+or their part of it, and follow rank 0's calls: each reads whole groups of a minibatch, and their gradients are summed.
+`join_ranks` starts the others on this machine, or meets those that torchrun has started.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import os
 import resource
@@ -28,13 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,51 +48,215 @@ from rlpost.remote.worker import Host
 from rlpost.runs.checkpoint import restore_moments
 from rlpost.settings import ClusterSettings, Engine, OptimSettings, Sharding, TransformersSettings, VLLMSettings
 from rlpost.settings.commands import SampledSettings, TrainingSettings
-from rlpost.train.update import (
-    Learner,
-    Microbatches,
-    Objective,
-    Update,
-    bad_gradients,
-    read_log_probs,
-    update,
-)
+from rlpost.train.update import Learner, Microbatches, Objective, Update, bad_gradients, read_log_probs, update
 from rlpost.weight_sync.base import named_weights
 
-if TYPE_CHECKING:
-    from rlpost.remote.process import RemoteObject
-
-
-def as_arrays(value: Any) -> Any:
-    """`value` with an array in the place of each tensor in its dataclasses, dicts, lists and tuples."""
-    return _mapped(value, torch.Tensor, lambda tensor: tensor.detach().cpu().numpy())
-
-
-def as_tensors(value: Any) -> Any:
-    """What `as_arrays` was given, on the CPU."""
-    return _mapped(value, np.ndarray, torch.from_numpy)
-
-
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(each, kind, change) for each in value)
-    if isinstance(value, dict):
-        return {key: _mapped(each, kind, change) for key, each in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, _mapped(getattr(value, field.name), kind, change))
-        return changed
-    return value
-
-
+log = logging.getLogger("rlpost")
+NAMING_SECONDS = 5.0  # after a failed collective operation, until the lost rank is known
+LAST_RESORT_SECONDS = 15.0  # for this process to end in order once another rank is lost
+LOAD_SECONDS = 900.0  # for another rank to load its model, once this one has
+END_SECONDS = 10.0  # for another rank to end in order
+ADDRESS, KEY = "rlpost/address", "rlpost/key"  # keys of the store: where rank 0 waits, and the others' secret
 Progress = Callable[[int, int], None]
 
 
+class Ranks:
+    """Rank 0, in this process, and the others.
+
+    Raises RankError, in whatever the main thread does, once another rank is lost.
+    """
+
+    def __init__(self, others: Sequence[RemoteObject] = ()) -> None:
+        self.others = others
+        self.own: Rank
+        self.total_updates = 1  # optimizer steps of the whole run: the length of the learning rate's schedule
+        self._alarm = Alarm() if others else None
+        for other in others:
+            other.on_death = self._lost_one
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Tell the others that the training has ended, and how."""
+        if self._alarm is None:
+            return
+        self._alarm.close()
+        failed = isinstance(error, Exception)
+        code = getattr(error, "exit_code", 1) if failed else 0
+        for other in self.others:
+            other.on_death = lambda: None
+            with contextlib.suppress(PolicyError):  # one that was never started, or has ended
+                other.submit("conclude", code, str(error) if failed else "")
+        for other in self.others:
+            other.close(END_SECONDS)
+        leave_group()
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return 1 + len(self.others)
+
+    def begin(self, own: Rank, tokens_per_microbatch: int | None) -> None:
+        """Begin the training with `own`, this rank's model; waits until the others have loaded theirs."""
+        self.own = own
+        with self._naming():
+            asked = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
+            self._answers(asked, "loading the model", LOAD_SECONDS)
+        if is_sharded(own.model):
+            announce_with(own.model, self._gather)
+
+    def over(self, total_updates: int) -> Self:
+        """Set the schedule's length in optimizer steps; returns self."""
+        self.total_updates = total_updates
+        return self
+
+    def update(self, minibatch: Sequence[Row], number: int) -> Update[Any]:
+        """Take optimizer step `number` (from 0); has all ranks' outputs. Raises as `rlpost.train.update.update`."""
+        if not self.others:
+            return self.own.update(minibatch, number, self.total_updates)
+        shares = self._shares(minibatch)
+        with self._naming():
+            asked = self._ask(
+                "update", [(share, number, self.total_updates) for share in self._rows(minibatch, shares)]
+            )
+            mine = self.own.update([minibatch[place] for place in shares[0]], number, self.total_updates)
+            theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(asked, "an update")]
+        outputs = [as_tensors(as_arrays(output)) for output in mine.outputs]  # on the CPU, as those of the others
+        return Update([*outputs, *(o for each in theirs for o in each.outputs)], mine.grad_norm, mine.stepped)
+
+    def read_log_probs(
+        self, rows: Sequence[Row], *, temperature: float = 1.0, progress: Progress = lambda done, total: None
+    ) -> list[torch.Tensor]:
+        """log π of the trained model for each row, of its response's length, 0 on ids that are not trained.
+
+        `progress` is called with the rows that this rank has read so far and with their total.
+        """
+        return self._read("read_log_probs", rows, temperature, progress)
+
+    def fill_reference(self, rows: Sequence[Row], temperature: float = 1.0) -> None:
+        """Set the reference's log-probs on `rows`, if the loss has a reference."""
+        if self.own.reference is not None and rows:
+            for row, log_probs in zip(rows, self._read("read_reference", rows, temperature), strict=True):
+                row.ref_log_probs = log_probs
+
+    def save_moments(self) -> Callable[[Path], None] | None:
+        """The function that writes the optimizer's state if the ranks share it; None if rank 0 has all of it."""
+        if not is_sharded(self.own.model):
+            return None
+
+        def save(folder: Path) -> None:
+            with self._naming():
+                asked = self._tell("save_moments", folder)
+                self.own.save_moments(folder)
+                self._answers(asked, "saving")
+
+        return save
+
+    def bad_gradients(self) -> list[str]:
+        """Names of the parameters whose gradient is not finite in some rank's part."""
+        found = self.own.bad_gradients()
+        for theirs in self._answers(self._tell("bad_gradients"), "its gradients"):
+            found += [name for name in theirs if name not in found]
+        return found
+
+    def free_unused(self) -> None:
+        """See `Rank.free_unused`, on every rank."""
+        asked = self._tell("free_unused")
+        self.own.free_unused()
+        self._answers(asked, "its memory")
+
+    def memory(self) -> dict[str, float]:
+        """Each rank's peak memory in GB; empty with one rank."""
+        if not self.others:
+            return {}
+        peaks = [self.own.peak_gb(), *self._answers(self._tell("peak_gb"), "its memory")]
+        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(peaks)}
+
+    # Calls to the others
+
+    def _gather(self, name: str) -> None:
+        self._tell("gather", name)
+
+    def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
+        if not self.others:
+            return getattr(self.own, method)(rows, temperature, *more)
+        shares = self._shares(rows)
+        with self._naming():
+            asked = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
+            read = [getattr(self.own, method)([rows[place] for place in shares[0]], temperature, *more)]
+            read += [as_tensors(each) for each in self._answers(asked, "log-probs")]
+        found: dict[int, torch.Tensor] = {}
+        for share, log_probs in zip(shares, read, strict=True):
+            found.update(zip(share, log_probs, strict=True))
+        return [found[place] for place in range(len(rows))]
+
+    def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
+        return shares_of(rows, self.count, share_prompts=verdict_of(self.own.model).reads_packed)
+
+    def _rows(self, rows: Sequence[Row], shares: list[list[int]]) -> list[Any]:
+        """The rows of each of the others' shares, as arrays."""
+        return [as_arrays([rows[place] for place in share]) for share in shares[1:]]
+
+    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+        """Call `method` on each of the others, with its own arguments; their results."""
+        asked = []
+        for other, each in zip(self.others, arguments, strict=True):
+            future = other.submit("work", method, *each)
+            future.add_done_callback(self.look)
+            asked.append(future)
+        return asked
+
+    def _tell(self, method: str, *arguments: Any) -> list[Future[Any]]:
+        return self._ask(method, [arguments] * len(self.others))
+
+    def _answers(self, asked: Sequence[Future[Any]], what: str, seconds: float | None = None) -> list[Any]:
+        """Wait for the others' results. Raises RankError if one takes too long; `what` names the work in the error."""
+        seconds = distributed.DEADLINE_SECONDS if seconds is None else seconds
+        answers = []
+        for rank, future in enumerate(asked, start=1):
+            try:
+                answers.append(future.result(seconds))
+            except TimeoutError:
+                raise RankError(
+                    f"waited {seconds:.0f} s for {what} of rank {rank}, which hangs or is much slower than rank 0; "
+                    f"cluster.rank_seconds sets the limit, and rank-{rank}.log of the run says what it did"
+                ) from None
+        return answers
+
+    # Their end
+
+    def look(self, future: Future[Any]) -> None:
+        """Ring the alarm if another rank's call, whose `future` is done, has failed."""
+        error = future.exception()
+        if error is None or isinstance(error, FloatingPointError) or self._alarm is None:
+            return
+        if isinstance(error, RlpostError):
+            self._alarm.ring(error)
+        else:
+            log.error("another rank failed: %r\n%s", error, "\n".join(getattr(error, "__notes__", ())))
+            self._alarm.ring(RankError(f"another rank failed, and the run's log.txt says where: {error!r}"))
+
+    def _lost_one(self) -> None:
+        lost = next((other.failure for other in self.others if other.failure is not None), None)
+        if self._alarm is not None:
+            self._alarm.ring(RankError(f"{lost}; the training ends with it: go on with --resume"))
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """If the body fails because another rank is lost, raise the error that names that rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._alarm is None or (isinstance(error, RlpostError) and not isinstance(error, RankError)):
+                raise
+            if (reason := self._alarm.wait(NAMING_SECONDS)) is not None and reason is not error:
+                raise reason from error
+            raise
+
+
 class Rank:
-    """One rank's model, its part of it, and the work on it that all ranks do at once."""
+    """One rank's model, or its part of it, and the work that all ranks do at once."""
 
     def __init__(
         self,
@@ -120,7 +275,7 @@ class Rank:
         self.microbatches = microbatches
 
     def update(self, rows: Sequence[Row], number: int, total_updates: int) -> Update[Any]:
-        """Optimizer step `number` of `total_updates`, of which this rank reads `rows`."""
+        """Take optimizer step `number` of `total_updates`; this rank reads `rows` of the minibatch."""
         learner = Learner(self.model, self.optimizer, self.objective, self.optim, total_updates)
         return update(learner, self.microbatches, rows, number)
 
@@ -154,343 +309,24 @@ class Rank:
         return bad_gradients(self.model)
 
     def free_unused(self) -> None:
-        """Give the GPU's memory that torch holds and does not use back, for an engine that wakes beside this rank."""
+        """Free the device memory that torch has cached, for an engine that wakes on the same GPU."""
         if self.microbatches.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def peak_gb(self) -> float:
-        """The most memory this rank has held: of its GPU, or else of its process."""
+        """Peak memory of this rank in GB: of its GPU, or else of its process."""
         if self.microbatches.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-class OtherRank:
-    """A rank that is not rank 0, in a process of its own; its methods are called from rank 0's."""
-
-    def __init__(self, plugins: list[str], place: Place, log: Path) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as sink:  # rank 0 has the terminal
-            for number in (1, 2):
-                os.dup2(sink.fileno(), number)
-        load_plugins(plugins)
-        self.place = place
-        self.conclusion: tuple[int, str] = 0, ""  # the exit code and the words that the training ended with
-        self._settings: TrainingSettings
-        self._trainable: Trainable
-        self._rank: Rank | None = None
-
-    def find_model(self, settings: TrainingSettings) -> None:
-        """See `locate_start`."""
-        locate_start(settings)
-
-    def form_group(self, device: str, seconds: float) -> None:
-        """Join the process group."""
-        store = self.place.open_store(seconds)
-        form_group(self.place, store, device_of(device, self.place), seconds)
-
-    def load(self, settings: TrainingSettings, checkpoint: Path | None) -> None:
-        """The model and its optimizer, as they start or as `checkpoint` has them."""
-        torch.manual_seed(settings.seed)
-        torch.use_deterministic_algorithms(settings.deterministic)
-        self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
-        if checkpoint is not None:
-            restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
-        self._settings = settings
-
-    def begin(self, objective: Objective[Any], tokens_per_microbatch: int | None) -> None:
-        """What is minimised, and what one forward and backward may hold."""
-        settings, loaded = self._settings, self._trainable
-        self._rank = Rank(
-            loaded.model,
-            loaded.optimizer,
-            loaded.reference,
-            objective,
-            settings.optim,
-            Microbatches(
-                tokens_per_microbatch,
-                weights.device_of(loaded.model),
-                settings.model.autocast,
-                note=lambda text: print(text, flush=True),
-                in_step=is_sharded(loaded.model),
-            ),
-        )
-
-    def work(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the rank. One that fails leaves the group, so that nobody waits for this rank in vain."""
-        assert self._rank is not None
-        try:
-            return as_arrays(getattr(self._rank, method)(*as_tensors(arguments)))
-        except FloatingPointError:  # which every rank finds, and rank 0 answers
-            raise
-        except BaseException:
-            leave_group()
-            raise
-
-    def conclude(self, exit_code: int, reason: str) -> None:
-        """The training has ended."""
-        self.conclusion = exit_code, reason
-        if reason:
-            print(f"{self.place} ends: {reason}", flush=True)
-        leave_group()
-
-
-log = logging.getLogger("rlpost")
-
-NAMING_SECONDS = 5.0  # until it is known which rank was lost, once something has failed that all do together
-LAST_RESORT_SECONDS = 15.0  # for this process to end in order once another rank is lost
-LOAD_SECONDS = 900.0  # for another rank to have loaded its model, once this one has
-END_SECONDS = 10.0  # for another rank to end in order
-
-
-class Ranks:
-    """Rank 0, in this process, and the others.
-
-    Raises RankError, in whatever the main thread does, once another rank is lost.
-    """
-
-    def __init__(self, others: Sequence[RemoteObject] = ()) -> None:
-        self.others = others
-        self.own: Rank
-        self.total_updates = 1  # optimizer steps of the whole run, over which the schedule of the learning rate goes
-        self._alarm = Alarm() if others else None
-        for other in others:
-            other.on_death = self._lost_one
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Tell the others that the training has ended, and how."""
-        if self._alarm is None:
-            return
-        self._alarm.close()
-        failed = isinstance(error, Exception)
-        code = getattr(error, "exit_code", 1) if failed else 0
-        for other in self.others:
-            other.on_death = lambda: None
-            with contextlib.suppress(PolicyError):  # one that was never started, or has ended
-                other.submit("conclude", code, str(error) if failed else "")
-        for other in self.others:
-            other.close(END_SECONDS)
-        leave_group()
-
-    @property
-    def count(self) -> int:
-        """How many ranks there are."""
-        return 1 + len(self.others)
-
-    def begin(self, own: Rank, tokens_per_microbatch: int | None) -> None:
-        """The training begins with `own`, this rank's model; the others have loaded theirs, or are about to have."""
-        self.own = own
-        with self._naming():
-            asked = [other.submit("begin", own.objective, tokens_per_microbatch) for other in self.others]
-            self._answers(asked, "loading the model", LOAD_SECONDS)
-        if is_sharded(own.model):
-            announce_with(own.model, self._gather)
-
-    def over(self, total_updates: int) -> Self:
-        """The same, with a learning rate whose schedule goes over so many optimizer steps."""
-        self.total_updates = total_updates
-        return self
-
-    def update(self, minibatch: Sequence[Row], number: int) -> Update[Any]:
-        """Optimizer step `number` (from 0), with the outputs of all ranks. Raises as `rlpost.train.update.update`."""
-        if not self.others:
-            return self.own.update(minibatch, number, self.total_updates)
-        shares = self._shares(minibatch)
-        with self._naming():
-            asked = self._ask(
-                "update", [(share, number, self.total_updates) for share in self._rows(minibatch, shares)]
-            )
-            mine = self.own.update([minibatch[place] for place in shares[0]], number, self.total_updates)
-            theirs: list[Update[Any]] = [as_tensors(each) for each in self._answers(asked, "an update")]
-        outputs = [as_tensors(as_arrays(output)) for output in mine.outputs]  # on the CPU, as those of the others
-        return Update([*outputs, *(o for each in theirs for o in each.outputs)], mine.grad_norm, mine.stepped)
-
-    def read_log_probs(
-        self, rows: Sequence[Row], *, temperature: float = 1.0, progress: Progress = lambda done, total: None
-    ) -> list[torch.Tensor]:
-        """log π of the trained model for each row, of its response's length, 0 on ids that are not trained.
-
-        `progress` is told how many rows this rank has read, of how many.
-        """
-        return self._read("read_log_probs", rows, temperature, progress)
-
-    def fill_reference(self, rows: Sequence[Row], temperature: float = 1.0) -> None:
-        """Give `rows` the log-probs of the reference, where the loss reads one."""
-        if self.own.reference is not None and rows:
-            for row, log_probs in zip(rows, self._read("read_reference", rows, temperature), strict=True):
-                row.ref_log_probs = log_probs
-
-    def save_moments(self) -> Callable[[Path], None] | None:
-        """What writes the optimizer's state where each rank has a part of it; None where this one has all."""
-        if not is_sharded(self.own.model):
-            return None
-
-        def save(folder: Path) -> None:
-            with self._naming():
-                asked = self._tell("save_moments", folder)
-                self.own.save_moments(folder)
-                self._answers(asked, "saving")
-
-        return save
-
-    def bad_gradients(self) -> list[str]:
-        """The parameters whose gradient is not finite, in any rank's part of them."""
-        found = self.own.bad_gradients()
-        for theirs in self._answers(self._tell("bad_gradients"), "its gradients"):
-            found += [name for name in theirs if name not in found]
-        return found
-
-    def free_unused(self) -> None:
-        """See `Rank.free_unused`, on every rank."""
-        asked = self._tell("free_unused")
-        self.own.free_unused()
-        self._answers(asked, "its memory")
-
-    def memory(self) -> dict[str, float]:
-        """The most that each rank has held, in GB; nothing where there is one."""
-        if not self.others:
-            return {}
-        peaks = [self.own.peak_gb(), *self._answers(self._tell("peak_gb"), "its memory")]
-        return {f"memory/rank_{number}_gb": peak for number, peak in enumerate(peaks)}
-
-    # What goes to the others
-
-    def _gather(self, name: str) -> None:
-        self._tell("gather", name)
-
-    def _read(self, method: str, rows: Sequence[Row], temperature: float, *more: Any) -> list[torch.Tensor]:
-        if not self.others:
-            return getattr(self.own, method)(rows, temperature, *more)
-        shares = self._shares(rows)
-        with self._naming():
-            asked = self._ask(method, [(share, temperature) for share in self._rows(rows, shares)])
-            read = [getattr(self.own, method)([rows[place] for place in shares[0]], temperature, *more)]
-            read += [as_tensors(each) for each in self._answers(asked, "log-probs")]
-        found: dict[int, torch.Tensor] = {}
-        for share, log_probs in zip(shares, read, strict=True):
-            found.update(zip(share, log_probs, strict=True))
-        return [found[place] for place in range(len(rows))]
-
-    def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
-        return shares_of(rows, self.count, share_prompts=verdict_of(self.own.model).reads_packed)
-
-    def _rows(self, rows: Sequence[Row], shares: list[list[int]]) -> list[Any]:
-        """The rows of each of the others' shares, as they are sent."""
-        return [as_arrays([rows[place] for place in share]) for share in shares[1:]]
-
-    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
-        """What each of the others makes of its own arguments, once it is there."""
-        asked = []
-        for other, each in zip(self.others, arguments, strict=True):
-            future = other.submit("work", method, *each)
-            future.add_done_callback(self.look)
-            asked.append(future)
-        return asked
-
-    def _tell(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        return self._ask(method, [arguments] * len(self.others))
-
-    def _answers(self, asked: Sequence[Future[Any]], what: str, seconds: float | None = None) -> list[Any]:
-        """What the others have made of it. Raises RankError where one takes too long."""
-        seconds = distributed.DEADLINE_SECONDS if seconds is None else seconds
-        answers = []
-        for rank, future in enumerate(asked, start=1):
-            try:
-                answers.append(future.result(seconds))
-            except FutureTimeout:
-                raise RankError(
-                    f"waited {seconds:.0f} s for {what} of rank {rank}, which hangs or is much slower than rank 0; "
-                    f"cluster.rank_seconds sets the limit, and rank-{rank}.log of the run says what it did"
-                ) from None
-        return answers
-
-    # What becomes of them
-
-    def look(self, future: Future[Any]) -> None:
-        """Something that another rank was asked has come to an end: its errors end what this one does meanwhile."""
-        error = future.exception()
-        if error is None or isinstance(error, FloatingPointError) or self._alarm is None:
-            return
-        if isinstance(error, RlpostError):
-            self._alarm.ring(error)
-        else:
-            log.error("another rank failed: %r\n%s", error, "\n".join(getattr(error, "__notes__", ())))
-            self._alarm.ring(RankError(f"another rank failed, and the run's log.txt says where: {error!r}"))
-
-    def _lost_one(self) -> None:
-        lost = next((other.failure for other in self.others if other.failure is not None), None)
-        if self._alarm is not None:
-            self._alarm.ring(RankError(f"{lost}; the training ends with it: go on with --resume"))
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """What fails here because another rank is lost is told as that."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._alarm is None or (isinstance(error, RlpostError) and not isinstance(error, RankError)):
-                raise
-            if (reason := self._alarm.wait(NAMING_SECONDS)) is not None and reason is not error:
-                raise reason from error
-            raise
-
-
-class Alarm:
-    """Ends what the main thread does with an error that another thread has found, wherever it is."""
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-        self._rung = threading.Event()
-        self._closed = False
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._in_main_thread:
-            signal.signal(signal.SIGUSR1, self._raise)  # for good: one may be under way when this is closed
-
-    def ring(self, error: BaseException) -> None:
-        """Raise `error` in the main thread; where that does not end this process in time, end it."""
-        if self._closed or self._rung.is_set():
-            return
-        self._error = error
-        self._rung.set()
-        log.error("%s", error)
-        if self._in_main_thread:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            threading.Thread(target=self._last_resort, daemon=True).start()
-
-    def wait(self, seconds: float) -> BaseException | None:
-        """The error, where there is one within `seconds`."""
-        self._rung.wait(seconds)
-        return self._error
-
-    def close(self) -> None:
-        """Raise nothing any more."""
-        self._closed = True
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._error is not None and not self._closed:
-            raise self._error
-
-    def _last_resort(self) -> None:
-        """The main thread may wait in a library that does not come back: for a rank that is no more."""
-        until = time.monotonic() + LAST_RESORT_SECONDS
-        while time.monotonic() < until:
-            if self._closed:
-                return
-            time.sleep(0.2)
-        os.write(2, f"error: {self._error}\n".encode())
-        os._exit(getattr(self._error, "exit_code", 1))
-
-
-ADDRESS, KEY = "rlpost/address", "rlpost/key"  # in the store: where rank 0 waits for the others, and their secret
+# How ranks come together: started here, or by torchrun
 
 
 def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path) -> Ranks:
-    """The ranks that train `settings` together, all in one process group, the others loading their model already.
+    """The ranks that train `settings`, in one process group; the others have begun to load their model.
 
-    Raises ConfigError where they cannot be had, RankError where they do not come.
+    Raises ConfigError if the settings and the launcher disagree, RankError if a rank does not come in time.
     """
     cluster = settings.cluster
     place = Place.from_environment(os.environ)
@@ -523,9 +359,9 @@ def join_ranks(settings: TrainingSettings, checkpoint: Path | None, folder: Path
 
 
 def beside_ranks(settings: Any, ranks: int) -> Any:
-    """`settings` with an engine in a process of its own where there are several ranks: vLLM takes a group for its own.
+    """`settings` whose vLLM engine has a process of its own if there are several ranks: it makes its own group.
 
-    Raises ConfigError for a policy that samples from a model that is divided among ranks.
+    Raises ConfigError for a policy that samples from a model divided among ranks.
     """
     if ranks == 1 or not settings.uses_policy:
         return settings
@@ -542,7 +378,7 @@ def beside_ranks(settings: Any, ranks: int) -> Any:
 
 
 def follow() -> int:
-    """Be one of the ranks that torchrun has started, but rank 0, until that ends; returns the exit code."""
+    """Serve as a rank above 0 that torchrun has started, until the training ends; returns the exit code."""
     place = Place.from_environment(os.environ)
     assert place is not None
     store = place.open_store(START_SECONDS)
@@ -562,7 +398,7 @@ def follow() -> int:
 def _start(
     world: int, plugins: list[str], folder: Path, cluster: ClusterSettings
 ) -> tuple[Place, dist.Store, Sequence[RemoteObject]]:
-    """Processes of this machine that are to be ranks, not started yet, and where they will meet."""
+    """The place, the store and the processes, not started yet, of `world` ranks on this machine."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place(0, world, 0, world, "127.0.0.1", store.port, store_is_there=True)
     others = []
@@ -579,34 +415,10 @@ def _start(
     return place, store, others
 
 
-class JoinedRank(RemoteObject):
-    """A rank that a launcher has started, and that has come to this one by itself."""
-
-    def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
-        super().__init__(build, **how)
-        self._connection = connection
-
-    @property
-    def _is_open(self) -> bool:
-        return True
-
-    def _open(self, seconds: float) -> None:
-        self._heard = time.monotonic()
-        listen(self, self._connection)
-
-    def _write(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # its loss is noticed where it is read from
-            self._connection.send_bytes(message)
-
-    def _end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.close()  # at which it ends itself
-
-
 def _meet(
     place: Place, plugins: list[str], folder: Path, cluster: ClusterSettings
 ) -> tuple[dist.Store, Sequence[RemoteObject]]:
-    """The other processes that torchrun has started, once each of them has come."""
+    """Wait until every other process that torchrun has started has connected; the store and those processes."""
     store = place.open_store(cluster.rank_seconds)
     local = place.local_world == place.world
     secret = secrets.token_hex(32)
@@ -643,7 +455,7 @@ def _meet(
 
 
 def _keep_alive(connection: Connection) -> None:
-    """Notice within half a minute that the machine at the other end is gone."""
+    """Have the kernel notice within half a minute that the machine at the other end is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -652,6 +464,177 @@ def _keep_alive(connection: Connection) -> None:
 
 
 def _orphaned(place: Place, terminal: int) -> None:
-    """Rank 0 is gone without a word: say so where a user may see it, and end."""
+    """Print that rank 0 was lost on the terminal, and end."""
     os.write(terminal, f"error: {place} ends, since rank 0 was lost: go on with --resume\n".encode())
     os._exit(RankError.exit_code)
+
+
+class JoinedRank(RemoteObject):
+    """A rank that torchrun has started and that has connected to this one."""
+
+    def __init__(self, build: Any, connection: Connection, **how: Any) -> None:
+        super().__init__(build, **how)
+        self._connection = connection
+
+    @property
+    def _is_open(self) -> bool:
+        return True
+
+    def _open(self, seconds: float) -> None:
+        self._heard = time.monotonic()
+        listen(self, self._connection)
+
+    def _write(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the thread that reads notices the loss
+            self._connection.send_bytes(message)
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.close()  # then the other side ends itself
+
+
+# The other ranks, and the way to them
+
+
+class OtherRank:
+    """A rank that is not rank 0, in a process of its own; its methods are called from rank 0's."""
+
+    def __init__(self, plugins: list[str], place: Place, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as sink:  # rank 0 has the terminal
+            for number in (1, 2):
+                os.dup2(sink.fileno(), number)
+        load_plugins(plugins)
+        self.place = place
+        self.conclusion: tuple[int, str] = 0, ""  # the training's exit code, and the reason for its end
+        self._settings: TrainingSettings
+        self._trainable: Trainable
+        self._rank: Rank | None = None
+
+    def find_model(self, settings: TrainingSettings) -> None:
+        """See `locate_start`."""
+        locate_start(settings)
+
+    def form_group(self, device: str, seconds: float) -> None:
+        """Join the process group."""
+        store = self.place.open_store(seconds)
+        form_group(self.place, store, device_of(device, self.place), seconds)
+
+    def load(self, settings: TrainingSettings, checkpoint: Path | None) -> None:
+        """Load the model and its optimizer, from the start or from `checkpoint`."""
+        torch.manual_seed(settings.seed)
+        torch.use_deterministic_algorithms(settings.deterministic)
+        self._trainable = load_trainable(settings, checkpoint, with_reference=settings.needs_reference)
+        if checkpoint is not None:
+            restore_moments(self._trainable.model, self._trainable.optimizer, checkpoint)
+        self._settings = settings
+
+    def begin(self, objective: Objective[Any], tokens_per_microbatch: int | None) -> None:
+        """Get ready to work, with the `objective` and the budget of one forward and backward."""
+        settings, loaded = self._settings, self._trainable
+        self._rank = Rank(
+            loaded.model,
+            loaded.optimizer,
+            loaded.reference,
+            objective,
+            settings.optim,
+            Microbatches(
+                tokens_per_microbatch,
+                weights.device_of(loaded.model),
+                settings.model.autocast,
+                note=lambda text: print(text, flush=True),
+                in_step=is_sharded(loaded.model),
+            ),
+        )
+
+    def work(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the rank. On an error this rank leaves the group, so that no rank waits for it in vain."""
+        assert self._rank is not None
+        try:
+            return as_arrays(getattr(self._rank, method)(*as_tensors(arguments)))
+        except FloatingPointError:  # all ranks raise it at once, and rank 0 handles it
+            raise
+        except BaseException:
+            leave_group()
+            raise
+
+    def conclude(self, exit_code: int, reason: str) -> None:
+        """Note how the training ended, and leave the group."""
+        self.conclusion = exit_code, reason
+        if reason:
+            print(f"{self.place} ends: {reason}", flush=True)
+        leave_group()
+
+
+class Alarm:
+    """Raises another thread's error in the main thread, wherever that is."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._rung = threading.Event()
+        self._closed = False
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            signal.signal(signal.SIGUSR1, self._raise)  # for good: a signal may be in flight when this is closed
+
+    def ring(self, error: BaseException) -> None:
+        """Raise `error` in the main thread; end this process if that does not end it in time."""
+        if self._closed or self._rung.is_set():
+            return
+        self._error = error
+        self._rung.set()
+        log.error("%s", error)
+        if self._in_main_thread:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            threading.Thread(target=self._last_resort, daemon=True).start()
+
+    def wait(self, seconds: float) -> BaseException | None:
+        """The error, or None if none comes within `seconds`."""
+        self._rung.wait(seconds)
+        return self._error
+
+    def close(self) -> None:
+        """Raise nothing any more."""
+        self._closed = True
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._error is not None and not self._closed:
+            raise self._error
+
+    def _last_resort(self) -> None:
+        """End this process if the main thread is stuck in a library that waits for the lost rank."""
+        until = time.monotonic() + LAST_RESORT_SECONDS
+        while time.monotonic() < until:
+            if self._closed:
+                return
+            time.sleep(0.2)
+        os.write(2, f"error: {self._error}\n".encode())
+        os._exit(getattr(self._error, "exit_code", 1))
+
+
+def as_arrays(value: Any) -> Any:
+    """`value` with arrays instead of the tensors in its dataclasses, dicts, lists and tuples, fit for a pipe.
+
+    An array is pickled alone, while a tensor that is a view takes the whole tensor under it along.
+    """
+    return _mapped(value, torch.Tensor, lambda tensor: tensor.detach().cpu().numpy())
+
+
+def as_tensors(value: Any) -> Any:
+    """The argument of `as_arrays` from its result, with tensors on the CPU."""
+    return _mapped(value, np.ndarray, torch.from_numpy)
+
+
+def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(each, kind, change) for each in value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, kind, change) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, _mapped(getattr(value, field.name), kind, change))
+        return changed
+    return value

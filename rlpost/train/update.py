@@ -22,14 +22,13 @@ from rlpost.model.logprobs import token_log_probs, verdict_of
 from rlpost.model.optim import learning_rate, set_learning_rate
 from rlpost.model.packing import Microbatch, Row, filler, largest_group, pack
 from rlpost.model.precision import autocast
-from rlpost.model.trainable import Reference
 from rlpost.model.weights import divided_again, whole
 from rlpost.screen import Screen
 from rlpost.settings import Autocast, OptimSettings
 
 
 class MicrobatchOutput(Protocol):
-    """What an objective says of a microbatch; `loss` is its share of the minibatch loss."""
+    """An objective's result for a microbatch; `loss` is its share of the minibatch loss."""
 
     loss: torch.Tensor
 
@@ -39,14 +38,14 @@ O_co = TypeVar("O_co", bound=MicrobatchOutput, covariant=True)
 
 
 class Objective(Protocol[O_co]):
-    """A loss over a minibatch that may be read in parts."""
+    """A loss over a minibatch that may be split into microbatches."""
 
     def normaliser(self, rows: Sequence[Row]) -> int:
-        """What the sums over `rows`, the whole minibatch, are divided by, so that the split does not matter."""
+        """The divisor of the sums over `rows`, the whole minibatch, so that the split does not matter."""
         ...
 
     def needs(self, row: Row) -> bool:
-        """Whether reading `row` can change the gradient."""
+        """Whether `row` can change the gradient."""
         ...
 
     def __call__(self, model: nn.Module, microbatch: Microbatch, normaliser: int) -> O_co:
@@ -56,107 +55,22 @@ class Objective(Protocol[O_co]):
 
 @dataclass(frozen=True)
 class Learner(Generic[O]):
-    """Who learns, what it minimises, and how."""
+    """The model, the objective that it minimises, and the optimizer's settings."""
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     objective: Objective[O]
     optim: OptimSettings
-    total_updates: int  # optimizer steps of the whole run, over which the schedule goes
+    total_updates: int  # optimizer steps of the whole run: the length of the learning rate's schedule
 
 
 @dataclass
 class Update(Generic[O]):
-    """What one optimizer step did; `outputs` are of this rank's completions, and empty where it needed none."""
+    """The result of one optimizer step; `outputs` are of this rank's completions, empty if it needed none."""
 
     outputs: list[O]
     grad_norm: float
-    stepped: bool = True  # False where no completion of any rank could change a weight
-
-
-class Microbatches:
-    """How many tokens one forward and backward may hold, and in which format; halves when memory runs out.
-
-    None asked for: 16384 on a GPU. On a CPU what the largest group takes, within 384 and 2048: fewer tokens take less
-    memory and no more time, unless a prompt has to be read again for the rest of its group.
-    """
-
-    def __init__(
-        self,
-        tokens: int | None,
-        device: torch.device,
-        kind: Autocast,
-        note: Callable[[str], None] = lambda text: None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        *,
-        in_step: bool = False,
-    ) -> None:
-        on_cpu = device.type == "cpu"
-        self.tokens = tokens or (MOST_ON_CPU if on_cpu else ON_GPU)
-        self._enough = FEWEST_ON_CPU if on_cpu and tokens is None else self.tokens  # unless a group takes more
-        self._used = self.tokens  # what the work under way was split by
-        self.device = device
-        self.kind = kind  # the format that forwards compute in
-        self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
-        self._note = note
-        self.progress = progress  # told the completions that one update has gone through, and how many it has
-
-    @classmethod
-    def shown_on(
-        cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast, *, in_step: bool = False
-    ) -> Microbatches:
-        """Microbatches whose progress and notes a training's screen shows."""
-
-        def progress(done: int, total: int) -> None:
-            screen.phase("training", done=done, total=total)
-
-        return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
-
-    def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
-        """The microbatches of `rows`; a prompt counts once for each unless they `share_prompts`."""
-        self._used = self.tokens
-        if self._enough < self.tokens:
-            self._used = min(self.tokens, max(self._enough, largest_group(rows)))
-        packed = pack(rows, self._used, self.device, share_prompts=share_prompts)
-        if not self.in_step:
-            yield from packed
-            return
-        own = list(packed)
-        most = int(most_over_ranks(len(own), what="their numbers of microbatches"))
-        yield from own
-        for _ in range(most - len(own)):
-            yield filler(self.device)
-
-    def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """Attempts at the same work: `for attempt in ...: with attempt: <work>`, ended by the first that fits.
-
-        The gradient does not depend on the split, so `start_over` and a smaller budget are exact.
-        """
-        fitted = False
-
-        @contextlib.contextmanager
-        def attempt() -> Iterator[None]:
-            nonlocal fitted
-            try:
-                yield
-                fitted = True
-            except RuntimeError as error:
-                if not is_out_of_memory(error) or self.tokens <= 1:
-                    raise
-                if self.in_step:  # the others are in the midst of the same microbatch
-                    raise ResourceError(
-                        f"out of memory in a microbatch of {self._used} tokens: give a smaller tokens_per_microbatch"
-                    ) from error
-
-        while True:
-            yield attempt()
-            if fitted:
-                return
-            self.tokens = self._enough = self._used // 2
-            start_over()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._note(f"out of memory: going on with tokens_per_microbatch={self.tokens}")
+    stepped: bool = True  # False if no completion of any rank could change a weight
 
 
 def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[Row], number: int) -> Update[O]:
@@ -185,7 +99,7 @@ def update(learner: Learner[O], microbatches: Microbatches, minibatch: Sequence[
 def accumulate_gradient(
     learner: Learner[O], microbatches: Microbatches, rows: Sequence[Row], normaliser: int
 ) -> list[O]:
-    """Backward over every microbatch of `rows`; their outputs, without their graphs."""
+    """Run forward and backward over every microbatch of `rows`; the outputs, without their graphs."""
     outputs: list[O] = []
 
     def start_over() -> None:
@@ -220,7 +134,7 @@ def read_log_probs(
 ) -> list[torch.Tensor]:
     """log π of `model` for each row: (length of its response,), 0 on ids that are not trained.
 
-    `progress` is told how many rows are read, of how many.
+    `progress` is called with the rows read so far and with their total.
     """
     read: list[torch.Tensor] = []
     for attempt in microbatches.until_they_fit(read.clear):
@@ -238,23 +152,104 @@ def read_log_probs(
     return read
 
 
-def fill_reference(
-    reference: Reference | None, microbatches: Microbatches, rows: Sequence[Row], temperature: float = 1.0
-) -> None:
-    """Give `rows` the log-probs of the reference, where the loss reads one."""
-    if reference is None or not (rows or microbatches.in_step):
-        return
-    with reference() as model:
-        read = read_log_probs(model, microbatches, rows, temperature=temperature)
-    for row, log_probs in zip(rows, read, strict=True):
-        row.ref_log_probs = log_probs
+class Microbatches:
+    """The most tokens of one forward and backward, and their precision; the tokens halve when memory runs out.
+
+    `tokens=None` means 16384 on a GPU, and on a CPU the size of the largest group, within 384 and 2048: fewer tokens
+    take less memory and no more time, unless a prompt has to be read again for the rest of its group.
+    """
+
+    def __init__(
+        self,
+        tokens: int | None,
+        device: torch.device,
+        kind: Autocast,
+        note: Callable[[str], None] = lambda text: None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        in_step: bool = False,
+    ) -> None:
+        on_cpu = device.type == "cpu"
+        self.tokens = tokens or (MOST_ON_CPU if on_cpu else ON_GPU)
+        self._enough = FEWEST_ON_CPU if on_cpu and tokens is None else self.tokens  # unless a group takes more
+        self._used = self.tokens  # the budget of the current split
+        self.device = device
+        self.kind = kind  # the precision of the forwards
+        self.in_step = in_step  # with the other ranks, who gather the weights for each microbatch together
+        self._note = note
+        self.progress = progress  # called with the completions that an update has read, and with their total
+
+    @classmethod
+    def shown_on(
+        cls, screen: Screen, tokens: int | None, device: torch.device, kind: Autocast, *, in_step: bool = False
+    ) -> Microbatches:
+        """Microbatches whose progress and notes appear on `screen`."""
+
+        def progress(done: int, total: int) -> None:
+            screen.phase("training", done=done, total=total)
+
+        return cls(tokens, device, kind, note=screen.note, progress=progress, in_step=in_step)
+
+    def of(self, rows: Sequence[Row], *, share_prompts: bool = True) -> Iterator[Microbatch]:
+        """The microbatches of `rows`; without `share_prompts` each row reads its prompt again."""
+        self._used = self.tokens
+        if self._enough < self.tokens:
+            self._used = min(self.tokens, max(self._enough, largest_group(rows)))
+        packed = pack(rows, self._used, self.device, share_prompts=share_prompts)
+        if not self.in_step:
+            yield from packed
+            return
+        own = list(packed)
+        most = int(most_over_ranks(len(own), what="their numbers of microbatches"))
+        yield from own
+        for _ in range(most - len(own)):
+            yield filler(self.device)
+
+    def until_they_fit(self, start_over: Callable[[], None]) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """Attempts at the same work: `for attempt in ...: with attempt: <work>`; the first that fits is the last.
+
+        The gradient does not depend on the split, so `start_over` and a smaller budget are exact.
+        """
+        fitted = False
+
+        @contextlib.contextmanager
+        def attempt() -> Iterator[None]:
+            nonlocal fitted
+            try:
+                yield
+                fitted = True
+            except RuntimeError as error:
+                if not _is_out_of_memory(error) or self.tokens <= 1:
+                    raise
+                if self.in_step:  # the others are in the midst of the same microbatch
+                    raise ResourceError(
+                        f"out of memory in a microbatch of {self._used} tokens: give a smaller tokens_per_microbatch"
+                    ) from error
+
+        while True:
+            yield attempt()
+            if fitted:
+                return
+            self.tokens = self._enough = self._used // 2
+            start_over()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._note(f"out of memory: going on with tokens_per_microbatch={self.tokens}")
+
+
+def bad_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient is not finite in this rank's part."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    parts: Iterator[tuple[str, Any]] = ((name, getattr(g, "to_local", lambda g=g: g)()) for name, g in gradients)
+    return [name for name, part in parts if not part.isfinite().all()]
 
 
 def diverged(
     model: PreTrainedModel, tokenizer: Any, folder: Path, what: str, bad: list[str], last: Path | None
 ) -> DivergedError:
-    """Write the weights and a report of `bad`, what `bad_gradients` found, to `folder`; the error that stops the
-    run, with the `last` checkpoint: the weights at the stop are likely to be ruined already.
+    """Write the weights and a report of `bad`, the result of `bad_gradients`, to `folder`; returns the error to raise.
+
+    The error names the `last` checkpoint: the weights at the stop are likely to be ruined already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = {"what": what, "parameters_with_bad_gradient": bad}
@@ -267,13 +262,6 @@ def diverged(
     )
 
 
-def bad_gradients(model: nn.Module) -> list[str]:
-    """The parameters whose gradient is not finite, in this rank's part of them."""
-    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    parts: Iterator[tuple[str, Any]] = ((name, getattr(g, "to_local", lambda g=g: g)()) for name, g in gradients)
-    return [name for name, part in parts if not part.isfinite().all()]
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch could not get memory, on a GPU or from the CPU's allocator."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

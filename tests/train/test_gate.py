@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,16 @@ FAULTS = {
 def test_what_differs_names_its_fault(name: str, shared: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = shared
     how, first, expected = FAULTS[name]
-    gate = gate_of(parts, ranks)
-    rows, clean = gate._probe()
+    rows, clean = gate_of(parts, ranks).probe()
     assert clean.gap < 1e-3
     changed = [as_sampled(parts.model, row, how, first) for row in rows]
-    found = Differences.of(changed, gate._read(changed, 1.0))
+
+    def read(rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        return ranks.read_log_probs(rows, temperature=temperature)
+
+    found = Differences.of(changed, read(changed, 1.0))
     assert found.gap > 0.01
-    assert fault_of(changed, found, gate._read, 1.0, bos=1) is expected
+    assert fault_of(changed, found, read, 1.0, bos=1) is expected
 
 
 def test_a_sampler_that_reads_otherwise_stops_the_run_and_is_named(
@@ -173,8 +176,8 @@ def test_sums_tell_one_update_from_none_and_do_not_mind_order_or_padding() -> No
 
 
 def test_a_run_goes_on_with_a_correction_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "_fault_of_weights", lambda self, names: Disagreement.half if names else None)
-    monkeypatch.setattr(Gate, "begin", lambda self: setattr(self, "_few", ["one"]))
+    monkeypatch.setattr(Gate, "begin", lambda self: None)
+    monkeypatch.setattr(Gate, "compare_weights", lambda self, names: Disagreement.half)
     used: list[str] = []
     original = PolicyObjective.__call__
 

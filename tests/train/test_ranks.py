@@ -146,7 +146,7 @@ def test_the_error_of_another_rank_ends_what_this_one_does() -> None:
 
     began = time.monotonic()
     made = ranks(other)
-    made._tell("peak_gb")
+    other.future.add_done_callback(made.look)
     with pytest.raises(ConfigError, match="it has no room"), made:
         go_on_beside(fail)
     assert time.monotonic() - began < 60
