@@ -1,6 +1,6 @@
-"""The ranks of a training: which one this process is, and sums over all of them.
+"""The process group of a training: which rank this process is, how it joins, and sums over all ranks.
 
-Without a process group there is one rank, and nothing to do.
+Without a process group there is one rank, and sums return their argument.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from rlpost.errors import ConfigError, RankError
 
 DEADLINE_SECONDS = 600.0  # for the slowest rank to reach the same sum
 
-# what torchrun tells each process, and other launchers with it
+# environment variables that torchrun, and launchers like it, set for each process
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"  # the launcher has opened the store where ranks meet
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank a process is, of how many, and where they meet."""
+    """A process's rank, the number of ranks, and the address where they meet."""
 
     rank: int
     world: int
-    local_rank: int  # of those on this machine
-    local_world: int
+    local_rank: int  # among the ranks of this machine
+    local_world: int  # ranks of this machine
     address: str
     port: int
     store_is_there: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Place | None:
-        """What torchrun, or a launcher that sets the same variables, says; None of a process that is alone.
+        """The place from the variables of torchrun, or of a launcher that sets the same; None with one process.
 
-        Raises ConfigError where it says too little.
+        Raises ConfigError if a variable is missing.
         """
         if int(environ.get("WORLD_SIZE", "1")) <= 1:
             return None
@@ -64,16 +64,11 @@ class Place:
         return f"rank {self.rank} of {self.world}"
 
     def open_store(self, seconds: float) -> dist.TCPStore:
-        """Where the ranks meet; rank 0 opens it, unless the launcher has. Raises RankError where it is not reached."""
+        """Connect to the store; rank 0 opens it, unless the launcher has. Raises RankError if it is not reached."""
         opens = self.rank == 0 and not self.store_is_there
         try:
-            return dist.TCPStore(
-                self.address,
-                self.port,
-                is_master=opens,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=seconds),
-            )
+            wait = timedelta(seconds=seconds)
+            return dist.TCPStore(self.address, self.port, is_master=opens, wait_for_workers=False, timeout=wait)
         except RuntimeError as error:
             at = f"{self.address}:{self.port}"
             raise RankError(
@@ -83,9 +78,9 @@ class Place:
 
 
 def forget_place() -> None:
-    """Let the processes that this one starts not take themselves for ranks.
+    """Remove torchrun's variables, so that child processes do not take themselves for ranks.
 
-    torchrun has each process compute in one thread; here the threads are chosen for each.
+    Its limit of one thread a process goes too: `form_group` chooses the threads.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]
@@ -94,9 +89,9 @@ def forget_place() -> None:
 
 
 def device_of(device: str, place: Place) -> torch.device:
-    """Where the rank at `place` trains: a GPU of its own, or the CPU.
+    """The device of the rank at `place`: a GPU of its own, or the CPU.
 
-    Raises ConfigError where `device`, as model.device says it, cannot be had by each rank.
+    Raises ConfigError if `device`, the value of model.device, cannot serve every rank.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -111,14 +106,14 @@ def device_of(device: str, place: Place) -> torch.device:
 
 
 def form_group(place: Place, store: dist.Store, device: torch.device, seconds: float) -> None:
-    """Join the process group of all ranks: gloo for what lies on a CPU, NCCL for what lies on a GPU.
+    """Join the process group of all ranks: gloo for tensors on a CPU, NCCL for tensors on a GPU.
 
-    A wait for another rank ends after `seconds`. Raises RankError where they do not come.
+    A wait for another rank ends after `seconds`. Raises RankError if the others do not come.
     """
     global DEADLINE_SECONDS
     DEADLINE_SECONDS = seconds
     if place.local_world == place.world and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # of a host whose name leads nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host's name does not resolve
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -136,15 +131,15 @@ def form_group(place: Place, store: dist.Store, device: torch.device, seconds: f
 
 
 def leave_group() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def sum_over_ranks(value: float, *, what: str) -> float:
-    """The sum of every rank's `value`; `what` names it where a rank does not come.
+    """The sum of every rank's `value`; `what` names the values in an error.
 
-    Raises RankError when DEADLINE_SECONDS pass, or another rank is lost, before all ranks are here.
+    Raises RankError if DEADLINE_SECONDS pass, or another rank is lost, before all ranks have come.
     """
     return _over_ranks(value, what, dist.ReduceOp.SUM)
 
@@ -155,9 +150,9 @@ def most_over_ranks(value: float, *, what: str) -> float:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace each trained parameter's gradient by its sum over all ranks; one that a rank lacks is 0 there.
+    """Replace each trained parameter's gradient by its sum over all ranks; a rank without a gradient adds 0.
 
-    Those of a sharded model are sums already. Every rank must call this for the same parameters in the same order.
+    A sharded model's gradients are sums already. Every rank must call this for the same parameters in the same order.
     Raises as `sum_over_ranks`.
     """
     if not _several_ranks():
@@ -184,7 +179,7 @@ def _over_ranks(value: float, what: str, how: dist.ReduceOp.RedOpType) -> float:
 
 
 def _device() -> torch.device:
-    """Where the process group's backend sums small tensors."""
+    """The device on which the process group's backend sums small tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -206,5 +201,5 @@ def _wait(sums: Iterable[dist.Work | None], what: str) -> None:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What the backend says, on one line, without the place in its source and its advice."""
+    """The backend's message on one line, without the place in its source and its advice."""
     return str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0]

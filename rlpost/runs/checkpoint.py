@@ -46,8 +46,8 @@ from rlpost.model.weights import SavedWeights, is_sharded
 TENSORS = "state/tensors.safetensors"
 MOMENTS = "state/optimizer"
 STATE = "state/state.json"
-FORMAT = 4  # of what lies in state/; another is not read
-NUMBERS = "numbers"  # of a state, and of a run's environment.json: the formats it computes in
+FORMAT = 4  # of the files in state/; no other is read
+NUMBERS = "numbers"  # key in state.json and in a run's environment.json: the precisions it computes in
 
 
 def save_checkpoint(
@@ -134,14 +134,14 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
 
 
 def kept_numbers(path: Path) -> dict[str, str] | None:
-    """The formats that the run of a checkpoint computes in, as `Numbers.record` gave them; None where it says none."""
+    """The precisions that the checkpoint's run computes in, as `Numbers.record` gave them; None if it has none."""
     return json_in(path / STATE).get(NUMBERS)
 
 
 def verify(path: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there, byte for byte, and its state of this format.
 
-    A checkpoint that keeps the model alone has no state, and is right without.
+    A checkpoint that keeps the model alone has no state.
     """
     expected = read_manifest(path, ADVICE)
     state = [] if keeps_the_model_alone(path) else [path / TENSORS, path / STATE]
@@ -204,7 +204,7 @@ def _remove_old(folder: Path, keep_last: int, every: int, step: int, best: int |
             shutil.rmtree(old)
     for older in checkpoints(folder):
         if step_of(older) != step:
-            with contextlib.suppress(CheckpointError):  # a damaged one is told to whoever reads it
+            with contextlib.suppress(CheckpointError):  # reading a damaged checkpoint reports it
                 keep_the_model_alone(older)
 
 

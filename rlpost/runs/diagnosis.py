@@ -1,7 +1,7 @@
-"""What a run's own figures say is wrong with it: each symptom with its steps, its evidence and one thing to do.
+"""What is wrong with a run by its own metrics: each symptom has its steps, its evidence and one thing to do.
 
-The rules look at the last steps of a run and compare them with its first; all of them are asked after each step. They
-are set so that a run which learns, however noisily, is not spoken of.
+The rules compare the last steps of a run with its first; all of them are applied after each step. They are set so that
+a run which learns, however noisily, has no symptom.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from rlpost.record import ACCURACY, has_evaluation, number
 
-FIRST, LAST = 3, 5  # steps that are compared
-AT_LEAST = 8  # steps before anything is said
+FIRST, LAST = 3, 5  # how many of the first steps are compared with how many of the last
+AT_LEAST = 8  # steps before a rule is applied
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 
@@ -32,8 +32,39 @@ class Symptom:
     fix: str
 
     def line(self) -> str:
-        """For a person."""
+        """The symptom on one line, for a person."""
         return f"{self.name} (steps {self.steps[0]}-{self.steps[1]}): {self.evidence}; {self.fix}"
+
+
+class Diagnosis:
+    """The symptoms of one run after each of its steps; `rows` are the steps that it has already."""
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self._trace = Trace(rows)
+
+    def after(self, row: Row) -> list[Symptom]:
+        """The symptoms after one more row, in the order of `RULES`."""
+        self._trace.add(row)
+        if len(self._trace) < AT_LEAST:
+            return []
+        return [found for rule in RULES if (found := rule(self._trace)) is not None]
+
+
+def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:
+    """Completions that repeat themselves, or one completion for most prompts of a step."""
+    long = [text for text in texts if len(text) >= 200]
+    looping = [text for text in long if len(zlib.compress(text.encode(errors="replace"))) < 0.12 * len(text.encode())]
+    if len(looping) > 0.5 * len(texts):
+        evidence = f"{len(looping)} of {len(texts)} completions repeat themselves, as {_short(looping[0])}"
+        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or go on from an earlier checkpoint")
+    common = Counter(texts).most_common(1)
+    if not common or len(set(prompts)) < 4:
+        return None
+    text, count = common[0]
+    if text.strip() and count > 0.9 * len(texts) and len(texts) >= 16:
+        evidence = f"{count} of {len(texts)} completions to {len(set(prompts))} prompts are {_short(text)}"
+        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or raise sampling.temperature")
+    return None
 
 
 class Trace:
@@ -46,7 +77,7 @@ class Trace:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """One more row."""
+        """Append one row of metrics.jsonl."""
         if row["step"] > 0:
             self.rows.append(row)
         if has_evaluation(row):
@@ -56,16 +87,16 @@ class Trace:
         return len(self.rows)
 
     def last(self, name: str, count: int = LAST) -> list[float]:
-        """The figures of the last `count` steps, all there; fewer where some step has none."""
+        """The values of the last `count` steps; fewer if some step has none."""
         return _known(self.rows[-count:], name)
 
     def first(self, name: str) -> list[float]:
-        """The figures of the first steps that have one."""
+        """The values of the first steps that have one."""
         known = (row for row in self.rows if _known([row], name))
         return _known(islice(known, FIRST), name)
 
     def both(self, name: str) -> tuple[float, float] | None:
-        """(mean of the first steps, mean of the last); None while either is not known."""
+        """(mean of the first steps, mean of the last); None while either is unknown."""
         first, last = self.first(name), self.last(name)
         return (fmean(first), fmean(last)) if len(first) == FIRST and len(last) == LAST else None
 
@@ -74,7 +105,7 @@ class Trace:
         return self.rows[-count:][0]["step"], self.rows[-1]["step"]
 
     def rises(self, name: str, by: float) -> bool:
-        """Whether the last steps have at least `by` more than the first."""
+        """Whether the mean of the last steps is at least `by` above that of the first."""
         pair = self.both(name)
         return pair is not None and pair[1] >= pair[0] + by
 
@@ -82,18 +113,7 @@ class Trace:
 Rule = Callable[[Trace], Symptom | None]
 
 
-class Diagnosis:
-    """What is wrong with one run, asked after each of its steps; `rows` are those it has already."""
-
-    def __init__(self, rows: Sequence[Row] = ()) -> None:
-        self._trace = Trace(rows)
-
-    def after(self, row: Row) -> list[Symptom]:
-        """What is wrong by the end of one more row, in the order of `RULES`."""
-        self._trace.add(row)
-        if len(self._trace) < AT_LEAST:
-            return []
-        return [found for rule in RULES if (found := rule(self._trace)) is not None]
+# The rules
 
 
 def dead_reward(trace: Trace) -> Symptom | None:
@@ -106,7 +126,7 @@ def dead_reward(trace: Trace) -> Symptom | None:
 
 
 def no_spread(trace: Trace) -> Symptom | None:
-    """The completions of a prompt earn alike, so that nothing is learned from them."""
+    """The completions of a prompt all earn the same, so that nothing is learned from them."""
     shares = trace.last("groups/zero_std", AT_LEAST)
     if len(shares) < AT_LEAST or fmean(shares) < 0.95 or _solved(trace) or dead_reward(trace):
         return None
@@ -115,7 +135,7 @@ def no_spread(trace: Trace) -> Symptom | None:
 
 
 def strict_falls(trace: Trace) -> Symptom | None:
-    """More answers are right, fewer in the form that was asked for."""
+    """More answers are right, but fewer have the required form."""
     strict, lenient = trace.both("accuracy/strict"), trace.both("accuracy/lenient")
     if strict is None or lenient is None or strict[1] > strict[0] - 0.1 or lenient[1] < lenient[0] + 0.05:
         return None
@@ -141,7 +161,7 @@ def length_hacking(trace: Trace) -> Symptom | None:
 
 
 def entropy_collapse(trace: Trace) -> Symptom | None:
-    """The model says one thing, and it is not right."""
+    """The model gives one answer again and again, and it is not right."""
     entropy, alike = trace.both("entropy"), trace.last("groups/zero_std")
     if entropy is None or len(alike) < LAST or _solved(trace):
         return None
@@ -183,8 +203,64 @@ def rate_zero(trace: Trace) -> Symptom | None:
 
 
 def rate_too_high(trace: Trace) -> Symptom | None:
-    """What was earned is lost, or the model says one thing after a few steps: the distribution is another one."""
+    """Rewards fall again, or the model gives one answer after a few steps: the distribution has changed too far."""
     return _fell_at_once(trace) or _lost_again(trace)
+
+
+def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
+    """The reward rises and the accuracy falls."""
+    reward, accuracy = trace.both("reward/mean"), trace.both("accuracy/lenient")
+    if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
+        return None
+    evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
+    return Symptom("reward hacking", trace.steps(), evidence, "rlpost rollouts show RUN --best; correct the reward")
+
+
+def reward_without_accuracy(trace: Trace) -> Symptom | None:
+    """The reward rises, and no completion of the run is right."""
+    reward, accuracy = trace.both("reward/mean"), _known(trace.rows, "accuracy/lenient")
+    if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
+        return None
+    evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
+    fix = "rlpost rollouts show RUN --best shows what earns it; let a right answer earn more"
+    return Symptom("reward without accuracy", trace.steps(), evidence, fix)
+
+
+def drift(trace: Trace) -> Symptom | None:
+    """Sampler and trainer, or the model and its start, drift apart."""
+    gap = trace.both("sampler/logprob_gap")
+    if gap is not None and gap[1] > 0.3 and gap[1] > 5 * gap[0]:
+        evidence = f"sampler and trainer are {_change(gap)} nats a token apart"
+        return Symptom(
+            "sampler drift", trace.steps(), evidence, "loss.sampler_correction=tis_token, or policy.dtype=float32"
+        )
+    kl = trace.both("kl/ref")
+    if kl is not None and kl[1] > 2.0 and kl[1] > 5 * kl[0]:
+        evidence = f"the KL to the starting model is {_change(kl)} nats a token"
+        return Symptom("drift", trace.steps(), evidence, "raise loss.kl_coef, or lower optim.lr")
+    return None
+
+
+def truncation(trace: Trace) -> Symptom | None:
+    """Nearly all completions are truncated, and nothing gets better; evaluations show it first."""
+    return _truncated_held_out(trace) or _truncated_in_training(trace)
+
+
+RULES: tuple[Rule, ...] = (
+    dead_reward,
+    no_spread,
+    strict_falls,
+    length_hacking,
+    entropy_collapse,
+    entropy_rises,
+    clip_saturation,
+    rate_zero,
+    rate_too_high,
+    reward_up_accuracy_down,
+    reward_without_accuracy,
+    drift,
+    truncation,
+)
 
 
 def _fell_at_once(trace: Trace) -> Symptom | None:
@@ -214,47 +290,8 @@ def _lost_again(trace: Trace) -> Symptom | None:
     )
 
 
-def reward_up_accuracy_down(trace: Trace) -> Symptom | None:
-    """What is paid for is not what is measured."""
-    reward, accuracy = trace.both("reward/mean"), trace.both("accuracy/lenient")
-    if reward is None or accuracy is None or reward[1] < reward[0] + 0.05 or accuracy[1] > accuracy[0] - 0.05:
-        return None
-    evidence = f"reward {_change(reward)}, accuracy {_change(accuracy)}"
-    return Symptom("reward hacking", trace.steps(), evidence, "rlpost rollouts show RUN --best; correct the reward")
-
-
-def reward_without_accuracy(trace: Trace) -> Symptom | None:
-    """The reward rises, and no completion of the run is right."""
-    reward, accuracy = trace.both("reward/mean"), _known(trace.rows, "accuracy/lenient")
-    if reward is None or reward[1] < reward[0] + 0.05 or not accuracy or any(accuracy):
-        return None
-    evidence = f"reward {_change(reward)}, and no completion was right in {len(accuracy)} steps"
-    fix = "rlpost rollouts show RUN --best shows what earns it; let a right answer earn more"
-    return Symptom("reward without accuracy", trace.steps(), evidence, fix)
-
-
-def drift(trace: Trace) -> Symptom | None:
-    """Sampler and trainer, or the model and its start, go apart."""
-    gap = trace.both("sampler/logprob_gap")
-    if gap is not None and gap[1] > 0.3 and gap[1] > 5 * gap[0]:
-        evidence = f"sampler and trainer are {_change(gap)} nats a token apart"
-        return Symptom(
-            "sampler drift", trace.steps(), evidence, "loss.sampler_correction=tis_token, or policy.dtype=float32"
-        )
-    kl = trace.both("kl/ref")
-    if kl is not None and kl[1] > 2.0 and kl[1] > 5 * kl[0]:
-        evidence = f"the KL to the starting model is {_change(kl)} nats a token"
-        return Symptom("drift", trace.steps(), evidence, "raise loss.kl_coef, or lower optim.lr")
-    return None
-
-
-def truncation(trace: Trace) -> Symptom | None:
-    """Nearly all completions are truncated, and nothing gets better; those of held-out prompts say it first."""
-    return _truncated_held_out(trace) or _truncated_in_training(trace)
-
-
 def _truncated_held_out(trace: Trace) -> Symptom | None:
-    """The latest evaluation: more are truncated than at the first, or as many and no more are right."""
+    """In the latest evaluation more completions are truncated than in the first, or as many and no more are right."""
     cut, right = _known(trace.evaluations, "eval/truncated"), _known(trace.evaluations, ACCURACY)
     if not cut or cut[-1] < 0.95 or not (cut[-1] >= cut[0] + 0.1 or (right and right[-1] <= right[0])):
         return None
@@ -275,42 +312,8 @@ def _truncated_in_training(trace: Trace) -> Symptom | None:
     return Symptom("truncation", trace.steps(AT_LEAST), evidence, "raise env.max_completion_tokens")
 
 
-RULES: tuple[Rule, ...] = (
-    dead_reward,
-    no_spread,
-    strict_falls,
-    length_hacking,
-    entropy_collapse,
-    entropy_rises,
-    clip_saturation,
-    rate_zero,
-    rate_too_high,
-    reward_up_accuracy_down,
-    reward_without_accuracy,
-    drift,
-    truncation,
-)
-
-
-def repeated_text(step: int, texts: Sequence[str], prompts: Sequence[str]) -> Symptom | None:
-    """The same words again and again: within completions, or one completion for most prompts of a step."""
-    long = [text for text in texts if len(text) >= 200]
-    looping = [text for text in long if len(zlib.compress(text.encode(errors="replace"))) < 0.12 * len(text.encode())]
-    if len(looping) > 0.5 * len(texts):
-        evidence = f"{len(looping)} of {len(texts)} completions repeat themselves, as {_short(looping[0])}"
-        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or go on from an earlier checkpoint")
-    common = Counter(texts).most_common(1)
-    if not common or len(set(prompts)) < 4:
-        return None
-    text, count = common[0]
-    if text.strip() and count > 0.9 * len(texts) and len(texts) >= 16:
-        evidence = f"{count} of {len(texts)} completions to {len(set(prompts))} prompts are {_short(text)}"
-        return Symptom("repeated text", (step, step), evidence, "lower optim.lr, or raise sampling.temperature")
-    return None
-
-
 def _solved(trace: Trace) -> bool:
-    """Whether nearly all is right; where nobody measures that, whether rewards have risen to their highest and stay."""
+    """Whether nearly every answer is right; without an accuracy, whether rewards have risen to their best and stay."""
     accuracy, reward = trace.last("accuracy/lenient"), trace.both("reward/mean")
     if accuracy or reward is None:
         return len(accuracy) == LAST and fmean(accuracy) >= 0.9
@@ -319,13 +322,13 @@ def _solved(trace: Trace) -> bool:
 
 
 def _varied(trace: Trace) -> bool:
-    """Whether rewards differ although nearly all is cut: what is paid for may come early."""
+    """Whether rewards differ although nearly all completions are truncated: the rewarded part may come early."""
     spreads, lengths = trace.last("groups/zero_std"), trace.last("completion/tokens_mean")
     return bool(spreads) and fmean(spreads) < 0.1 and bool(lengths) and fmean(lengths) < 16
 
 
 def _known(rows: Iterable[Row], name: str) -> list[float]:
-    """The figures of the rows that have one: a training has NaN where metrics.jsonl has null."""
+    """The finite values of the rows that have one: a training has NaN for what metrics.jsonl has as null."""
     figures = [number(row, name) for row in rows]
     return [figure for figure in figures if figure is not None and isfinite(figure)]
 

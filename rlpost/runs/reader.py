@@ -1,13 +1,8 @@
-"""Run folders read back: what was asked, how far it went and how it ended. Imports nothing heavy.
+"""Run folders read back: find them, read how far a run went and how it ended, and remove what is no longer needed.
 
-Everything is read as it lies on disk, and a folder may be written to meanwhile: a file that is
-missing, or a line that is not whole yet, leaves its part of the record empty.
-
-Which checkpoints a run can go on from: the newest is whole, all others keep the model alone. No torch.
-
-What of the runs' folders can go, by rule, and its removal. Imports nothing heavy.
-
-A run that a process holds is left alone, and so is everything outside the folder of runs.
+A process may be writing to the folder meanwhile: a missing file, or a line that is not whole yet, leaves its part of
+the record empty. Removals spare a run that a process holds, and everything outside the folder of runs. Imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
-from rlpost.config.keys import default_choices
+from rlpost.config.keys import check_plain, default_choices
 from rlpost.config.paths import (
     BEST,
     LATEST,
@@ -43,54 +38,53 @@ from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_eva
 from rlpost.settings.commands import says_where
 from rlpost.text import did_you_mean, nearest
 
-LOG_END = 65536  # bytes of log.txt that are searched for its last word
-
+LOG_END = 65536  # bytes at the end of log.txt that are searched for the run's end
 _VERDICT = re.compile(rf"^\d{{4}}-\S+ \S+ [A-Z]+ ({BEGAN}|{FINISHED}|{STOPPED}|{FAILED})(.*)$", re.MULTILINE)
 
 
 class RunState(Enum):
-    """How a run stands."""
+    """Whether a run goes on, or how it ended."""
 
     running = "running"  # a process holds its lock
     finished = "finished"
     stopped = "stopped"  # by Ctrl-C or SIGTERM
-    failed = "failed"  # with an error that it wrote down
-    killed = "killed"  # it ended without a word: killed, or the machine went down
-    unknown = "unknown"  # nothing is left that says how it ended
+    failed = "failed"  # with an error, which log.txt has
+    killed = "killed"  # log.txt has no end: the process was killed, or the machine went down
+    unknown = "unknown"  # log.txt says nothing
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """One run folder, read once.
 
-    `metrics` are the lines of metrics.jsonl in their order; `damaged_lines` counts those that could
-    not be read, as a crash or a write under way leaves one. `commands` are the attempts, one a line.
+    `metrics` are the lines of metrics.jsonl in their order; `damaged_lines` counts the unreadable ones, which a crash
+    or a write in progress leaves. `commands` has one command line per attempt.
     """
 
     folder: Path
     state: RunState
-    error: str  # what a failed run ended with
+    error: str  # of a failed run
     metrics: list[dict[str, Any]]
     damaged_lines: int
     commands: list[str]
     overrides: list[str]
     config: dict[str, Any]
     environment: dict[str, Any]
-    updated: float  # seconds since the epoch: when it last wrote anything
+    updated: float  # time of the last write, in seconds since the epoch
 
     def part(self, name: str) -> dict[str, Any]:
-        """The settings of a group in config.yaml, `model` for one; none where it holds something else."""
+        """The settings of a group in config.yaml, such as `model`; empty if the key holds something else."""
         part = self.config.get(name)
         return part if isinstance(part, dict) else {}
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run has when it is done; None where that is not known yet."""
+        """Steps of the whole run; None while they are unknown."""
         return _total_steps(self.config, self.environment)
 
     @property
     def says_where(self) -> bool:
-        """Whether the words of the last attempt say where the run is, so that they can be typed again."""
+        """Whether the last attempt's command names the run's folder, so that it can be typed again."""
         return bool(self.commands) and says_where(_words(self.commands[-1]))
 
     @property
@@ -117,7 +111,7 @@ class RunRecord:
         return rows[-1] if rows else None
 
     def choice(self, group: str) -> str | None:
-        """The option that was chosen for `group`, or by default stands for it; None where unknown."""
+        """The option chosen for `group`, or its default; None if unknown."""
         words = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
         command = _command(self.commands)
         default = {} if command is None else default_choices(command)
@@ -146,19 +140,9 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def _total_steps(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
-    steps = environment.get(TOTAL_STEPS) or config.get("steps")
-    return steps if isinstance(steps, int) else None
-
-
 def command_of(folder: Path) -> Command[Any] | None:
-    """The command that a run's last attempt was of; None where command.txt does not say."""
+    """The command of a run's last attempt; None if command.txt does not name one."""
     return _command(_text(folder / "command.txt").splitlines())
-
-
-def _command(attempts: Sequence[str]) -> Command[Any] | None:
-    words = _words(attempts[-1]) if attempts else []
-    return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
 
 
 def is_running(folder: Path) -> bool:
@@ -168,14 +152,14 @@ def is_running(folder: Path) -> bool:
             return False
         with (folder / ".lock").open() as lock:
             return not locked(lock, shared=True)
-    except OSError:  # no lock file, or not ours to read: nobody can be seen to hold it
+    except OSError:  # no lock file, or not ours to read
         return False
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders in `folder`, those one level further down (a sweep's) included, the newest first.
+    """The run folders in `folder`, including those one level further down (a sweep's), the newest first.
 
-    A run folder itself is the only one. Raises ConfigError where there is no such folder.
+    If `folder` is a run folder, it is the only one. Raises ConfigError if the folder does not exist.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder{_near(folder)}")
@@ -185,9 +169,9 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def find_run(name: str | None) -> Path:
-    """The run folder that a name or a path means; None means the newest in runs/.
+    """The run folder of a name or a path; None means the newest in runs/.
 
-    Raises ConfigError, with the nearest name, where there is none.
+    Raises ConfigError, with the nearest name, if there is no such run.
     """
     if name is None:
         found = find_runs(RUNS) if RUNS.is_dir() else []
@@ -210,35 +194,99 @@ def find_run(name: str | None) -> Path:
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
 
 
-def _is_path(name: str) -> bool:
-    return "/" in name or name.startswith((".", "~"))
+# What can be removed
 
 
-def _near(missing: Path) -> str:
-    """A hint at a folder of a similar name beside the missing one."""
-    above = missing.parent
-    names = [path.name for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
-    near = nearest(missing.name, names)
-    return did_you_mean(str(above / near) if near else None, "see rlpost runs list")
+class Rule(Enum):
+    """Why something can be removed."""
+
+    unstarted = "never trained a step"
+    checkpoint = "neither the last nor the best"
+    state = "the run is finished"
+    rollouts = "old rollouts"
 
 
-def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
-    if levels == 0 or not folder.is_dir():
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove: a run, a checkpoint, a checkpoint's state, or a file of rollouts."""
+
+    run: Path
+    path: Path
+    rule: Rule
+    bytes: int
+
+
+def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
+    """What `rules` let go of the runs in `folder`, except runs that a process holds."""
+    if not folder.is_dir():
+        return []
+    inside = folder.resolve()
+    found: list[Removal] = []
+    for run in find_runs(folder):
+        if not run.is_symlink() and run.resolve().is_relative_to(inside) and not is_running(run):
+            found += [r for r in _of_run(run, rollout_days) if r.rule in rules]
+    return found
+
+
+def remove(removal: Removal) -> bool:
+    """Remove it under the run's lock; False if a process has taken the run since."""
+    with _locked(removal.run) as is_ours:
+        if is_ours and removal.rule is Rule.state:
+            keep_the_model_alone(removal.path)
+        elif is_ours and removal.path.is_dir():
+            shutil.rmtree(removal.path)
+        elif is_ours:
+            removal.path.unlink(missing_ok=True)
+        return is_ours
+
+
+def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
+    record = read_run(run)
+    folder = run / "checkpoints"
+    saved = checkpoints(folder)
+    if not record.commands:
+        return  # a user's own folder of checkpoints, or a truncated record
+    if record.steps_done == 0 and not any(folder.glob("step-*")):
+        yield Removal(run, run, Rule.unstarted, bytes_of(run))
         return
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.name.startswith("."):
-            if is_run_folder(path):
-                yield path
-            else:
-                yield from _runs_below(path, levels - 1)
+    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
+    for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
+        yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
+    if record.state is RunState.finished:
+        for checkpoint in sorted(kept & set(saved)):
+            with contextlib.suppress(CheckpointError):  # a damaged checkpoint is left to its owner
+                if not keeps_the_model_alone(checkpoint):
+                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
+    oldest = time.time() - rollout_days * 24 * 3600
+    for file in sorted((run / "rollouts").glob("step-*.parquet")):
+        if file.stat().st_mtime < oldest:
+            yield Removal(run, file, Rule.rollouts, file.stat().st_size)
 
 
-def _last_write(run: Path) -> float:
-    return max(_modified(run / name) for name in ("command.txt", "metrics.jsonl", "log.txt"))
+def _pointed_at(folder: Path) -> Iterator[str]:
+    """The names of the checkpoints that `latest` and `best` point at."""
+    for link in (LATEST, BEST):
+        with contextlib.suppress(OSError):  # no such link
+            yield (folder / link).readlink().name
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[bool]:
+    """Hold the run's lock, as a training does; False if a process holds it or the run is gone."""
+    try:
+        lock = (run / ".lock").open("a")
+    except OSError:  # gone, or no file
+        yield False
+        return
+    with lock:
+        yield locked(lock)
+
+
+# Reading a folder
 
 
 def _state(folder: Path, *, finished: bool) -> tuple[RunState, str]:
-    """How the run stands, and the error that it ended with; `finished`: every step is recorded."""
+    """The run's state, and its error if it failed; `finished`: every step is recorded."""
     if is_running(folder):
         return RunState.running, ""
     verdicts = _VERDICT.findall(_end_of(folder / "log.txt"))
@@ -264,6 +312,23 @@ def _end_of(file: Path) -> str:
         return ""
 
 
+def _total_steps(config: Mapping[str, Any], environment: Mapping[str, Any]) -> int | None:
+    steps = environment.get(TOTAL_STEPS) or config.get("steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _command(attempts: Sequence[str]) -> Command[Any] | None:
+    words = _words(attempts[-1]) if attempts else []
+    return next((c for c in COMMANDS if words[1 : 1 + len(c.verb.split())] == c.verb.split()), None)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a truncated line
+        return command.split()
+
+
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
@@ -282,24 +347,26 @@ def _mapping_of_json(file: Path) -> dict[str, Any]:
 def _mapping_of_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
-    from rlpost.config.keys import check_plain
-
     try:
         if not file.is_file():
             return {}
         check_plain(file)
         content = yaml.safe_load(_text(file))
-    # what YAML's constructors raise: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
+    # YAML's constructors raise more than YAMLError: `2024-13-45` is a ValueError, `!!bool abc` a KeyError
     except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
         return {}
     return _with_text_keys(content) if isinstance(content, dict) else {}
 
 
 def _with_text_keys(content: Any) -> Any:
-    """What YAML holds, with keys that JSON takes: a date is one in YAML."""
+    """`content` with text for keys, as in JSON; a YAML key may be a date."""
     if isinstance(content, dict):
         return {str(key): _with_text_keys(value) for key, value in content.items()}
     return [_with_text_keys(value) for value in content] if isinstance(content, list) else content
+
+
+def _last_write(run: Path) -> float:
+    return max(_modified(run / name) for name in ("command.txt", "metrics.jsonl", "log.txt"))
 
 
 def _modified(file: Path) -> float:
@@ -309,96 +376,27 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command)
-    except ValueError:  # a line that was cut short
-        return command.split()
+# Finding runs
 
 
-DAY = 86400
-
-
-class Rule(Enum):
-    """Why something can go."""
-
-    unstarted = "never trained a step"
-    checkpoint = "neither the last nor the best"
-    state = "the run is finished"
-    rollouts = "old rollouts"
-
-
-@dataclass(frozen=True)
-class Removal:
-    """One thing to remove: a run, a checkpoint, the state of one, or a file of rollouts."""
-
-    run: Path
-    path: Path
-    rule: Rule
-    bytes: int
-
-
-def removals(folder: Path, rules: frozenset[Rule], rollout_days: float) -> list[Removal]:
-    """What the rules say of every run in `folder` that no process holds."""
-    if not folder.is_dir():
-        return []
-    inside = folder.resolve()
-    found: list[Removal] = []
-    for run in find_runs(folder):
-        if not run.is_symlink() and run.resolve().is_relative_to(inside) and not is_running(run):
-            found += [r for r in _of_run(run, rollout_days) if r.rule in rules]
-    return found
-
-
-def remove(removal: Removal) -> bool:
-    """Remove it, holding the run's lock meanwhile; False where a process has taken the run since."""
-    with _locked(removal.run) as is_ours:
-        if is_ours and removal.rule is Rule.state:
-            keep_the_model_alone(removal.path)
-        elif is_ours and removal.path.is_dir():
-            shutil.rmtree(removal.path)
-        elif is_ours:
-            removal.path.unlink(missing_ok=True)
-        return is_ours
-
-
-def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
-    record = read_run(run)
-    folder = run / "checkpoints"
-    saved = checkpoints(folder)
-    if not record.commands:
-        return  # somebody's own folder of checkpoints, or a record that was cut short
-    if record.steps_done == 0 and not any(folder.glob("step-*")):
-        yield Removal(run, run, Rule.unstarted, bytes_of(run))
+def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
+    if levels == 0 or not folder.is_dir():
         return
-    kept = {*saved[-1:], *(folder / name for name in _pointed_at(folder))}
-    for checkpoint in [*(c for c in saved if c not in kept), *folder.glob(".step-*.incomplete")]:
-        yield Removal(run, checkpoint, Rule.checkpoint, bytes_of(checkpoint))
-    if record.state is RunState.finished:
-        for checkpoint in sorted(kept & set(saved)):
-            with contextlib.suppress(CheckpointError):  # a damaged one is for its owner to look at
-                if not keeps_the_model_alone(checkpoint):
-                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
-    oldest = time.time() - rollout_days * DAY
-    for file in sorted((run / "rollouts").glob("step-*.parquet")):
-        if file.stat().st_mtime < oldest:
-            yield Removal(run, file, Rule.rollouts, file.stat().st_size)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            if is_run_folder(path):
+                yield path
+            else:
+                yield from _runs_below(path, levels - 1)
 
 
-def _pointed_at(folder: Path) -> Iterator[str]:
-    """The names of the checkpoints that `latest` and `best` point at."""
-    for link in (LATEST, BEST):
-        with contextlib.suppress(OSError):  # no such link
-            yield (folder / link).readlink().name
+def _is_path(name: str) -> bool:
+    return "/" in name or name.startswith((".", "~"))
 
 
-@contextlib.contextmanager
-def _locked(run: Path) -> Iterator[bool]:
-    """The run's lock, as a training takes it; False where a process holds it or the run is gone."""
-    try:
-        lock = (run / ".lock").open("a")
-    except OSError:  # gone, or no file
-        yield False
-        return
-    with lock:
-        yield locked(lock)
+def _near(missing: Path) -> str:
+    """A hint at a folder of a similar name beside the missing one."""
+    above = missing.parent
+    names = [path.name for path in above.iterdir() if path.is_dir()] if above.is_dir() else []
+    near = nearest(missing.name, names)
+    return did_you_mean(str(above / near) if near else None, "see rlpost runs list")

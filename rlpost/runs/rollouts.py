@@ -1,4 +1,4 @@
-"""Every completion of a step as one Parquet file: written, read back and exported."""
+"""Rollouts: every completion of a step in one Parquet file, written, read back and exported."""
 
 from __future__ import annotations
 
@@ -18,21 +18,6 @@ from rlpost.text import first_line
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-
-
-def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
-    """Write the batch's completions, one a row; the file appears only when complete.
-
-    `prompt` is the rendered first prompt, `completion` the text of the model's last turn and `turns` all
-    that was said after the prompt, by the model and by the environment, as messages;
-    `token_ids`, `log_probs` and `mask` are of everything after the first prompt. `reward_parts` is
-    a map. Policy versions are text, since they may be uuids. Raises OSError, leaving no file behind,
-    when the disk does not take it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as making:
-        pq.write_table(pa.Table.from_pylist(rollout_rows(step, batch), schema=SCHEMA), making)
-
 
 SCHEMA = pa.schema(
     [
@@ -57,9 +42,71 @@ SCHEMA = pa.schema(
         ("mask", pa.list_(pa.bool_())),
     ]
 )
+NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # to show a completion
+TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
+FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
+FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
+ROWS_AT_ONCE = 256  # held in memory by an export
 
 
-def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
+def write_rollouts(path: Path, step: int, batch: TensorDictBase) -> None:
+    """Write the batch's completions, one a row; the file appears only when complete.
+
+    `prompt` is the rendered first prompt, `completion` the text of the model's last turn, and `turns` all messages of
+    the model and the environment after the prompt; `token_ids`, `log_probs` and `mask` cover everything after the
+    first prompt. `reward_parts` is a map. Policy versions are text, since they may be uuids. Raises OSError, leaving
+    no file behind, if the disk refuses it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as making:
+        pq.write_table(pa.Table.from_pylist(_rollout_rows(step, batch), schema=SCHEMA), making)
+
+
+def rollout_steps(run: Path) -> list[int]:
+    """The steps whose completions are in a run folder, in order."""
+    names = [path.stem.removeprefix("step-") for path in (run / "rollouts").glob("step-*.parquet")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
+    """The completions of one step, under the names of `SCHEMA`; `reward_parts` as a dict.
+
+    Raises DataError if the file is damaged, not rlpost's or empty, or has a null in a column that a row needs.
+    """
+    rows = list(_rows(run, [step], SCHEMA.names))
+    file = _file(run, step)
+    if not rows:
+        raise DataError(f"{file} holds no completion; leave the step out with --step")
+    for number, row in enumerate(rows, start=1):
+        if (name := _lacking(row)) is not None:
+            raise DataError(f"{file}, row {number}: {name} is null; leave the step out with --step")
+    return rows
+
+
+def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
+    """The completions of `steps` as one JSON object each; without `tokens` no lists of ids."""
+    for row in _rows(run, steps, _columns(tokens)):
+        line = json.dumps(row, ensure_ascii=ascii_only)
+        yield line.replace("\x7f", "\\u007f") if ascii_only else line  # ASCII's one control character that JSON keeps
+
+
+def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool) -> int:
+    """Write the completions of `steps` to one .jsonl, .csv or .parquet file; returns their number.
+
+    They are read and written piece by piece; the file appears only when complete. Raises DataError if something
+    cannot be read, or the disk refuses a write.
+    """
+    try:
+        with replaced(file) as making:
+            return EXPORTS[file.suffix](run, steps, making, tokens)
+    except OSError as error:
+        raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+
+
+# Writing
+
+
+def _rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
     """One dict a completion, under the names of `SCHEMA`."""
     after = batch["next"]
 
@@ -97,72 +144,69 @@ def rollout_rows(step: int, batch: TensorDictBase) -> list[dict[str, Any]]:
 
 
 def _turns(batch: TensorDictBase) -> list[list[dict[str, str]]]:
-    """What was said after each row's prompt: from the first of the model's turns on."""
-    said = []
+    """The messages after each row's prompt, from the first of the model's turns on."""
+    after_prompts = []
     for chat, turns in zip(batch["history"].to_chats(), batch["turns"].tolist(), strict=True):
         replies = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         first = replies[-turns] if turns else len(chat)
-        said.append([{"role": str(m["role"]), "content": str(m["content"])} for m in chat[first:]])
-    return said
+        after_prompts.append([{"role": str(m["role"]), "content": str(m["content"])} for m in chat[first:]])
+    return after_prompts
 
 
 def _values(column: Any) -> list[Any]:
     return column.tolist() if hasattr(column, "tolist") else list(column)
 
 
-NEEDED = ("group", "sample", "prompt", "completion", "finish_reason", "mask")  # of a completion that is shown
-TOKEN_COLUMNS = ("token_ids", "log_probs", "mask")
-FIGURES = frozenset({"reward", "accuracy_strict", "accuracy_lenient", "advantage"})
-FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r")
-ROWS_AT_ONCE = 256  # of an export held in memory
+# Reading
 
 
-def rollout_steps(run: Path) -> list[int]:
-    """The steps whose completions a run folder holds, in order."""
-    names = [path.stem.removeprefix("step-") for path in (run / "rollouts").glob("step-*.parquet")]
-    return sorted(int(name) for name in names if name.isdecimal())
+def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for batch in _batches(run, steps, columns):
+        for row in batch.to_pylist():
+            if "reward_parts" in row:
+                parts = row["reward_parts"] or []
+                row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
+            for name in FIGURES & row.keys():
+                row[name] = _finite(row[name])
+            yield row
 
 
-def read_rollouts(run: Path, step: int) -> list[dict[str, Any]]:
-    """The completions of one step, under the names of `SCHEMA`; `reward_parts` as a dict.
+def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    for step in steps:
+        file = _file(run, step)
+        try:
+            with pq.ParquetFile(file) as parquet:
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
+                    piece = batch.select(list(columns)).cast(schema)
+                    piece.validate(full=True)  # finds text that is not UTF-8 here, where the file is known
+                    yield piece
+        except (OSError, pa.ArrowException, KeyError) as error:
+            raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error
 
-    Raises DataError for a file that is damaged or not rlpost's, that is empty, or that lacks what a row is shown by.
-    """
-    rows = list(_rows(run, [step], SCHEMA.names))
-    file = _file(run, step)
-    if not rows:
-        raise DataError(f"{file} holds no completion; leave the step out with --step")
-    for number, row in enumerate(rows, start=1):
-        if (name := _lacking(row)) is not None:
-            raise DataError(f"{file}, row {number}: {name} is null; leave the step out with --step")
-    return rows
+
+def _file(run: Path, step: int) -> Path:
+    return run / "rollouts" / f"step-{step:06d}.parquet"
+
+
+def _columns(tokens: bool) -> list[str]:
+    return [name for name in SCHEMA.names if tokens or name not in TOKEN_COLUMNS]
 
 
 def _lacking(row: Mapping[str, Any]) -> str | None:
-    """The first column that is null, or has a null in it, and without which a completion cannot be shown."""
+    """The first needed column that is null or has a null in it."""
     null = (name for name in NEEDED if row[name] is None or (name == "mask" and None in row[name]))
     turns = row["turns"] or []
     return next(null, "turns" if any(turn is None or None in turn.values() for turn in turns) else None)
 
 
-def json_lines(run: Path, steps: Sequence[int], *, tokens: bool = True, ascii_only: bool = False) -> Iterator[str]:
-    """The completions of `steps` as one JSON object each; without `tokens` the lists of ids are left out."""
-    for row in _rows(run, steps, _columns(tokens)):
-        line = json.dumps(row, ensure_ascii=ascii_only)
-        yield line.replace("\x7f", "\\u007f") if ascii_only else line  # ASCII's one control character that JSON keeps
+def _finite(value: float | None) -> float | None:
+    """`value` if it is finite, otherwise None."""
+    return value if value is not None and math.isfinite(value) else None
 
 
-def export_rollouts(run: Path, steps: Sequence[int], file: Path, *, tokens: bool) -> int:
-    """Write the completions of `steps` to one .jsonl, .csv or .parquet file; returns how many they are.
-
-    Read and written piece by piece; the file appears only when complete. Raises DataError when
-    something cannot be read, or the disk does not take it.
-    """
-    try:
-        with replaced(file) as making:
-            return EXPORTS[file.suffix](run, steps, making, tokens)
-    except OSError as error:
-        raise DataError(f"cannot write {file}: {error.strerror or error}; give another place for it") from error
+# Exporting
 
 
 def _export_json_lines(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> int:
@@ -180,7 +224,7 @@ def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> in
     columns = [name for name in _columns(tokens) if name != "reward_parts"]
     count = 0
     with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\r\n")  # with which a cell that holds \r is quoted too
+        writer = csv.writer(stream, lineterminator="\r\n")  # so that a cell with \r is quoted too
         writer.writerow([*columns, *(f"reward/{part}" for part in parts)])
         for row in _rows(run, steps, _columns(tokens)):
             listed = (*TOKEN_COLUMNS, "turns")
@@ -191,7 +235,7 @@ def _export_csv(run: Path, steps: Sequence[int], file: Path, tokens: bool) -> in
 
 
 def _no_formula(value: Any) -> Any:
-    """A text that a spreadsheet would run as a formula begins with an apostrophe; numbers are what they are."""
+    """`value`, with an apostrophe in front if it is a text that a spreadsheet would run as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_BEGINS) else value
 
 
@@ -211,42 +255,3 @@ EXPORTS: dict[str, Callable[[Path, Sequence[int], Path, bool], int]] = {
     ".csv": _export_csv,
     ".parquet": _export_parquet,
 }
-
-
-def _columns(tokens: bool) -> list[str]:
-    return [name for name in SCHEMA.names if tokens or name not in TOKEN_COLUMNS]
-
-
-def _rows(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in _batches(run, steps, columns):
-        for row in batch.to_pylist():
-            if "reward_parts" in row:
-                parts = row["reward_parts"] or []
-                row["reward_parts"] = {name: value for name, value in parts if _finite(value) is not None}
-            for name in FIGURES & row.keys():
-                row[name] = _finite(row[name])
-            yield row
-
-
-def _finite(value: float | None) -> float | None:
-    """A figure; None for one that is no finite number, which nothing can be computed or shown with."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _file(run: Path, step: int) -> Path:
-    return run / "rollouts" / f"step-{step:06d}.parquet"
-
-
-def _batches(run: Path, steps: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Pieces of the steps' files, in order, under the types of `SCHEMA`."""
-    schema = pa.schema([SCHEMA.field(name) for name in columns])
-    for step in steps:
-        file = _file(run, step)
-        try:
-            with pq.ParquetFile(file) as parquet:
-                for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=list(columns)):
-                    piece = batch.select(list(columns)).cast(schema)
-                    piece.validate(full=True)  # text that is not UTF-8 is found here, where the file is known
-                    yield piece
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise DataError(f"{file} cannot be read: {first_line(error)}; leave the step out with --step") from error

@@ -550,4 +550,4 @@ def _process(pid: int) -> dict[str, Any]:
     state = next(
         (line.partition(":")[2].strip() for line in read("status").splitlines() if line.startswith("State")), ""
     )
-    return {"pid": pid, "command": read("cmdline")[:300], "state": state, "waits_in": said("wchan")}
+    return {"pid": pid, "command": read("cmdline")[:300], "state": state, "waits_in": read("wchan")}
