@@ -1,4 +1,4 @@
-"""How often a model answers each prompt right: measured once, kept in a file, and read to choose what is trained on."""
+"""Pass rates: how often a model answers each prompt right, measured once, saved, and read to choose prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,11 @@ from rlpost.settings import EnvSettings
 from rlpost.text import counted
 
 
-def prompt_digest(messages: Sequence[Message]) -> str:
-    """A name for a prompt: of the role and content of each message before the model's first."""
-    asked = [[message["role"], message["content"]] for message in messages]
-    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=12).hexdigest()
-
-
 def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
     """One object a prompt: `prompt` (its digest), `where`, `pass_rate`, `samples`.
 
-    The rate is the mean lenient accuracy of its completions, those of one prompt being beside each other; without
-    an accuracy their mean reward. Completions whose reward failed are left out, and so is a prompt that has no other.
+    The rate is the mean lenient accuracy of its completions, which follow each other in `played`; without an accuracy
+    their mean reward. Completions whose reward failed are left out, and so is a prompt that has no others.
     """
     rates = []
     for _, each in groupby(played, key=lambda c: c.group_id):
@@ -44,14 +38,14 @@ def rates_of(played: Sequence[Conversation]) -> list[dict[str, Any]]:
 
 
 def write_rates(file: Path, rates: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> None:
-    """Write `rates`, one JSON object a line, below one that says how they were `measured`."""
+    """Write `rates`, one JSON object a line, below a line that records how they were `measured`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with replaced(file) as making:
         making.write_text("".join(json.dumps(each) + "\n" for each in [{"measured": measured}, *rates]))
 
 
 def read_rates(path: str) -> dict[str, float]:
-    """The pass rate of each prompt's digest. Raises DataError for what `rlpost data measure` did not write."""
+    """Prompt digest -> pass rate. Raises DataError for a file that `rlpost data measure` did not write."""
     advice = "give a file that rlpost data measure has written"
     try:
         lines = [json.loads(line) for line in expanded(path).read_text(encoding="utf-8").splitlines()]
@@ -62,9 +56,46 @@ def read_rates(path: str) -> dict[str, float]:
         raise DataError(f"env.pass_rates={path} holds no pass rates ({error}): {advice}") from error
 
 
+def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | None:
+    """Drop the prompts of `env`, or of each source of a mix, whose pass rates its settings exclude.
+
+    Returns a line to report; None if no rates are given. Raises DataError for prompts that were not measured, and if
+    none is kept.
+    """
+    reports = []
+    for part in env.parts:
+        wanted = RateFilter.of(part.source_settings or settings)
+        if wanted is not None:
+            asked = ((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
+            out, report = wanted.left_out(asked)
+            reports.append(report)
+            if out:
+                part.drop_rows(out, report)
+    return "; ".join(reports) or None
+
+
+def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[Iterable[Demonstration], str | None]:
+    """The demonstrations of `env` that the pass rates keep, and a line to report; malformed ones stay, to be counted.
+
+    Raises DataError for prompts that were not measured, for plain text, and for rates of one source of a mix.
+    """
+    if any(part.source_settings and RateFilter.of(part.source_settings) for part in env.parts):
+        raise DataError("pass_rates= of a source chooses prompts to sample from, not demonstrations: leave it out")
+    wanted = RateFilter.of(settings)
+    if wanted is None:
+        return env.demonstrations(), None
+    every = list(env.demonstrations())
+    whole = [each for each in every if not each.wrong]
+    if text := next((each for each in whole if each.messages is None), None):
+        raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
+    out, report = wanted.left_out((each.where, asked_of(each.messages or [])) for each in whole)
+    gone = {id(whole[number]) for number in out}
+    return [each for each in every if id(each) not in gone], report
+
+
 @dataclass(frozen=True)
 class RateFilter:
-    """Which prompts are kept by their measured rates, as `env.pass_rates` and its bounds say."""
+    """Keeps the prompts whose measured rates lie within the bounds that stand beside `env.pass_rates`."""
 
     path: str
     low: float
@@ -72,13 +103,13 @@ class RateFilter:
 
     @classmethod
     def of(cls, settings: EnvSettings) -> RateFilter | None:
-        """What `settings` ask for; None where they name no rates."""
+        """The filter of `settings`; None if they name no rates."""
         found = [getattr(settings, name, None) for name in ("pass_rates", "min_pass_rate", "max_pass_rate")]
         path, low, high = found
         return None if path is None or low is None or high is None else cls(path, low, high)
 
     def left_out(self, prompts: Iterable[tuple[str, Sequence[Message]]]) -> tuple[list[int], str]:
-        """The numbers of the `prompts`, each with its place, that are not kept; and what to say of those that are.
+        """The numbers of the dropped `prompts`, and a line that says how many are kept. Each prompt has its place.
 
         Raises DataError for prompts that were not measured.
         """
@@ -94,40 +125,10 @@ class RateFilter:
         return out, f"{kept:,} of {of} have pass rates in [{self.low:g}, {self.high:g}]"
 
 
-def choose_by_pass_rate(env: DatasetChatEnv, settings: EnvSettings) -> str | None:
-    """Keep the prompts of `env`, or of each source of a mix, that its settings ask for by their measured rates.
-
-    Returns what to say of that; None where no rates are given. Raises DataError for prompts that were not measured,
-    and where none is kept.
-    """
-    told = []
-    for part in env.parts:
-        wanted = RateFilter.of(part.source_settings or settings)
-        if wanted is not None:
-            out, said = wanted.left_out((part.where(n), part.opening_messages(row)) for n, row in enumerate(part.rows))
-            told.append(said)
-            if out:
-                part.drop_rows(out, said)
-    return "; ".join(told) or None
-
-
-def choose_demonstrations(env: DatasetChatEnv, settings: EnvSettings) -> tuple[Iterable[Demonstration], str | None]:
-    """The demonstrations of `env` that are kept likewise; malformed ones are, to be counted.
-
-    Raises DataError as above, for plain text, and for rates of one source of a mix.
-    """
-    if any(part.source_settings and RateFilter.of(part.source_settings) for part in env.parts):
-        raise DataError("pass_rates= of a source chooses prompts to sample from, not demonstrations: leave it out")
-    wanted = RateFilter.of(settings)
-    if wanted is None:
-        return env.demonstrations(), None
-    every = list(env.demonstrations())
-    whole = [each for each in every if not each.wrong]
-    if text := next((each for each in whole if each.messages is None), None):
-        raise DataError(f"env.pass_rates chooses by prompts, and {text.where} is plain text: leave it out")
-    out, told = wanted.left_out((each.where, asked_of(each.messages or [])) for each in whole)
-    gone = {id(whole[number]) for number in out}
-    return [each for each in every if id(each) not in gone], told
+def prompt_digest(messages: Sequence[Message]) -> str:
+    """The digest of a prompt: of the role and content of each of its messages."""
+    asked = [[message["role"], message["content"]] for message in messages]
+    return hashlib.blake2b(json.dumps(asked).encode(), digest_size=12).hexdigest()
 
 
 def asked_of(messages: Sequence[Message]) -> Sequence[Message]:

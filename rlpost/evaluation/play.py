@@ -1,4 +1,4 @@
-"""Plays an environment and scores it: used by eval and during training."""
+"""Evaluation: play an environment with a policy and summarise the scores, for `rlpost eval` and during training."""
 
 from __future__ import annotations
 
@@ -21,20 +21,145 @@ from rlpost.settings import SamplingSettings
 from rlpost.settings.commands import samples_per_prompt
 from rlpost.text import counted
 
-AT_ONCE = 256  # conversations under way at once
+AT_ONCE = 256  # conversations in flight
 EXTRACTIONS = ("lenient", "strict")  # how an answer is read out of a reply
+
+
+def evaluate(
+    env: EnvBase,
+    policy: Policy,
+    *,
+    num_prompts: int,
+    sampling: SamplingSettings,
+    k: Sequence[int] = (1,),
+    samples: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EvalResult:
+    """`play` and `summarise`. Raises RewardError if every reward failed."""
+    count = samples_per_prompt(k, samples)
+    played = play(env, policy, num_prompts=num_prompts, samples=count, sampling=sampling, progress=progress)
+    return summarise(played, k=k, temperature=sampling.temperature)
+
+
+def play(
+    env: EnvBase,
+    policy: Policy,
+    *,
+    num_prompts: int,
+    samples: int,
+    sampling: SamplingSettings,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Conversation]:
+    """Finished conversations about the first `num_prompts` tasks of `env`, `samples` of each beside each other.
+
+    They begin from the same first task every time. `progress` is called with the number played so far and the total.
+    """
+    env.load_state_dict(env.initial_state())
+    player = Player(env, policy)
+    total = num_prompts * samples
+    played: list[Conversation] = []
+    waiting: list[Conversation] = []
+    drawn = over = 0
+    one_turn = getattr(env, "max_steps", None) == 1  # a completion that ends is then the conversation's last
+
+    def sampled(ended: int, of: int, tokens: int) -> None:
+        progress(over + (ended if one_turn else 0), total)
+
+    player.on_sampled = sampled
+    progress(0, total)
+    while len(played) < total:
+        while len(waiting) < AT_ONCE and drawn < num_prompts:
+            fresh = env.draw(min(-(-(AT_ONCE - len(waiting)) // samples), num_prompts - drawn))
+            drawn += len(fresh)
+            waiting += [replace(c.copy(), sample=i) for c in fresh for i in range(samples)]
+        together, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+        in_flight, over = together, len(played)
+        while in_flight:
+            player.turn(in_flight, sampling)
+            in_flight = [c for c in in_flight if not c.done]
+            over = len(played) + len(together) - len(in_flight)
+            progress(over, total)
+        played += together
+    return played
+
+
+def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temperature: float = 0.0) -> EvalResult:
+    """The result of finished conversations, those of one prompt beside each other, sampled at `temperature`.
+
+    A source of a mix has a result unless all its rewards failed. Raises RewardError if every reward failed.
+    """
+    prompts = [list(group) for _, group in groupby(played, key=lambda c: c.group_id)]
+    scored = [kept for prompt in prompts if (kept := [c for c in prompt if c.valid])]
+    if not scored:
+        raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
+    each = [c for prompt in scored for c in prompt]
+    rewards = [[c.reward or 0.0 for c in prompt] for prompt in scored]
+    low, high = reward_interval(rewards) or (None, None)
+    names = sorted({name for c in each for name in c.reward_parts})
+    own_parts = {n: [[c.reward_parts[n] for c in prompt if n in c.reward_parts] for prompt in scored] for n in names}
+    parts = {name: [row for row in rows if row] for name, rows in own_parts.items()}
+    sources = {
+        name: summarise([replace(c, source="") for c in played if c.source == name], k=k, temperature=temperature)
+        for name in sorted({c.source for c in each if c.source})
+    }
+    return EvalResult(
+        num_prompts=len(scored),
+        num_samples=max(map(len, prompts)),
+        num_failed=len(played) - len(each),
+        temperature=temperature,
+        accuracy_lenient=_accuracy(scored, "lenient"),
+        accuracy_strict=_accuracy(scored, "strict"),
+        truncated=_share([[float(c.finish_reason == "length") for c in prompt] for prompt in scored]),
+        reward_mean=fmean(map(fmean, rewards)),
+        reward_low=low,
+        reward_high=high,
+        reward_parts={name: fmean(map(fmean, rows)) for name, rows in parts.items()},
+        reward_part_intervals={name: ends for name, rows in parts.items() if (ends := reward_interval(rows))},
+        tokens_mean=fmean(sum(c.mask) for c in each),
+        attempts=_attempts(scored, k),
+        instructions={r: found for r in ("strict", "loose") if (found := _instructions(scored, r)) is not None},
+        sources=sources,
+    )
+
+
+def held_out_metrics(
+    played: Sequence[Conversation], *, k: Sequence[int], temperature: float, some_decide: bool
+) -> dict[str, float]:
+    """The metrics of an evaluation during training.
+
+    With `some_decide`, every second prompt decides when training ends: the metrics of these prompts have names of
+    their own and serve nothing else. Raises RewardError if every reward of one half failed.
+    """
+    if not some_decide:
+        return summarise(played, k=k, temperature=temperature).metrics()
+    halves: tuple[list[Conversation], list[Conversation]] = ([], [])
+    for number, (_, group) in enumerate(groupby(played, key=lambda c: c.group_id)):
+        halves[number % 2].extend(group)
+    reported, deciding = (summarise(half, k=k, temperature=temperature).metrics() for half in halves)
+    measured = ("eval/prompts", ACCURACY, REWARD)
+    return reported | {
+        name.replace("eval/", DECIDING, 1): value for name, value in deciding.items() if name.startswith(measured)
+    }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation's result and its conversations."""
+
+    result: EvalResult
+    played: list[Conversation]
+    numbers: dict[str, str] | None = None  # the precisions that it was computed in, if a command chose them
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What one evaluation found; a measure that the task does not have is None, or missing in `attempts`.
+    """The measures of one evaluation; a measure that the task does not have is None, or missing in `attempts`.
 
-    `accuracy_*` is avg@k for every k, and pass@1: the share of a prompt's completions that are right,
-    averaged over prompts. `attempts` holds the others by name, `pass_at_8_lenient`,
-    `maj_at_8_strict`. `instructions` is, under strict and loose, the share of all instructions that is
-    followed, IFEval's instruction-level accuracy. Every interval is clustered by prompt. Completions whose
-    reward failed are counted in `num_failed` and left out of everything else, and so are prompts
-    that have no other, in `num_prompts` too.
+    `accuracy_*` is avg@k for every k, and pass@1: the share of a prompt's completions that are right, averaged over
+    prompts. `attempts` holds the other measures by name, such as `pass_at_8_lenient` and `maj_at_8_strict`.
+    `instructions` has the share of all instructions that are followed, strict and loose: IFEval's instruction-level
+    accuracy. Every interval is clustered by prompt. Completions whose reward failed are counted in `num_failed` and
+    left out of everything else; a prompt with no other completion is left out too, and not in `num_prompts`.
     """
 
     num_prompts: int
@@ -45,7 +170,7 @@ class EvalResult:
     accuracy_strict: Share | None
     truncated: Share
     reward_mean: float
-    reward_low: float | None  # None: all prompts earned the same, which says nothing of how they vary
+    reward_low: float | None  # None: all prompts earned the same, so their spread is unknown
     reward_high: float | None
     reward_parts: dict[str, float]
     tokens_mean: float
@@ -55,7 +180,7 @@ class EvalResult:
     sources: dict[str, EvalResult] = field(default_factory=dict)  # of a mix of environments: each source's own
 
     def lines(self) -> list[str]:
-        """A small table for people, at most 80 columns wide but for the names of the reward's parts."""
+        """A small table for people, at most 80 columns wide except for long names of the reward's parts."""
         each = f" x {self.num_samples} completions" if self.num_samples > 1 else ""
         how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
         lines = [f"{counted(self.num_prompts, 'prompt')}{each}, {how}, 95% intervals"]
@@ -86,7 +211,7 @@ class EvalResult:
         return lines
 
     def _rows(self) -> list[tuple[str, Share | None, Share | None]]:
-        """Accuracy and what was made of several attempts: name, lenient, strict."""
+        """Accuracy, instruction-level accuracy, pass@k and maj@k: name, lenient, strict."""
         name = "accuracy" if self.num_samples == 1 else f"avg@{self.num_samples}, pass@1"
         each: list[tuple[str, Share | None, Share | None]] = []
         if self.instructions:
@@ -98,14 +223,14 @@ class EvalResult:
         return [(name, self.accuracy_lenient, self.accuracy_strict), *each, *several]
 
     def _strict_says_more(self) -> bool:
-        """Whether the column of strict accuracies is shown: where it says more than lenient, and for instructions."""
+        """Whether strict accuracies get a column: they differ from the lenient ones, or instructions are followed."""
         lenient, strict = (
             [share and share.value for share in shares] for shares in list(zip(*self._rows(), strict=True))[1:]
         )
         return bool(self.instructions) or says_more(strict, lenient)
 
     def _remarks(self) -> list[str]:
-        """Which shares only some prompts have, as where a reward of accuracy returned None."""
+        """The shares that only some prompts have, because a reward returned no accuracy for the others."""
         few = [
             f"  {name} ({extraction}) is of {counted(share.prompts, 'prompt')}"
             for name, *shares in self._rows()
@@ -121,7 +246,7 @@ class EvalResult:
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
-        """The figures under the names of metrics.jsonl: `eval/accuracy_lenient`, `eval/pass_at_8_lenient`, ..."""
+        """The measures under the names of metrics.jsonl: `eval/accuracy_lenient`, `eval/pass_at_8_lenient`, ..."""
         values = {
             "eval/prompts": float(self.num_prompts),
             "eval/failed": float(self.num_failed),
@@ -143,161 +268,13 @@ class EvalResult:
         return values
 
 
-def held_out_metrics(
-    played: Sequence[Conversation], *, k: Sequence[int], temperature: float, some_decide: bool
-) -> dict[str, float]:
-    """The metrics of an evaluation during training.
-
-    Where `some_decide` when training ends, that is every second prompt: their figures have names of their own, and
-    nothing else is made of them. Raises RewardError if every reward of one half failed.
-    """
-    if not some_decide:
-        return summarise(played, k=k, temperature=temperature).metrics()
-    halves: tuple[list[Conversation], list[Conversation]] = ([], [])
-    for number, (_, group) in enumerate(groupby(played, key=lambda c: c.group_id)):
-        halves[number % 2].extend(group)
-    reported, deciding = (summarise(half, k=k, temperature=temperature).metrics() for half in halves)
-    measured = ("eval/prompts", ACCURACY, REWARD)
-    return reported | {
-        name.replace("eval/", DECIDING, 1): value for name, value in deciding.items() if name.startswith(measured)
-    }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What was found, and every conversation that it rests on."""
-
-    result: EvalResult
-    played: list[Conversation]
-    numbers: dict[str, str] | None = None  # the formats that were computed in, where a command chose them
-
-
-def evaluate(
-    env: EnvBase,
-    policy: Policy,
-    *,
-    num_prompts: int,
-    sampling: SamplingSettings,
-    k: Sequence[int] = (1,),
-    samples: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> EvalResult:
-    """`play` and `summarise`. Raises RewardError if every reward failed."""
-    count = samples_per_prompt(k, samples)
-    played = play(env, policy, num_prompts=num_prompts, samples=count, sampling=sampling, progress=progress)
-    return summarise(played, k=k, temperature=sampling.temperature)
-
-
-def play(
-    env: EnvBase,
-    policy: Policy,
-    *,
-    num_prompts: int,
-    samples: int,
-    sampling: SamplingSettings,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Conversation]:
-    """Finished conversations about the first `num_prompts` tasks of `env`, `samples` each, which follow each other.
-
-    They begin from the same first task every time. `progress` is told how many are played, of how many.
-    """
-    env.load_state_dict(env.initial_state())
-    player = Player(env, policy)
-    total = num_prompts * samples
-    played: list[Conversation] = []
-    waiting: list[Conversation] = []
-    drawn = 0
-    progress(0, total)
-    while len(played) < total:
-        while len(waiting) < AT_ONCE and drawn < num_prompts:
-            fresh = env.draw(min(-(-(AT_ONCE - len(waiting)) // samples), num_prompts - drawn))
-            drawn += len(fresh)
-            waiting += [replace(c.copy(), sample=i) for c in fresh for i in range(samples)]
-        together, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-        under_way, over = together, len(played)
-        while under_way:
-            player.on_sampled = _telling(progress, over, total, one_turn=getattr(env, "max_steps", None) == 1)
-            player.turn(under_way, sampling)
-            under_way = [c for c in under_way if not c.done]
-            over = len(played) + len(together) - len(under_way)
-            progress(over, total)
-        played += together
-    return played
-
-
-def _telling(
-    progress: Callable[[int, int], None], over: int, total: int, *, one_turn: bool
-) -> Callable[[int, int, int], None]:
-    """Tells `progress` while a turn is sampled; a completion that has ended is the last where there is `one_turn`."""
-    return lambda ended, of, tokens: progress(over + (ended if one_turn else 0), total)
-
-
-def summarise(played: Sequence[Conversation], *, k: Sequence[int] = (1,), temperature: float = 0.0) -> EvalResult:
-    """The result of finished conversations, those of one prompt beside each other, drawn at `temperature`.
-
-    Raises RewardError if every reward failed.
-    """
-    prompts = [list(group) for _, group in groupby(played, key=lambda c: c.group_id)]
-    scored = [kept for prompt in prompts if (kept := [c for c in prompt if c.valid])]
-    if not scored:
-        raise RewardError(f"all {len(played)} rewards of the evaluation failed; the first: {played[0].error}")
-    each = [c for prompt in scored for c in prompt]
-    rewards = [[c.reward or 0.0 for c in prompt] for prompt in scored]
-    low, high = reward_interval(rewards) or (None, None)
-    names = sorted({name for c in each for name in c.reward_parts})
-    parts = {n: [row for prompt in scored if (row := _part(prompt, n))] for n in names}
-    return EvalResult(
-        num_prompts=len(scored),
-        num_samples=max(map(len, prompts)),
-        num_failed=len(played) - len(each),
-        temperature=temperature,
-        accuracy_lenient=_accuracy(scored, "lenient"),
-        accuracy_strict=_accuracy(scored, "strict"),
-        truncated=_share([[float(c.finish_reason == "length") for c in prompt] for prompt in scored]),
-        reward_mean=fmean(map(fmean, rewards)),
-        reward_low=low,
-        reward_high=high,
-        reward_parts={name: fmean(map(fmean, rows)) for name, rows in parts.items()},
-        reward_part_intervals={name: ends for name, rows in parts.items() if (ends := reward_interval(rows))},
-        tokens_mean=fmean(sum(c.mask) for c in each),
-        attempts=_attempts(scored, k),
-        instructions={r: found for r in ("strict", "loose") if (found := _instructions(scored, r)) is not None},
-        sources=_by_source(played, k, temperature),
-    )
-
-
-def _part(prompt: Sequence[Conversation], name: str) -> list[float]:
-    """A part of the reward of a prompt's completions that have it."""
-    return [c.reward_parts[name] for c in prompt if name in c.reward_parts]
-
-
-def _by_source(played: Sequence[Conversation], k: Sequence[int], temperature: float) -> dict[str, EvalResult]:
-    """The result of each source of a mix; none of a source all of whose rewards failed, nor where it is no mix."""
-    found: dict[str, EvalResult] = {}
-    for name in sorted({c.source for c in played if c.source and c.valid}):
-        own = [replace(c, source="") for c in played if c.source == name]
-        found[name] = summarise(own, k=k, temperature=temperature)
-    return found
-
-
 def _accuracy(prompts: Sequence[Sequence[Conversation]], extraction: str) -> Share | None:
     marks = [row for prompt in prompts if (row := _marks(prompt, extraction))]
     return _share(marks) if marks else None
 
 
-def _share(prompts: Sequence[Sequence[float]]) -> Share:
-    """The mean over prompts of the mean over a prompt's completions."""
-    return Share.of([fmean(row) for row in prompts], sum(map(len, prompts)))
-
-
-def _marks(prompt: Sequence[Conversation], extraction: str) -> list[float]:
-    """The accuracies of a prompt's completions that have one."""
-    values = [getattr(c, f"accuracy_{extraction}") for c in prompt]
-    return [value for value in values if value is not None]
-
-
 def _attempts(prompts: Sequence[Sequence[Conversation]], k: Sequence[int]) -> dict[str, Share]:
-    """pass@k, then maj@k, of each k above 1, over the prompts that have k scored completions."""
+    """pass@k, then maj@k, for each k above 1, over the prompts that have k scored completions."""
     several = sorted(n for n in k if n > 1)
     found: dict[str, Share] = {}
     for attempts, extraction in product(several, EXTRACTIONS):
@@ -314,7 +291,7 @@ def _attempts(prompts: Sequence[Sequence[Conversation]], k: Sequence[int]) -> di
 
 
 def _instructions(prompts: Sequence[Sequence[Conversation]], reading: str) -> Share | None:
-    """The share of all instructions that is followed in a `reading`, strict or loose; None where there are none."""
+    """The share of all instructions that are followed in a `reading`, strict or loose; None without instructions."""
     rows = [[verdict for c in prompt if c.instructions for verdict in c.instructions[reading]] for prompt in prompts]
     followed, counts = [sum(row) for row in rows if row], [len(row) for row in rows if row]
     if not counts:
@@ -324,6 +301,17 @@ def _instructions(prompts: Sequence[Sequence[Conversation]], reading: str) -> Sh
     if varied is None:
         return Share.of([value] * len(counts))
     return Share(value, max(varied[0], 0.0), min(varied[1], 1.0), len(counts))
+
+
+def _share(prompts: Sequence[Sequence[float]]) -> Share:
+    """The mean over prompts of the mean over a prompt's completions."""
+    return Share.of([fmean(row) for row in prompts], sum(map(len, prompts)))
+
+
+def _marks(prompt: Sequence[Conversation], extraction: str) -> list[float]:
+    """The accuracies of a prompt's completions that have one."""
+    values = [getattr(c, f"accuracy_{extraction}") for c in prompt]
+    return [value for value in values if value is not None]
 
 
 def _votes(prompt: Sequence[Conversation], extraction: str) -> list[tuple[str, float]]:

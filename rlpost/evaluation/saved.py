@@ -1,6 +1,6 @@
-"""Evaluations on disk: a folder with `result.json` and, one row a completion, `samples.parquet`.
+"""Saved evaluations: a folder with `result.json` and `samples.parquet`, one row a completion; and their comparison.
 
-Two evaluations on the same prompts: which model is better, or what it would take to know.
+`compare` pairs two evaluations prompt by prompt: which model is better, or how many prompts it would take to know.
 """
 
 from __future__ import annotations
@@ -18,18 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlpost.config import paths
 from rlpost.config.keys import flat
-from rlpost.config.paths import (
-    EVALS,
-    RESULT,
-    RUNS,
-    SAMPLES,
-    SWEEP_FILE,
-    as_model,
-    evaluation_names,
-    is_evaluation_folder,
-    is_run_folder,
-)
 from rlpost.data.conversation import Conversation
 from rlpost.errors import CheckpointError, ConfigError, DataError
 from rlpost.evaluation.statistics import CONFIDENCE, POWER, Difference, difference, most_differing
@@ -38,7 +28,7 @@ from rlpost.text import counted, did_you_mean, first_line, nearest
 
 SCHEMA = pa.schema(
     [
-        ("prompt_id", pa.string()),  # of the task itself: the same whatever the model and the prompt's wording
+        ("prompt_id", pa.string()),  # of the task alone: independent of the model and of the prompt's wording
         ("prompt_number", pa.int64()),
         ("sample", pa.int64()),
         ("prompt", pa.string()),
@@ -55,15 +45,15 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int64())),
     ]
 )
-MOST_NAMED = 8  # evaluations in a hint
+MOST_NAMED = 8  # most evaluations that a hint lists
 COMPARED = ("prompt_id", "prompt_number", "reward", "accuracy_strict", "accuracy_lenient", "valid")
 
 
 @dataclass(frozen=True)
 class SavedEvaluation:
-    """An evaluation read back: what `result.json` says, and the columns of `samples.parquet` that are compared.
+    """An evaluation read back: `result.json`, and the columns of `samples.parquet` that a comparison needs.
 
-    `record` is empty for a table that lies somewhere without its `result.json`.
+    `record` is empty for a table without a `result.json` beside it.
     """
 
     name: str
@@ -71,11 +61,27 @@ class SavedEvaluation:
     samples: list[dict[str, Any]]
 
 
+def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[Conversation]) -> None:
+    """Write both files, each whole or not at all, `result.json` last.
+
+    Raises CheckpointError if the disk refuses them.
+    """
+    table = pa.Table.from_pylist(sample_rows(played), schema=SCHEMA)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replaced(folder / paths.SAMPLES) as making:
+            pq.write_table(table, making)
+        with replaced(folder / paths.RESULT) as making:
+            making.write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
+
+
 def sample_rows(played: Sequence[Conversation]) -> list[dict[str, Any]]:
     """One dict a completion, under the names of `SCHEMA`.
 
-    `prompt` is the rendered first prompt, `completion` the text of the model's last turn; `tokens`
-    counts the sampled ones, `token_ids` are all after the first prompt.
+    `prompt` is the rendered first prompt, `completion` the text of the model's last turn; `tokens` counts the sampled
+    tokens, `token_ids` are all ids after the first prompt.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(c.group_id for c in played), start=1)}
     return [
@@ -106,45 +112,29 @@ def prompt_id(task: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def write_evaluation(folder: Path, record: Mapping[str, Any], played: Sequence[Conversation]) -> None:
-    """Write both files, each whole or not at all, `result.json` last.
-
-    Raises CheckpointError when the disk does not take them.
-    """
-    table = pa.Table.from_pylist(sample_rows(played), schema=SCHEMA)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with replaced(folder / SAMPLES) as making:
-            pq.write_table(table, making)
-        with replaced(folder / RESULT) as making:
-            making.write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {folder}: {error}; give another --out") from error
-
-
 def find_evaluation(name: str) -> Path:
-    """The table of samples that is meant by a name, the path of a folder, or of the table itself.
+    """The evaluation folder's table of samples; `name` is a name, the path of a folder, or of the table itself.
 
-    Raises ConfigError, with what was meant, where there is no evaluation.
+    Raises ConfigError, with the nearest name, if there is no such evaluation.
     """
     path = expanded(name)
     if path.is_file() and path.suffix == ".parquet":
         return path
     is_path = "/" in name or name.startswith((".", "~"))
-    for folder in (path, EVALS / name) if is_path else (EVALS / name, path):
-        if is_evaluation_folder(folder):
-            return folder / SAMPLES
-    runs = (path,) if is_path else (path, RUNS / name)
-    if run := next((folder for folder in runs if is_run_folder(folder)), None):
-        raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={as_model(run)}")
-    if (path / SWEEP_FILE).is_file():
-        jobs = ", ".join(str(path / job) for job in evaluation_names(path)) or "of which it has none"
+    for folder in (path, paths.EVALS / name) if is_path else (paths.EVALS / name, path):
+        if paths.is_evaluation_folder(folder):
+            return folder / paths.SAMPLES
+    runs = (path,) if is_path else (path, paths.RUNS / name)
+    if run := next((folder for folder in runs if paths.is_run_folder(folder)), None):
+        raise ConfigError(f"{name} is a run, no evaluation: make one with rlpost eval model={paths.as_model(run)}")
+    if (path / paths.SWEEP_FILE).is_file():
+        jobs = ", ".join(str(path / job) for job in paths.evaluation_names(path)) or "of which it has none"
         raise ConfigError(f"{name} is a sweep: name two of its evaluations, {jobs}")
     if path.exists():
         raise ConfigError(
-            f"{name} is no evaluation: there is no {RESULT} with a {SAMPLES} in it; rlpost eval makes one"
+            f"{name} is no evaluation: there is no {paths.RESULT} with a {paths.SAMPLES} in it; rlpost eval makes one"
         )
-    names = evaluation_names(path.parent if is_path else EVALS)
+    names = paths.evaluation_names(path.parent if is_path else paths.EVALS)
     near = nearest(path.name, names)
     meant = None if near is None else str(path.parent / near) if is_path else near
     known = f"there are {', '.join(names[:MOST_NAMED])}" if names else "rlpost eval makes one"
@@ -152,12 +142,12 @@ def find_evaluation(name: str) -> Path:
 
 
 def read_evaluation(samples: Path) -> SavedEvaluation:
-    """What a table of samples, and the `result.json` beside it, hold.
+    """Read a table of samples and the `result.json` beside it.
 
     Raises DataError for files that cannot be read or lack a column.
     """
-    result = samples.with_name(RESULT)
-    its_own = samples.name == SAMPLES and result.is_file()
+    result = samples.with_name(paths.RESULT)
+    its_own = samples.name == paths.SAMPLES and result.is_file()
     try:
         record = json_in(result) if its_own else {}
         missing = [name for name in COMPARED if name not in pq.read_schema(samples).names]
@@ -171,7 +161,7 @@ def read_evaluation(samples: Path) -> SavedEvaluation:
 
 
 def _check_shape(file: Path, record: Any) -> None:
-    """Raise DataError unless the record, and those of its parts that a comparison looks into, are mappings."""
+    """Raise DataError unless the record and the parts of it that a comparison reads are mappings."""
     if not isinstance(record, dict):
         raise DataError(f"{file} holds no mapping: evaluate again")
     for name in ("choices", "settings", "result"):
@@ -179,73 +169,16 @@ def _check_shape(file: Path, record: Any) -> None:
             raise DataError(f"{file} has a {name} that is no mapping: evaluate again")
 
 
+# Comparing two evaluations
+
 MEASURES = {"accuracy_lenient": "accuracy, lenient", "accuracy_strict": "accuracy, strict", "reward": "reward"}
-# what a comparison is about, and what changes no prompt and no way of sampling
+# settings under comparison, and settings that change neither prompts nor sampling
 MAY_DIFFER = ("model.", "policy.", "env.limit", "eval.", "plugin", "seed")
-
-Key = tuple[str, int]  # a prompt, and which of its occurrences in the dataset
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measure of both on the prompts that both have, and the difference B - A; `verdict` in words."""
-
-    a: float
-    b: float
-    difference: Difference
-    verdict: str
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What comparing B with A found.
-
-    `only_a` and `only_b` count the prompts that the other lacks, or has no scored completion of;
-    `differing_settings` maps each setting that is not the same, and may explain a difference, to both
-    values. `verdict` is that of the first measure.
-    """
-
-    name_a: str
-    name_b: str
-    prompts: int
-    only_a: int
-    only_b: int
-    differing_settings: dict[str, tuple[Any, Any]]
-    measures: dict[str, Measured]
-
-    @property
-    def verdict(self) -> str:
-        """The verdict of lenient accuracy, or of the reward where there is no accuracy."""
-        return next(iter(self.measures.values())).verdict
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
-
-    def lines(self) -> list[str]:
-        """For people, at most 80 columns wide but for names and settings: the verdicts last, where the eye rests."""
-        lines = [f"A  {self.name_a}", f"B  {self.name_b}"]
-        lines.append(f"{counted(self.prompts, 'prompt')} that both answered, paired; 95% intervals")
-        left_out = [f"{count} only in {side}" for side, count in (("A", self.only_a), ("B", self.only_b)) if count]
-        if left_out:
-            lines.append(f"left out: {', '.join(left_out)}")
-        for key, (a, b) in self.differing_settings.items():
-            lines.append(f"beware: {key} differs, {_shown(a)} in A and {_shown(b)} in B")
-        lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
-        lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
-        lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
-        name, first = next(iter(self.measures.items()))
-        if not first.difference.is_told and first.difference.told is not None:
-            size = _figure(first.difference.told, name)
-            lines.append(
-                f"{counted(first.difference.prompts, 'prompt')} such as these tell a difference of {size} "
-                f"({POWER:.0%} power, {1 - CONFIDENCE:.0%} significance)"
-            )
-        return lines
+Key = tuple[str, int]  # a prompt's id, and which of its occurrences in the dataset
 
 
 def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
-    """B against A, prompt by prompt. Raises DataError for other environments, and with no prompt or figure in both."""
+    """Compare B with A, prompt by prompt. Raises DataError unless they share environment, a prompt and a measure."""
     environments = [evaluation.record.get("choices", {}).get("env") for evaluation in (a, b)]
     if None not in environments and environments[0] != environments[1]:
         raise DataError(
@@ -278,8 +211,65 @@ def compare(a: SavedEvaluation, b: SavedEvaluation) -> Comparison:
     )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """The result of comparing B with A.
+
+    `only_a` and `only_b` count the prompts of which the other evaluation has no scored completion;
+    `differing_settings` maps each setting that differs and may explain a difference to both values.
+    """
+
+    name_a: str
+    name_b: str
+    prompts: int
+    only_a: int
+    only_b: int
+    differing_settings: dict[str, tuple[Any, Any]]
+    measures: dict[str, Measured]
+
+    @property
+    def verdict(self) -> str:
+        """The verdict of lenient accuracy, or of the reward where there is no accuracy."""
+        return next(iter(self.measures.values())).verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "verdict": self.verdict, "confidence": CONFIDENCE, "power": POWER}
+
+    def lines(self) -> list[str]:
+        """A table for people, at most 80 columns wide except for long names and settings; the verdicts come last."""
+        lines = [f"A  {self.name_a}", f"B  {self.name_b}"]
+        lines.append(f"{counted(self.prompts, 'prompt')} that both answered, paired; 95% intervals")
+        left_out = [f"{count} only in {side}" for side, count in (("A", self.only_a), ("B", self.only_b)) if count]
+        if left_out:
+            lines.append(f"left out: {', '.join(left_out)}")
+        for key, (a, b) in self.differing_settings.items():
+            lines.append(f"beware: {key} differs, {_shown(a)} in A and {_shown(b)} in B")
+        lines.append(f"  {'':<18}{'A':>8}{'B':>8}    B - A")
+        lines += [_row(MEASURES[name], name, measured) for name, measured in self.measures.items()]
+        lines += [f"{name.removeprefix('accuracy_'):<9}{measured.verdict}" for name, measured in self.measures.items()]
+        name, first = next(iter(self.measures.items()))
+        if not first.difference.is_told and first.difference.told is not None:
+            size = _figure(first.difference.told, name)
+            lines.append(
+                f"{counted(first.difference.prompts, 'prompt')} such as these tell a difference of {size} "
+                f"({POWER:.0%} power, {1 - CONFIDENCE:.0%} significance)"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measure of A and of B on the prompts that both have, and the difference B - A; `verdict` in words."""
+
+    a: float
+    b: float
+    difference: Difference
+    verdict: str
+
+
 def verdict(found: Difference) -> str:
-    """B is better, B is worse, within noise, or too few samples and how many prompts would do."""
+    """One of: B is better, B is worse, within noise, too few samples (with the number of prompts that would do)."""
     if found.is_told:
         return "B is better" if found.value > 0 else "B is worse"
     if found.prompts < 2:
@@ -311,7 +301,7 @@ def _mean(samples: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted settings, and the temperature that followed from them, that are not equal in two records."""
+    """Dotted settings, and the resolved temperature, that differ between two records."""
     settings = [flat(record.get("settings", {})) | _drawn(record) for record in (a, b)]
     if not all(settings):
         return {}
@@ -321,7 +311,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[An
 
 
 def _drawn(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The temperature that completions were really drawn at: what null came to in this evaluation."""
+    """The temperature that completions were sampled at, also if the setting is null."""
     result = record.get("result", {})
     return {"sampling.temperature": result["temperature"]} if "temperature" in result else {}
 

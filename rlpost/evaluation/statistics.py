@@ -20,10 +20,10 @@ CONFIDENCE = 0.95
 POWER = 0.8
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
 Z_POWER = NormalDist().inv_cdf(POWER)  # 0.84
-PRIOR_EVENTS = 1 / 3  # what is taken for known, before the data, of how completions of a prompt agree
+PRIOR_EVENTS = 1 / 3  # prior on how completions of a prompt agree, before any data
 CONTINUITY = 1 / 4  # of an event: a half of Yates' correction
 LEAST_SKEWNESS = 1e-6  # below it the transformation is the identity but for rounding
-FEWEST_PROMPTS = 32  # what the coverage of intervals is shown for begins here: scripts/coverage.py
+FEWEST_PROMPTS = 32  # the coverage of intervals is measured from here on: scripts/dev/coverage.py
 FEWEST_DIFFERING = 6  # of five differences all may point one way by chance: 2 / 2**5 > 1 - CONFIDENCE
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -56,7 +56,7 @@ def share_interval(values: Array, samples: int) -> tuple[Array, Array, Array]:
     correction for continuity. The size is N / r, where r is var(values) / (m (1 - m)), between
     N / samples (completions that are independent) and 1 (those of a prompt always agree). Few events say
     little of r, so it is drawn towards 1 with the weight of a third of an event: as many events as r gives,
-    N m (1 - m) / r, have the rest. `scripts/coverage.py` simulates what this covers.
+    N m (1 - m) / r, have the rest. `scripts/dev/coverage.py` simulates the coverage.
     """
     count = values.shape[-1]
     mean = values.mean(-1)

@@ -20,18 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rlpost.catalog import COMMANDS, Command
+from rlpost.config import paths
 from rlpost.config.keys import check_plain, default_choices
-from rlpost.config.paths import (
-    BEST,
-    LATEST,
-    RUNS,
-    SWEEP_FILE,
-    bytes_of_state,
-    checkpoints,
-    is_run_folder,
-    keep_the_model_alone,
-    keeps_the_model_alone,
-)
 from rlpost.errors import CheckpointError, ConfigError
 from rlpost.files import bytes_of, expanded, locked
 from rlpost.record import BEGAN, FAILED, FINISHED, STOPPED, TOTAL_STEPS, has_evaluation, number, read_metrics
@@ -163,7 +153,7 @@ def find_runs(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder{_near(folder)}")
-    if is_run_folder(folder):
+    if paths.is_run_folder(folder):
         return [folder]
     return sorted(_runs_below(folder), key=_last_write, reverse=True)
 
@@ -174,23 +164,23 @@ def find_run(name: str | None) -> Path:
     Raises ConfigError, with the nearest name, if there is no such run.
     """
     if name is None:
-        found = find_runs(RUNS) if RUNS.is_dir() else []
+        found = find_runs(paths.RUNS) if paths.RUNS.is_dir() else []
         if not found:
             raise ConfigError("there is no run in runs/ yet: begin one with rlpost train grpo, or give a run's path")
         return found[0]
     path = expanded(name)
-    inside = RUNS / path
+    inside = paths.RUNS / path
     for candidate in (path, inside) if _is_path(name) else (inside, path):
-        if is_run_folder(candidate):
+        if paths.is_run_folder(candidate):
             return candidate
     for candidate in (path, inside):
-        if (candidate / SWEEP_FILE).is_file():
+        if (candidate / paths.SWEEP_FILE).is_file():
             raise ConfigError(f"{candidate} is a sweep of several runs: see rlpost runs list {candidate}")
     if path.is_dir():
         raise ConfigError(f"{name} is no run folder: it holds neither command.txt nor metrics.jsonl")
     if _is_path(name):
         raise ConfigError(f"{name} does not exist{_near(path)}")
-    names = [str(run.relative_to(RUNS)) for run in _runs_below(RUNS)]
+    names = [str(run.relative_to(paths.RUNS)) for run in _runs_below(paths.RUNS)]
     raise ConfigError(f"there is no run {name}{did_you_mean(nearest(name, names), 'see rlpost runs list')}")
 
 
@@ -232,7 +222,7 @@ def remove(removal: Removal) -> bool:
     """Remove it under the run's lock; False if a process has taken the run since."""
     with _locked(removal.run) as is_ours:
         if is_ours and removal.rule is Rule.state:
-            keep_the_model_alone(removal.path)
+            paths.keep_the_model_alone(removal.path)
         elif is_ours and removal.path.is_dir():
             shutil.rmtree(removal.path)
         elif is_ours:
@@ -243,7 +233,7 @@ def remove(removal: Removal) -> bool:
 def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     record = read_run(run)
     folder = run / "checkpoints"
-    saved = checkpoints(folder)
+    saved = paths.checkpoints(folder)
     if not record.commands:
         return  # a user's own folder of checkpoints, or a truncated record
     if record.steps_done == 0 and not any(folder.glob("step-*")):
@@ -255,8 +245,8 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
     if record.state is RunState.finished:
         for checkpoint in sorted(kept & set(saved)):
             with contextlib.suppress(CheckpointError):  # a damaged checkpoint is left to its owner
-                if not keeps_the_model_alone(checkpoint):
-                    yield Removal(run, checkpoint, Rule.state, bytes_of_state(checkpoint))
+                if not paths.keeps_the_model_alone(checkpoint):
+                    yield Removal(run, checkpoint, Rule.state, paths.bytes_of_state(checkpoint))
     oldest = time.time() - rollout_days * 24 * 3600
     for file in sorted((run / "rollouts").glob("step-*.parquet")):
         if file.stat().st_mtime < oldest:
@@ -265,7 +255,7 @@ def _of_run(run: Path, rollout_days: float) -> Iterator[Removal]:
 
 def _pointed_at(folder: Path) -> Iterator[str]:
     """The names of the checkpoints that `latest` and `best` point at."""
-    for link in (LATEST, BEST):
+    for link in (paths.LATEST, paths.BEST):
         with contextlib.suppress(OSError):  # no such link
             yield (folder / link).readlink().name
 
@@ -384,7 +374,7 @@ def _runs_below(folder: Path, levels: int = 2) -> Iterator[Path]:
         return
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.name.startswith("."):
-            if is_run_folder(path):
+            if paths.is_run_folder(path):
                 yield path
             else:
                 yield from _runs_below(path, levels - 1)

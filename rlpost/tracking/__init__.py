@@ -1,5 +1,1 @@
-"""Trackers: where a run's figures go beside its own metrics.jsonl, one tracker a file.
-
-A tracker runs in a process of its own that follows metrics.jsonl, so it logs what is written there
-and nothing else, cannot slow a step, and is ended from outside where it hangs.
-"""
+"""Trackers: send a run's metrics to TensorBoard, Weights & Biases, trackio or MLflow, besides its own metrics.jsonl."""

@@ -1,8 +1,8 @@
 """The process in which a tracker lives: `python -m rlpost.tracking.worker`.
 
-The first line of stdin is the order, as JSON; a second one says how the run ended, and its absence
-that the process that trains is gone. The one line written to stdout is `DONE`, or why the tracker was
-given up; what the tracker itself prints goes to stderr, which is the run's log.txt.
+The first line of stdin is the order, as JSON; the second says how the run ended. If stdin ends without it, the process
+that trains is gone. The one line on stdout is `DONE`, or why the tracker was given up; the tracker's own output goes to
+stderr, which is the run's log.txt.
 """
 
 from __future__ import annotations
@@ -19,17 +19,7 @@ from typing import IO, Any
 
 from rlpost.record import MetricsFile
 from rlpost.remote.child import readable_within
-from rlpost.tracking.trackers import (
-    DONE,
-    METRICS_FILE,
-    Mark,
-    Order,
-    Status,
-    TrackedRun,
-    Tracker,
-    read_mark,
-    write_mark,
-)
+from rlpost.tracking.trackers import DONE, METRICS_FILE, Mark, Order, Status, TrackedRun, Tracker, read_mark, write_mark
 
 LOOK_SECONDS = 0.5  # between two looks at metrics.jsonl
 REASON_LENGTH = 300  # characters
@@ -37,7 +27,7 @@ REASON_LENGTH = 300  # characters
 
 def main() -> None:
     """Follow the run that stdin names, until it ends or the tracker fails."""
-    report = os.fdopen(os.dup(1), "w")  # not inherited by what the tracker starts
+    report = os.fdopen(os.dup(1), "w")  # the tracker's child processes do not inherit it
     os.dup2(2, 1)
     with os.fdopen(os.dup(0), "rb", buffering=0) as words:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a tracker that asks a question gets no answer
@@ -45,14 +35,14 @@ def main() -> None:
         try:
             follow(order, words, report)
             last_word = DONE
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker raises is why it is given up
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of a tracker ends it
             traceback.print_exc()
             last_word = _reason(error)
     print(last_word, file=report, flush=True)
 
 
 def follow(order: Order, words: IO[bytes], report: IO[str]) -> None:
-    """Tell the tracker every step of metrics.jsonl that it does not have yet, and those that come."""
+    """Give the tracker every step of metrics.jsonl that it does not have yet, until the run ends."""
     folder = Path(order.folder)
     mark = read_mark(folder, order.name) if order.kept_step >= 0 else None
     first_step = min(mark.step, order.kept_step) + 1 if mark else 0
@@ -85,7 +75,7 @@ def make_tracker(factory: str, options: dict[str, Any]) -> Tracker:
 
 
 def _ending(words: IO[bytes]) -> Status | None:
-    """How the run ended, or None while it goes on; waits a little for the word."""
+    """How the run ended, or None while it goes on; waits up to LOOK_SECONDS for the word."""
     if not readable_within(words.fileno(), LOOK_SECONDS):
         return None
     word = words.readline().decode().strip()
@@ -94,7 +84,7 @@ def _ending(words: IO[bytes]) -> Status | None:
 
 @contextmanager
 def _within(seconds: float, doing: str, report: IO[str]) -> Iterator[None]:
-    """Leave the process, with the reason reported, where the block takes longer; errors name the block."""
+    """Report and end the process if the block takes longer; errors name the block."""
 
     def give_up() -> None:
         print(f"no answer to {doing} within {seconds:g} s", file=report, flush=True)
@@ -113,7 +103,7 @@ def _within(seconds: float, doing: str, report: IO[str]) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong and in what, on one line."""
+    """The error and its notes on one line."""
     message = " ".join(str(error).split()).rstrip(".")
     doing = "".join(f"{note}: " for note in getattr(error, "__notes__", []))
     return f"{doing}{type(error).__name__}{': ' if message else ''}{message}"[:REASON_LENGTH]

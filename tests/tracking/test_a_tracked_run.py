@@ -124,9 +124,10 @@ def test_a_tracker_that_fails_meanwhile_is_named_once_at_the_next_step(
     original = TrackerProcess.failure
 
     def failure(self: TrackerProcess) -> str | None:
-        while self._process is not None and self._process.poll() is None:  # so that it is seen at the first step
+        until = time.monotonic() + 60
+        while (found := original(self)) is None and time.monotonic() < until:  # so that it is seen at the first step
             time.sleep(0.01)
-        return original(self)
+        return found
 
     monkeypatch.setattr(TrackerProcess, "failure", failure)
     assert train(tmp_path / "r") == 0

@@ -18,7 +18,7 @@ from rlpost.settings.training import (
     TrackioSettings,
     WandbSettings,
 )
-from rlpost.tracking.trackers import Status, TrackerProcess, chosen_tracker
+from rlpost.tracking.trackers import Status, TrackerProcess, address_without_password, chosen_tracker
 
 CONFIG = {"steps": 4, "optim": {"lr": 1.5e-5}, "env": {"operations": ["add"], "system_prompt": None}}
 BEFORE = [{"step": s, "reward/mean": s / 3, "time/step": 1.5, "ess": None} for s in range(5)]
@@ -242,10 +242,9 @@ def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: P
 
 
 def test_mlflow_takes_a_password_from_the_address_and_names_it_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("rlpost.tracking.trackers")
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, "")
-    assert module._with_password_in_environment("https://me:p%40ss@host:5000/x") == "https://host:5000/x"
+    assert address_without_password("https://me:p%40ss@host:5000/x") == "https://host:5000/x"
     assert os.environ["MLFLOW_TRACKING_USERNAME"] == "me"
     assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "p@ss"
-    assert module._with_password_in_environment("postgresql://me:pw@db/x") == "postgresql://me:pw@db/x"
+    assert address_without_password("postgresql://me:pw@db/x") == "postgresql://me:pw@db/x"
