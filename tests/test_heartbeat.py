@@ -40,21 +40,18 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], threading.Event]:
     """An event that is set once a text has been said by a heartbeat."""
     waited: dict[str, threading.Event] = {}
-    original = Heartbeat.__enter__
+    original = Heartbeat.__init__
 
-    def noting(self: Heartbeat) -> Heartbeat:
-        say = self._say
-
+    def noting(self: Heartbeat, line: Callable[[], str], say: Callable[[str], None]) -> None:
         def noted(text: str) -> None:
             say(text)
             for begin, event in waited.items():
                 if begin in text:
                     event.set()
 
-        self._say = noted
-        return original(self)
+        original(self, line, noted)
 
-    monkeypatch.setattr(Heartbeat, "__enter__", noting)
+    monkeypatch.setattr(Heartbeat, "__init__", noting)
     return lambda begin: waited.setdefault(begin, threading.Event())
 
 
@@ -133,15 +130,23 @@ def test_loading_is_said_though_other_output_goes_elsewhere(
 
 
 def test_whatever_is_printed_puts_the_next_word_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put_off: list[Heartbeat] = []
+    original = Heartbeat.said
+
+    def said(self: Heartbeat) -> None:
+        put_off.append(self)
+        original(self)
+
     monkeypatch.setattr(output, "EVERY", 60.0)
+    monkeypatch.setattr(Heartbeat, "said", said)
     screen = Screen(Console(file=io.StringIO()))
     with screen:
         screen.open(title="a run", about="", total_steps=1, log=tmp_path / "log.txt")
-        assert screen._heartbeat is not None
-        screen._heartbeat._said = 0.0
+        begun = len(put_off)
         screen.line("something")
-        assert screen._heartbeat._said > 0.0
-    assert screen._heartbeat is None
+        assert len(put_off) == begun + 1
+    screen.line("after the training")
+    assert len(put_off) == begun + 1
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, greedy: threading.Event, drawn: threading.Event) -> None:

@@ -1,12 +1,7 @@
-"""The picture: lines of text for a terminal of any size, drawn from the state.
+"""What a training shows: its state, the plain lines of steps and evaluations, and the picture drawn from the state.
 
-What the screen knows of a training: how far it is, what it does now, and what the steps so far said.
-
-Small curves: a figure over all steps in bounded memory, and its drawing in block characters.
-
-Plain lines: what a pipe, a dumb terminal and the log get, and what stays after the live picture.
-
-One completion of a batch, as people read it.
+`Layout` draws frames for a terminal of any size: curves of the metrics over all steps, kept in bounded memory, the
+latest values, the split of the time, and one completion.
 """
 
 from __future__ import annotations
@@ -28,10 +23,157 @@ from rlpost.text import counted, fold, one_line
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+WIDTH = 100  # columns of a plain line
+SAMPLE_LINES = 8
+AGAIN = "Ctrl-C again leaves at once"
+STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
+Figures = Mapping[str, float | None]  # a step's metrics by their names in metrics.jsonl; None: not a finite number
+
+
+# What the screen knows of a training
+
+RECENT = 8  # steps from which the time left is estimated
+NOTES = 20  # most notes kept for the picture
+SPEED = "tokens/second"
+CURVES = (
+    "reward/mean",
+    "accuracy/lenient",
+    "loss/sft",
+    "completion/tokens_mean",
+    "sampler/logprob_gap",
+    "entropy",
+    "grad_norm",
+)
+
+
+@dataclass
+class State:
+    """Everything that the picture shows; `revision` rises with each change except that of the clock."""
+
+    now: Callable[[], float] = time.monotonic
+    title: str = ""
+    about: str = ""
+    started: float = field(init=False)
+    total: int = 0  # steps
+    done: int = 0
+    phase: Phase | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind
+    latest: dict[str, float] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
+    sample: Shown | None = None
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
+    stopping: str = ""  # the answer to a signal
+    revision: int = 0
+    _step_started: float | None = None
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def __post_init__(self) -> None:
+        self.started = self.now()
+
+    def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
+        """Begin after step `done`; `recorded` are the metrics so far, with their steps."""
+        self.done, self.total = done, total
+        self.series, self.evaluations = {}, []
+        for step, metrics in recorded:
+            self._remember(step, metrics)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._step_started = self.now()
+
+    def begin_phase(
+        self,
+        kind: str,
+        what: str = "",
+        done: int | None = None,
+        total: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Enter the phase `kind`, or, in the same phase, update how far it is."""
+        now = self.now()
+        if self.phase is None or self.phase.kind != kind:
+            self._end_phase(now)
+            self.phase = Phase(now, kind=kind)
+            self.revision += 1
+        self.phase.what = what
+        self.phase.count(now, done, total, tokens)
+
+    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
+        """Note that `step` is done; step 0 is the evaluation before training."""
+        self._remember(step, metrics)
+        self.done = step
+        if (seconds := metrics.get("time/step")) is not None:
+            self._recent.append(seconds)
+        self._step_started = None
+        self.sample = sample or self.sample
+
+    def end_evaluation(self, step: int, metrics: Figures) -> None:
+        """Keep the metrics of the evaluation after `step`."""
+        found = {name: value for name, value in metrics.items() if value is not None}
+        self.evaluations = [*self.evaluations[:1], (step, found)]
+        self.revision += 1
+
+    def add_note(self, text: str) -> None:
+        """Keep a warning."""
+        self.notes.append(text)
+        self.revision += 1
+
+    def under_way(self) -> str:
+        """The current phase, how far it is and how fast, on one line; empty before the first phase."""
+        phase = self.phase
+        if phase is None:
+            return ""
+        where = "" if self._step_started is None else f"step {self.done + 1}: "
+        if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
+            return phase.line(f"{where}{phase.kind}", self.now(), " completions")
+        return phase.line(f"{where}{phase.kind} {phase.what}".rstrip(), self.now())
+
+    def left(self) -> float | None:
+        """Seconds until the last step is done, at the pace of the last few steps; None before the first.
+
+        The pace leaves out evaluations, checkpoints and the start.
+        """
+        if not self._recent:
+            return None
+        each = fmean(self._recent)
+        spent = 0.0 if self._step_started is None else min(each, self.now() - self._step_started)
+        return each * (self.total - self.done) - spent
+
+    def step_seconds(self) -> float | None:
+        """Mean seconds of the last few steps."""
+        return fmean(self._recent) if self._recent else None
+
+    def _end_phase(self, now: float) -> None:
+        if self.phase is not None:
+            kind = self.phase.kind
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self.phase.since
+
+    def _remember(self, step: int, metrics: Figures) -> None:
+        self.revision += 1
+        found = {name: value for name, value in metrics.items() if value is not None}
+        if any(name.startswith("eval/") for name in found):
+            self.end_evaluation(step, found)
+        if step == 0:
+            return
+        speed = tokens_per_second(found)
+        self.latest = found if speed is None else {**found, SPEED: speed}
+        for name in CURVES:
+            if name in metrics:
+                self.series.setdefault(name, Series()).add(found.get(name, math.nan))
+
+
+@dataclass
+class Phase(Pace):
+    """The current work, its beginning, and how much of it is done if that can be counted."""
+
+    kind: str = ""
+    what: str = ""
+
 
 @dataclass(frozen=True)
 class Shown:
-    """What was asked, what came back and what it earned; a reward that failed is None, as is a missing measure."""
+    """One completion of a batch as people read it; a failed reward is None, as is a missing accuracy."""
 
     step: int
     prompt: str
@@ -62,18 +204,15 @@ def _measured(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-WIDTH = 100  # columns of a plain line
-SAMPLE_LINES = 8
-AGAIN = "Ctrl-C again leaves at once"
-STOPPING = f"stopping: this step is finished and saved first; {AGAIN}"
+# Plain lines: for a pipe, a dumb terminal, the log, and the end of the live picture
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *, width: int | None = None) -> str:
-    """A step's figures on one line; where `width` columns do not hold them all, those that say most."""
+    """A step's metrics on one line; the most important ones if `width` columns do not hold all."""
     beside = "time/wait" in metrics  # collector=async: sampling goes on while the model is trained
     names = ("wait", "train", "idle") if beside else ("rollout", "train")
     seconds = [_figure(name + " {:.1f}s", metrics.get(f"time/{name}")) for name in names]
-    if "time/rollout" not in metrics:  # nothing was sampled: the step is all training
+    if "time/rollout" not in metrics:  # nothing was sampled
         seconds = [_figure("{:.1f}s", metrics.get("time/step"))]
     parts = {
         "step": f"step {step:>{len(str(total))}}/{total}",
@@ -98,7 +237,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left: str, *,
 
 
 def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
-    """An evaluation on one line, with 95% intervals and the number of prompts; what it lacks is left out."""
+    """An evaluation on one line, with 95% intervals and the number of prompts; missing measures are left out."""
     prompts, failed, truncated = (metrics.get(f"eval/{name}") for name in ("prompts", "failed", "truncated"))
     count = None if prompts is None else round(prompts)
     measured = {"loss": LOSS, "accuracy": ACCURACY, "reward": REWARD, "deciding": f"{DECIDING}accuracy_lenient"}
@@ -120,36 +259,28 @@ def evaluation_line(metrics: Mapping[str, float | None], when: str) -> str:
     return f"held-out {when}{on}:  " + "  ".join(figure for figure in figures if figure)
 
 
-def _joined(parts: Mapping[str, str]) -> str:
-    return "  ".join(filter(None, parts.values()))
+def sample_lines(sample: Shown) -> list[str]:
+    """A completion on at most a dozen plain lines."""
+    prompt = fold(sample.prompt, WIDTH - 4, 2)
+    body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
+    return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {_verdict(sample)}"]
 
 
-def _figure(form: str, value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else form.format(value)
+def _verdict(sample: Shown) -> str:
+    """A completion's reward and finish reason: `reward 1.1 (correct 1, format 0.1), stop`."""
+    if sample.reward is None:
+        return f"reward failed, {sample.finish_reason}"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
+    return f"reward {sample.reward:.3g}" + (f" ({parts})" if parts else "") + f", {sample.finish_reason}"
 
 
 def tokens_per_second(metrics: Mapping[str, float]) -> float | None:
-    """How fast the step sampled, or read where it only trained; of the whole step where both go on at once."""
+    """Tokens a second sampled in the step, or read if it only trained; over the whole step if both go on at once."""
     beside = "time/wait" in metrics
     tokens, seconds = metrics.get("tokens/generated"), metrics.get("time/step" if beside else "time/rollout")
     if tokens is None:
         tokens, seconds = metrics.get("tokens/read"), metrics.get("time/step")
     return None if tokens is None or seconds is None else tokens / max(seconds, 1e-9)
-
-
-def sample_lines(sample: Shown) -> list[str]:
-    """A completion on at most a dozen plain lines."""
-    prompt = fold(sample.prompt, WIDTH - 4, 2)
-    body = fold(sample.completion, WIDTH - 6, SAMPLE_LINES)
-    return [*(f"    {line}" for line in prompt), *(f"    | {line}" for line in body), f"    {verdict(sample)}"]
-
-
-def verdict(sample: Shown) -> str:
-    """What a completion earned and how it ended: `reward 1.1 (correct 1, format 0.1), stop`."""
-    if sample.reward is None:
-        return f"reward failed, {sample.finish_reason}"
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_parts.items())
-    return f"reward {sample.reward:.3g}" + (f" ({parts})" if parts else "") + f", {sample.finish_reason}"
 
 
 def clock(seconds: float) -> str:
@@ -159,262 +290,26 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-EIGHTHS = " ▁▂▃▄▅▆▇█"
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell, 4 rows of 2
-NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+def _joined(parts: Mapping[str, str]) -> str:
+    return "  ".join(filter(None, parts.values()))
 
 
-class Series:
-    """One figure over all steps: a mean a bin, of one step at first, of twice as many whenever the bins run out."""
-
-    def __init__(self, most: int = 2048) -> None:
-        self._most = most  # an even number of bins
-        self._steps_per_bin = 1
-        self._steps = 0  # in the last bin
-        self._sums: list[float] = []
-        self._counts: list[int] = []  # values that are numbers in each bin
-
-    def add(self, value: float) -> None:
-        """The next step's value; what is no finite number takes its place and leaves it empty."""
-        if not self._sums or self._steps == self._steps_per_bin:
-            if len(self._sums) == self._most:
-                self._halve()
-            self._sums.append(0.0)
-            self._counts.append(0)
-            self._steps = 0
-        self._steps += 1
-        if math.isfinite(value):
-            self._sums[-1] += value
-            self._counts[-1] += 1
-
-    def _halve(self) -> None:
-        self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
-        self._counts = [a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)]
-        self._steps_per_bin *= 2
-
-    def __len__(self) -> int:
-        """How many means there are at most."""
-        return len(self._sums)
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether there was any number at all."""
-        return any(self._counts)
-
-    def means(self, num: int) -> list[float]:
-        """`num` means over neighbouring steps, repeated where there are fewer; NaN where there is no number."""
-        bins = len(self._sums)
-        means = []
-        for i in range(num):
-            start = i * bins // num
-            part = slice(start, max(start + 1, (i + 1) * bins // num))
-            count = sum(self._counts[part])
-            means.append(sum(self._sums[part]) / count if count else math.nan)
-        return means
+def _figure(form: str, value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else form.format(value)
 
 
-def range_from_zero(values: Sequence[float]) -> tuple[float, float]:
-    """Round numbers around 0 and all values."""
-    finite = [value for value in values if math.isfinite(value)]
-    low = 0.0 - round_up(-min(finite, default=0.0))
-    high = round_up(max(finite, default=0.0))
-    return low, high if high > low else low + 1.0
-
-
-def range_around(values: Sequence[float]) -> tuple[float, float]:
-    """Round numbers around all values, as close as they are; never below 0 where no value is."""
-    finite = [value for value in values if math.isfinite(value)]
-    least, most = min(finite, default=0.0), max(finite, default=1.0)
-    unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
-    low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
-    return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)
-
-
-def round_up(value: float) -> float:
-    """The nearest round number that is not below `value`; 0 for what is not above 0."""
-    if value <= 0:
-        return 0.0
-    scale = 10.0 ** math.floor(math.log10(value))
-    return next(nice * scale for nice in NICE if nice * scale >= value * (1 - 1e-9))
-
-
-def area(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
-    """The area under a curve, one column a value, `rows` lines from top to bottom; NaN is an empty column."""
-    full = rows * 8
-    levels = [
-        0 if math.isnan(value) else min(full, max(1, round((value - low) / (high - low) * full))) for value in values
-    ]
-    return ["".join(EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(rows))]
-
-
-def line(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
-    """A line through all values, two of them a column, `rows` lines of braille from top to bottom."""
-    bits = [[0] * ((len(values) + 1) // 2) for _ in range(rows)]
-    bottom = rows * 4 - 1
-    before: int | None = None
-    for x, value in enumerate(values):
-        if math.isnan(value):
-            before = None
-            continue
-        y = bottom - round((value - low) / (high - low) * bottom)
-        start = y if before is None else before + (y > before) - (y < before)  # the dot next to the last one
-        for each in range(min(start, y), max(start, y) + 1):
-            bits[each // 4][x // 2] |= DOTS[each % 4][x % 2]
-        before = y
-    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in bits]
-
-
-RECENT = 8  # steps that the time left is estimated from
-NOTES = 20  # remembered for the picture
-CURVES = (
-    "reward/mean",
-    "accuracy/lenient",
-    "loss/sft",
-    "completion/tokens_mean",
-    "sampler/logprob_gap",
-    "entropy",
-    "grad_norm",
-)
-SPEED = "tokens/second"
-
-Figures = Mapping[str, float | None]  # of a step, by their names in metrics.jsonl; None is no number
-
-
-@dataclass
-class Phase(Pace):
-    """What is being done, since when, and how much of it is done where that can be counted."""
-
-    kind: str = ""
-    what: str = ""
-
-
-@dataclass
-class State:
-    """Everything the picture is drawn from; `revision` rises with whatever is not merely the clock."""
-
-    now: Callable[[], float] = time.monotonic
-    title: str = ""
-    about: str = ""
-    started: float = field(init=False)
-    total: int = 0  # steps
-    done: int = 0
-    phase: Phase | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # of finished phases, by kind
-    latest: dict[str, float] = field(default_factory=dict)
-    series: dict[str, Series] = field(default_factory=dict)
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # the first and the latest
-    sample: Shown | None = None
-    notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
-    stopping: str = ""  # what a signal was answered with
-    revision: int = 0
-    _step_started: float | None = None
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-
-    def __post_init__(self) -> None:
-        self.started = self.now()
-
-    def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
-        """Steps up to `done` were done before; `recorded` is everything that was said so far."""
-        self.done, self.total = done, total
-        self.series, self.evaluations = {}, []
-        for step, metrics in recorded:
-            self._remember(step, metrics)
-
-    def begin_step(self) -> None:
-        """A step begins now."""
-        self._step_started = self.now()
-
-    def begin_phase(
-        self,
-        kind: str,
-        what: str = "",
-        done: int | None = None,
-        total: int | None = None,
-        tokens: int | None = None,
-    ) -> None:
-        """From now on `kind` is being done; the same kind again tells how far it is."""
-        now = self.now()
-        if self.phase is None or self.phase.kind != kind:
-            self._end_phase(now)
-            self.phase = Phase(now, kind=kind)
-            self.revision += 1
-        self.phase.what = what
-        self.phase.count(now, done, total, tokens)
-
-    def end_step(self, step: int, metrics: Figures, sample: Shown | None) -> None:
-        """`step` is done; step 0 is the evaluation before training."""
-        self._remember(step, metrics)
-        self.done = step
-        if (seconds := metrics.get("time/step")) is not None:
-            self._recent.append(seconds)
-        self._step_started = None
-        self.sample = sample or self.sample
-
-    def end_evaluation(self, step: int, metrics: Figures) -> None:
-        """What the evaluation after `step` found."""
-        found = {name: value for name, value in metrics.items() if value is not None}
-        self.evaluations = [*self.evaluations[:1], (step, found)]
-        self.revision += 1
-
-    def add_note(self, text: str) -> None:
-        """Something that wants attention."""
-        self.notes.append(text)
-        self.revision += 1
-
-    def under_way(self) -> str:
-        """What is being done, how far it is and how fast, on one line; empty before anything is."""
-        phase = self.phase
-        if phase is None:
-            return ""
-        where = "" if self._step_started is None else f"step {self.done + 1}: "
-        if phase.total is not None and phase.what == f"{phase.total} completions":  # 40 of 64 completions
-            return phase.line(f"{where}{phase.kind}", self.now(), " completions")
-        return phase.line(f"{where}{phase.kind} {phase.what}".rstrip(), self.now())
-
-    def left(self) -> float | None:
-        """Seconds until the last step is done, at the pace of the last few; None before the first.
-
-        Evaluations, checkpoints and the start are not part of the pace.
-        """
-        if not self._recent:
-            return None
-        each = fmean(self._recent)
-        spent = 0.0 if self._step_started is None else min(each, self.now() - self._step_started)
-        return each * (self.total - self.done) - spent
-
-    def step_seconds(self) -> float | None:
-        """The pace of the last few steps."""
-        return fmean(self._recent) if self._recent else None
-
-    def _end_phase(self, now: float) -> None:
-        if self.phase is not None:
-            kind = self.phase.kind
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self.phase.since
-
-    def _remember(self, step: int, metrics: Figures) -> None:
-        self.revision += 1
-        found = {name: value for name, value in metrics.items() if value is not None}
-        if any(name.startswith("eval/") for name in found):
-            self.end_evaluation(step, found)
-        if step == 0:
-            return
-        speed = tokens_per_second(found)
-        self.latest = found if speed is None else {**found, SPEED: speed}
-        for name in CURVES:
-            if name in metrics:
-                self.series.setdefault(name, Series()).add(found.get(name, math.nan))
-
+# The picture
 
 HINT = "Ctrl-C finishes the step, saves and stops"
 HINT_EVALUATING = "Ctrl-C abandons the evaluation, saves and stops"
 ROOMY, TALL = 20, 36  # lines from which there are empty lines between the parts, and larger curves
-ROOM_FOR_PACE = 60  # columns
+ROOM_FOR_PACE = 60  # columns from which the pace is shown
 GAP = 3  # columns between curves
 SCALE = 6  # columns of a curve's scale
-LEGEND = 88  # columns of the longest legend of the time, where each kind takes tens of percent
-ROOM_FOR_LEGEND = 70  # columns that one fits with all but the least shares
-CELL = 20  # columns of a figure with its label
-TURNS = {  # kind of phase -> its name, colour, and its fill where there is no colour
+LEGEND = 88  # columns of the longest legend of the time, in which each kind takes tens of percent
+ROOM_FOR_LEGEND = 70  # columns for a legend with all but the smallest shares
+CELL = 20  # columns of a value with its label
+TURNS = {  # kind of phase -> its name, its colour, and its fill without colour
     "sampling": ("rollout", "cyan", "█"),
     "scoring": ("reward", "magenta", "▓"),
     "training": ("train", "green", "▒"),
@@ -427,7 +322,7 @@ OTHER = ("other", "dim", "·")
 
 @dataclass(frozen=True)
 class Figure:
-    """How a metric is called and written."""
+    """A metric's label and format."""
 
     label: str
     form: str
@@ -461,7 +356,7 @@ FIGURES = {
 
 
 class Layout:
-    """Draws frames; what changes only with a step, a phase or the size is drawn once for all of them."""
+    """Draws frames; parts that change only with a step, a phase or the size are drawn once and kept."""
 
     def __init__(self, state: State, *, colour: bool) -> None:
         self.state = state
@@ -469,7 +364,7 @@ class Layout:
         self._kept: tuple[object, list[Text]] = (None, [])
 
     def frame(self, width: int, height: int) -> list[Text]:
-        """At most `height` lines of less than `width` cells: erasing the rest of a full line would take its last."""
+        """At most `height` lines of less than `width` cells: erasing behind a full line would take its last cell."""
         inner = max(1, width - 2)
         head = [self._heading(inner), self._bar(inner), self._phase(inner)]
         foot = self._foot(inner, height)
@@ -513,7 +408,7 @@ class Layout:
         return _spread(words, Text(elapsed, "dim"), width)
 
     def _foot(self, width: int, height: int) -> list[Text]:
-        """The latest notes, and what Ctrl-C does."""
+        """The latest notes, and the effect of Ctrl-C."""
         most = 0 if height < 10 else 1 if height < TALL else 4
         notes = [Text(one_line(note, width), "yellow") for note in list(self.state.notes)[-most:]] if most else []
         if self.state.stopping:
@@ -522,7 +417,7 @@ class Layout:
         return [*notes, Text(HINT_EVALUATING if evaluating else HINT, "dim")] if height >= ROOMY else notes
 
     def _body(self, width: int, room: int, height: int) -> list[Text]:
-        """At most `room` lines: curves, figures, where the time goes, and a completion in what is left."""
+        """At most `room` lines: curves, values, the split of the time, and a completion in the remaining lines."""
         roomy = height >= ROOMY
         parts = [
             self._curves(width, height),
@@ -531,7 +426,7 @@ class Layout:
             self._time(width, height),
         ]
         least = 3 if self.state.sample is not None else 0  # lines of a completion
-        order = [1, 2, 3, 0]  # what gives way first where the room is short
+        order = [1, 2, 3, 0]  # parts to drop if there are too few lines, the first first
         blank = int(roomy)
         while sum(len(part) + blank for part in parts if part) + least + blank > room and order:
             parts[order.pop(0)] = []
@@ -561,11 +456,11 @@ class Layout:
         return lines
 
     def _drawable(self) -> list[str]:
-        """The figures that there is a curve of."""
+        """The metrics that have a curve."""
         return [name for name in CURVES if name in self.state.series and self.state.series[name].has_numbers]
 
     def _curve(self, name: str, width: int, rows: int) -> list[Text]:
-        """A title with the latest value over the curve with its scale, each `width` cells."""
+        """A title with the latest value, and below it the curve with its scale, each `width` cells."""
         figure = FIGURES[name]
         series = self.state.series[name]
         columns = min(len(series), width - SCALE - 2)
@@ -593,7 +488,7 @@ class Layout:
         return "-" if value is None or not math.isfinite(value) else FIGURES[name].form.format(value)
 
     def _figures(self, width: int, height: int) -> list[Text]:
-        """The latest values, those first that say most."""
+        """The latest values, the most important first."""
         drawn = 2 if height < ROOMY else math.prod(_grid(width, height))
         curves = self._drawable()[:drawn]
         names = [name for name in FIGURES if name not in curves and self._value(name) != "-"]
@@ -609,7 +504,7 @@ class Layout:
         return rows
 
     def _evaluations(self, width: int) -> list[Text]:
-        """The main held-out figure, at the first evaluation and at the latest, or where there is little room there."""
+        """The main held-out measure at the first and the latest evaluation; in few columns only at the latest."""
         shown = [held_out for step, metrics in self.state.evaluations if (held_out := _held_out(step, metrics))]
         line = Text()
         for first, with_when in ((0, (True, True)), (0, (False, True)), (-1, (True,)), (-1, (False,))) if shown else ():
@@ -622,7 +517,7 @@ class Layout:
         return [line] if shown else []
 
     def _time(self, width: int, height: int) -> list[Text]:
-        """Where the time went so far: a bar and its legend, below it or beside it."""
+        """The split of the time so far: a bar, and its legend below or beside it."""
         seconds = self.state.seconds
         spent = {turn: seconds[kind] for kind, turn in TURNS.items() if kind in seconds}
         spent[OTHER] = sum(each for kind, each in seconds.items() if kind not in TURNS)
@@ -646,7 +541,7 @@ class Layout:
 
 
 def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] | None:
-    """What an evaluation found: value, its interval and number of prompts, when."""
+    """An evaluation's main measure: its value, its interval with the number of prompts, and when it was."""
     main = main_figure(metrics)
     found = main or interval(metrics, LOSS)
     if found is None:
@@ -658,7 +553,7 @@ def _held_out(step: int, metrics: Mapping[str, float]) -> tuple[str, str, str] |
 
 
 def _completion(sample: Shown, width: int, room: int) -> list[Text]:
-    """What a completion earned, what was asked, and as much of what came back as there is room for."""
+    """A completion: its reward, its prompt, and as much of its text as fits into `room` lines."""
     if room <= 0:
         return []
     earned = "reward failed" if sample.reward is None else f"reward {sample.reward:.3g}"
@@ -687,12 +582,12 @@ def _scale_label(figure: Figure, value: float) -> str:
 
 
 def _grid(width: int, height: int) -> tuple[int, int]:
-    """Curves beside and below each other."""
+    """How many curves fit beside each other, and how many below each other."""
     return 1 if width < 56 else 2 if width < 112 else 3, 1 if height < TALL else 2
 
 
 def _shares(values: Sequence[float], width: int) -> list[int]:
-    """`width` cells shared out in proportion, by largest remainders."""
+    """`width` cells shared out in proportion to `values`, by largest remainders."""
     exact = [value / sum(values) * width for value in values]
     cells = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])
@@ -702,7 +597,7 @@ def _shares(values: Sequence[float], width: int) -> list[int]:
 
 
 def _spread(left: Text, right: Text, width: int) -> Text:
-    """`left` and `right` at the ends of a line; the right one only where both fit."""
+    """`left` and `right` at the ends of a line; `right` only if both fit."""
     if left.cell_len + 2 + right.cell_len > width:
         room = width - left.cell_len - 2
         if room < 12:
@@ -720,3 +615,110 @@ def _fit(line: Text, width: int, *, pad: bool = False) -> Text:
 def _seconds(seconds: float, digits: int = 0) -> str:
     """4.2 -> 4 s, 65 -> 1:05."""
     return f"{seconds:.{digits}f} s" if round(seconds) < 60 else clock(seconds)
+
+
+# Curves
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille cell, 4 rows of 2
+NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+class Series:
+    """A metric over all steps: one mean per bin; a bin has one step at first, and twice as many when bins run out."""
+
+    def __init__(self, most: int = 2048) -> None:
+        self._most = most  # an even number of bins
+        self._steps_per_bin = 1
+        self._steps = 0  # in the last bin
+        self._sums: list[float] = []
+        self._counts: list[int] = []  # values that are numbers in each bin
+
+    def add(self, value: float) -> None:
+        """Add the next step's value; a value that is not finite leaves its place empty."""
+        if not self._sums or self._steps == self._steps_per_bin:
+            if len(self._sums) == self._most:
+                self._halve()
+            self._sums.append(0.0)
+            self._counts.append(0)
+            self._steps = 0
+        self._steps += 1
+        if math.isfinite(value):
+            self._sums[-1] += value
+            self._counts[-1] += 1
+
+    def _halve(self) -> None:
+        self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+        self._counts = [a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)]
+        self._steps_per_bin *= 2
+
+    def __len__(self) -> int:
+        """The number of bins in use."""
+        return len(self._sums)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether there was any number at all."""
+        return any(self._counts)
+
+    def means(self, num: int) -> list[float]:
+        """`num` means over neighbouring steps, repeated if there are fewer steps; NaN for steps without a number."""
+        bins = len(self._sums)
+        means = []
+        for i in range(num):
+            start = i * bins // num
+            part = slice(start, max(start + 1, (i + 1) * bins // num))
+            count = sum(self._counts[part])
+            means.append(sum(self._sums[part]) / count if count else math.nan)
+        return means
+
+
+def range_from_zero(values: Sequence[float]) -> tuple[float, float]:
+    """Round numbers around 0 and all values."""
+    finite = [value for value in values if math.isfinite(value)]
+    low = 0.0 - round_up(-min(finite, default=0.0))
+    high = round_up(max(finite, default=0.0))
+    return low, high if high > low else low + 1.0
+
+
+def range_around(values: Sequence[float]) -> tuple[float, float]:
+    """The closest round numbers around all values; never below 0 unless a value is."""
+    finite = [value for value in values if math.isfinite(value)]
+    least, most = min(finite, default=0.0), max(finite, default=1.0)
+    unit = round_up((most - least) / 4) or round_up(abs(most) / 4) or 1.0
+    low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
+    return (low, high) if high > low else (max(low - unit, min(low, 0.0)), high + unit)
+
+
+def round_up(value: float) -> float:
+    """The smallest round number that is not below `value`; 0 for values up to 0."""
+    if value <= 0:
+        return 0.0
+    scale = 10.0 ** math.floor(math.log10(value))
+    return next(nice * scale for nice in NICE if nice * scale >= value * (1 - 1e-9))
+
+
+def area(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+    """The area under a curve, one column a value, `rows` lines from top to bottom; NaN is an empty column."""
+    full = rows * 8
+    levels = [
+        0 if math.isnan(value) else min(full, max(1, round((value - low) / (high - low) * full))) for value in values
+    ]
+    return ["".join(EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels) for row in reversed(range(rows))]
+
+
+def line(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+    """A line through all values, two per column, as `rows` lines of braille from top to bottom."""
+    bits = [[0] * ((len(values) + 1) // 2) for _ in range(rows)]
+    bottom = rows * 4 - 1
+    before: int | None = None
+    for x, value in enumerate(values):
+        if math.isnan(value):
+            before = None
+            continue
+        y = bottom - round((value - low) / (high - low) * bottom)
+        start = y if before is None else before + (y > before) - (y < before)  # the dot next to the last one
+        for each in range(min(start, y), max(start, y) + 1):
+            bits[each // 4][x // 2] |= DOTS[each % 4][x % 2]
+        before = y
+    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in bits]

@@ -1,8 +1,6 @@
-"""The terminal of a training, as the loop and the run see it.
+"""The terminal of a training: plain lines, or a live picture that fills it and is followed by the lines worth keeping.
 
-A whole terminal painted twice a second, and given back however the process ends.
-
-What stays on the terminal after the live picture: every note, and some of the steps.
+The picture is painted twice a second, and the terminal is restored however the process ends.
 """
 
 from __future__ import annotations
@@ -37,35 +35,23 @@ from rlpost.output import (
     size_of,
     where_it_leads,
 )
-from rlpost.screen.layout import STOPPING, WIDTH, Figures, Shown, State, clock, evaluation_line, sample_lines, step_line
+from rlpost.screen import layout
+from rlpost.screen.layout import STOPPING, Figures, Layout, Shown, State
 from rlpost.text import one_line, printable
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from rlpost.screen.layout import Layout
-
 SAMPLE_EVERY = 10  # steps
 
 
-class _Output(Console):
-    """Stdout, whose reader may leave, as in `| head`: for a run that catches signals its terminal is closed then."""
-
-    def on_broken_pipe(self) -> None:
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-            raise  # the BrokenPipeError, which the program answers
-        lead_nowhere(1)
-        signal.raise_signal(signal.SIGHUP)
-
-
 class Screen:
-    """A live picture of the training where somebody is looking, plain lines elsewhere.
+    """A live picture of the training on a terminal, plain lines elsewhere.
 
-    The picture fills the terminal from `open` to `end`; lines and notes of that time are printed
-    after it, and go to the log at once. Pipes, `TERM=dumb`, `plain` and terminals that do not take
-    UTF-8 get one line a step and now and then a completion. `NO_COLOR` takes the colours alone.
-    As a context manager it calls `end`, however it is left.
-    Anybody's text is shown as text: control characters visible, markup inert.
+    The picture fills the terminal from `open` to `end`; lines and notes of that time go to the log at once, and are
+    printed after the picture. Pipes, `TERM=dumb`, `plain` and terminals without UTF-8 get one line a step and now and
+    then a completion. `NO_COLOR` removes the colours. As a context manager it calls `end`, however it is left. Text of
+    models and users is shown as text: control characters visible, markup inert.
     """
 
     def __init__(self, console: Console | None = None, *, plain: bool = False) -> None:
@@ -73,16 +59,14 @@ class Screen:
         self.state = State()
         self._descriptor = None if plain else _descriptor_for_pictures(self.console)
         self._picture: Picture | None = None
-        self._record: Record | None = None  # of what stays when the picture ends
-        self._lock = threading.Lock()  # of the state, which another thread draws
+        self._record: Record | None = None  # of the lines to print when the picture ends
+        self._lock = threading.Lock()  # guards the state, which another thread draws
         colour = self.console.color_system is not None and not os.environ.get("NO_COLOR")
         self._styled = self.console.is_terminal and colour
-        self._heartbeat: Heartbeat | None = None  # while plain lines are all there is
-        self._said_to = 2  # the descriptor of what is said in a signal's function
+        self._heartbeat: Heartbeat | None = None  # of a training without a picture
+        self._answers_to = 2  # the descriptor for the answer to a signal
         self._layout: Layout | None = None
         if self._descriptor is not None:
-            from rlpost.screen.layout import Layout
-
             self._layout, self._record = Layout(self.state, colour=colour), Record()
 
     def __enter__(self) -> Screen:
@@ -93,11 +77,11 @@ class Screen:
 
     @property
     def is_live(self) -> bool:
-        """Whether a picture shows what is under way, so that no line needs to."""
+        """Whether a picture shows the current work, so that no line needs to."""
         return self._picture is not None
 
     def line(self, text: str, style: str = "") -> None:
-        """One line that stays."""
+        """Print one line, at once or after the picture."""
         if self._picture is None or self._record is None:
             self._print(text, style)
         else:
@@ -105,16 +89,16 @@ class Screen:
             self._log(text)
 
     def note(self, text: str) -> None:
-        """A line that wants attention."""
+        """Show a warning, in the picture too."""
         with self._lock:
             self.state.add_note(text)
         self.line(text, "yellow")
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what is being waited for before there is a picture, and now and then for how long already.
+        """Print what the block waits for, and now and then for how long, before there is a picture.
 
-        Wherever other output is sent meanwhile.
+        The lines reach the terminal even if the block sends other output elsewhere.
         """
         began = time.monotonic()
         live = self._descriptor is not None
@@ -125,16 +109,16 @@ class Screen:
         if not live:
             self.line(f"{what} ...")
         with contextlib.ExitStack() as opened:
-            self._said_to = opened.enter_context(where_it_leads(2))
-            opened.callback(setattr, self, "_said_to", 2)
+            self._answers_to = opened.enter_context(where_it_leads(2))
+            opened.callback(setattr, self, "_answers_to", 2)
             if (descriptor := _descriptor_of(self.console)) is not None:
                 opened.enter_context(WaitingLine(descriptor, line, live=live))
             yield
 
     def open(self, *, title: str, about: str, total_steps: int, log: Path) -> None:
-        """Begin the picture, where there is one; other output of this process goes into `log` from now on."""
+        """Begin the picture, if the terminal takes one; other output of this process then goes into `log`."""
         with self._lock:
-            self.state.title, self.state.about = one_line(title, WIDTH), one_line(about, WIDTH)
+            self.state.title, self.state.about = one_line(title, layout.WIDTH), one_line(about, layout.WIDTH)
             self.state.total = total_steps
         if self._descriptor is not None:
             self.console.file.flush()
@@ -145,18 +129,18 @@ class Screen:
             self._heartbeat.__enter__()
 
     def begin(self, done: int, total: int, recorded: Iterable[tuple[int, Figures]] = ()) -> None:
-        """Steps up to `done` of `total` were done before, and `recorded` is everything that was said so far."""
+        """Begin after step `done` of `total`; `recorded` are the metrics so far, with their steps."""
         with self._lock:
             self.state.begin(done, total, recorded)
 
     def begin_step(self) -> None:
-        """The next step begins now."""
+        """Note that the next step begins."""
         with self._lock:
             self.state.begin_step()
 
     @property
     def doing(self) -> str:
-        """The phase under way in words, with how far it is."""
+        """The current phase in words, with how far it is."""
         phase = self.state.phase
         if phase is None:
             return ""
@@ -171,15 +155,15 @@ class Screen:
         total: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        """From now on `kind` (a verb) is being done to `what`; called again it tells how much of it is done.
+        """Enter the phase of doing `kind` (a verb) to `what`, or update how much of it is done.
 
-        `tokens` are those sampled in it so far.
+        `tokens` is the number sampled in it so far.
         """
         with self._lock:
             self.state.begin_phase(kind, what, done, total, tokens)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], batch: TensorDictBase | None) -> None:
-        """A finished step: its figures, and the first of its completions. Step 0 is what came before training."""
+        """Show a finished step: its metrics and its first completion. Step 0 is the evaluation before training."""
         sample = None if batch is None else Shown.first_of(step, batch)
         with self._lock:
             self.state.total = total
@@ -187,40 +171,40 @@ class Screen:
             left = self.state.left()
         if step == 0:
             return
-        remaining = "-" if left is None else clock(left)
-        fitting = step_line(step, total, metrics, remaining, width=self._width())
+        remaining = "-" if left is None else layout.clock(left)
+        fitting = layout.step_line(step, total, metrics, remaining, width=self._width())
         if self._picture is not None and self._record is not None:
             self._record.add_step(fitting)
-            self._log(step_line(step, total, metrics, remaining))
+            self._log(layout.step_line(step, total, metrics, remaining))
             return
         self._print(fitting)
         if sample is not None and (step == 1 or step % SAMPLE_EVERY == 0):
-            for each in sample_lines(sample):
+            for each in layout.sample_lines(sample):
                 self._print(each, "dim")
 
     def evaluated(self, step: int, metrics: Figures) -> None:
-        """The evaluation after `step` is done."""
+        """Show the evaluation after `step`."""
         with self._lock:
             self.state.end_evaluation(step, metrics)
-        self.line(evaluation_line(metrics, f"after step {step}"))
+        self.line(layout.evaluation_line(metrics, f"after step {step}"))
 
     def stop_asked(self, answer: str = STOPPING) -> None:
-        """Say what becomes of the run that a signal has asked to end; called in its function, so nothing here waits."""
+        """Show the answer to a signal; called in the signal's handler, so nothing here waits."""
         self.state.stopping = answer
         if self._picture is None:
             with contextlib.suppress(OSError):  # there may be no terminal any more
-                os.write(self._said_to, f"\n{answer}\n".encode())
+                os.write(self._answers_to, f"\n{answer}\n".encode())
 
     def leave_at_once(self, last_words: str) -> None:
-        """Give the terminal back just before the process ends; called in a signal's function."""
+        """Restore the terminal just before the process ends; called in a signal's handler."""
         if self._picture is None:
             with contextlib.suppress(OSError):
-                os.write(self._said_to, f"\n{last_words}\n".encode())
+                os.write(self._answers_to, f"\n{last_words}\n".encode())
         else:
             self._picture.leave_at_once(f"{last_words}\n".encode())
 
     def end(self) -> None:
-        """End the picture and print what stays of it; a second call does nothing."""
+        """End the picture and print the lines worth keeping; a second call does nothing."""
         if self._heartbeat is not None:
             self._heartbeat.__exit__()
             self._heartbeat = None
@@ -233,7 +217,7 @@ class Screen:
             self._print(text, style)
 
     def _width(self) -> int | None:
-        """Columns that a line has; None: as many as it likes."""
+        """Columns of a line; None: no limit."""
         if self._descriptor is not None:
             return size_of(self._descriptor)[0] if self._picture is None else self._picture.width
         return self.console.width if self.console.is_terminal else None
@@ -250,7 +234,7 @@ class Screen:
         try:
             self.console.print(Text(shown, style=style if self._styled else ""))
         except OSError as error:
-            # the terminal has been closed, or who reads has stopped with us: what is under way goes on without
+            # the terminal was closed, or the reader was stopped together with this process: go on without
             if error.errno != errno.EIO and not (self.state.stopping and error.errno == errno.EPIPE):
                 raise
             leave_dead_terminals()
@@ -260,12 +244,22 @@ class Screen:
             return self.state.under_way()
 
     def _log(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk ends the run where its records are written, with advice
+        with contextlib.suppress(OSError):  # on a full disk the run ends when it writes its metrics, with advice
             print(printable(text), flush=True)  # stdout leads into the log while there is a picture
 
 
+class _Output(Console):
+    """Stdout, whose reader may leave, as in `| head`; a run that catches signals then gets SIGHUP."""
+
+    def on_broken_pipe(self) -> None:
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            raise  # the BrokenPipeError, for the program to handle
+        lead_nowhere(1)
+        signal.raise_signal(signal.SIGHUP)
+
+
 def _descriptor_of(console: Console) -> int | None:
-    """The descriptor that `console` writes to; None for one that writes to no file."""
+    """The descriptor that `console` writes to; None if it does not write to a file."""
     try:
         return console.file.fileno()
     except (AttributeError, io.UnsupportedOperation):
@@ -273,30 +267,27 @@ def _descriptor_of(console: Console) -> int | None:
 
 
 def _descriptor_for_pictures(console: Console) -> int | None:
-    """The descriptor of the terminal that `console` writes to, where a picture can be painted on it."""
+    """The descriptor of `console`'s terminal if a picture can be painted on it and this process is in front."""
     descriptor = _descriptor_of(console)
     if descriptor is None or not (console.encoding.startswith("utf") and os.isatty(descriptor)):
         return None
+    paintable = os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return descriptor if paintable and in_front(descriptor) else None
 
-    return descriptor if takes_pictures(descriptor) else None
 
+# The picture
 
 ENTER = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
-# what a child does that outlives us: wait until our end of the pipe is closed, then give the terminal back
+# the child that outlives this process: wait until our end of the pipe is closed, then restore the terminal
 WATCH = 'cat >/dev/null; printf "\\033[0m\\033[?7h\\033[?25h\\033[?1049l%s\\n" "$0"'
-
-
-def takes_pictures(descriptor: int) -> bool:
-    """Whether somebody looks at `descriptor` through a terminal that can be painted, and it is ours to paint."""
-    return os.isatty(descriptor) and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and in_front(descriptor)
 
 
 class Picture:
     """Takes the terminal over: frames on its alternate screen, all other output into `log`.
 
-    `frame(width, height)` gives the lines to paint; it is called in a thread of its own. `last_words`
-    is printed by a child process should this one die without giving the terminal back.
+    `frame(width, height)` returns the lines to paint; it is called in a thread of its own. A child process prints
+    `last_words` if this one dies without restoring the terminal.
     """
 
     def __init__(
@@ -332,7 +323,7 @@ class Picture:
         return size_of(self._terminal)[0]
 
     def paint(self) -> None:
-        """One frame, where the terminal is ours."""
+        """Paint one frame, if this process is in front on the terminal."""
         if not in_front(self._terminal):
             self._entered = False
             return
@@ -343,7 +334,7 @@ class Picture:
                 self._entered = True
 
     def close(self) -> None:
-        """Give the terminal back, and stdout and stderr their way; a second call does nothing."""
+        """Restore the terminal, stdout and stderr; a second call does nothing."""
         if self._closed:
             return
         self._ticker.stop()
@@ -353,12 +344,12 @@ class Picture:
                 self._leave()
         if self._previous is not None:
             signal.signal(signal.SIGTSTP, self._previous)
-        with contextlib.suppress(OSError):  # what was written last may not have fitted into the log
+        with contextlib.suppress(OSError):  # the last output may not have fitted into the log
             self._opened.close()
 
     def leave_at_once(self, last_words: bytes) -> None:
-        """Give the terminal back and write `last_words`, in a signal's function and just before the process ends."""
-        held = self._lock.acquire(timeout=1)  # by a frame being written; not by the code that the signal interrupted
+        """Restore the terminal and write `last_words`, in a signal's handler and just before the process ends."""
+        held = self._lock.acquire(timeout=1)  # a frame in writing may hold it, or the code that the signal interrupted
         self._closed = True
         self._watcher.kill()
         with contextlib.suppress(OSError):  # there may be no terminal any more
@@ -378,7 +369,7 @@ class Picture:
             self._write(b"the live display has failed, its traceback is in the log; the training goes on\n")
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: give the terminal back, stop; the next frame after `fg` takes it again."""
+        """On Ctrl-Z restore the terminal and stop; the next frame after `fg` takes it again."""
         held = self._lock.acquire(timeout=1)
         self._leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -394,7 +385,7 @@ class Picture:
             self._watcher.stdin.close()
 
     def _encode(self, lines: Sequence[Text]) -> bytes:
-        """Each line at its place, whatever the terminal makes of the widths of the others; nothing wraps."""
+        """Put each line at its place, even if the terminal measures other lines differently; nothing wraps."""
         with self._styles.capture() as styled:
             self._styles.print(Text("\n").join(lines), soft_wrap=True)
         rows = styled.get().removesuffix("\n").split("\n")
@@ -406,14 +397,15 @@ class Picture:
             data = data[os.write(self._terminal, data) :]
 
 
-STEPS = 12
-FIRST, LAST = 20, 80  # of all other lines
+# What stays of it
 
+STEPS = 12  # most lines of steps
+FIRST, LAST = 20, 80  # how many of all other lines, from their beginning and their end
 Line = tuple[str, str]  # text and style
 
 
 class Record:
-    """Lines in the order they came, bounded: of the steps every n-th and the last, of others the first and last."""
+    """A bounded record of lines in order: of steps every n-th and the last, of other lines the first and the last."""
 
     def __init__(self) -> None:
         self._serial = count()
@@ -426,7 +418,7 @@ class Record:
         self._num_others = 0
 
     def add(self, text: str, style: str) -> None:
-        """A line that matters."""
+        """Add a line that is not a step's."""
         entry = (next(self._serial), (text, style))
         if len(self._first) < FIRST:
             self._first.append(entry)
@@ -435,7 +427,7 @@ class Record:
         self._num_others += 1
 
     def add_step(self, text: str) -> None:
-        """The line of the next step."""
+        """Add the line of the next step."""
         self._latest_step = (next(self._serial), (text, ""))
         if self._num_steps % self._every == 0:
             self._steps.append(self._latest_step)
@@ -445,7 +437,7 @@ class Record:
             self._every *= 2
 
     def lines(self) -> list[Line]:
-        """What is left of it all, with a word on what is not."""
+        """The kept lines, and how many are missing."""
         entries = {*self._first, *self._last, *self._steps}
         if self._latest_step is not None:
             entries.add(self._latest_step)

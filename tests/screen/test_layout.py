@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from rlpost.screen.layout import STOPPING, Layout, Shown, State
+from rlpost.screen.layout import STOPPING, Layout, Shown, State, area
 
 SAMPLE = Shown(
     3,
@@ -187,16 +188,21 @@ def test_a_frame_follows_the_size_and_the_steps(state: State) -> None:
 
 def test_what_changes_only_with_steps_is_drawn_once(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(state, colour=True)
-    drawn = []
-    original = layout._body
-    monkeypatch.setattr(layout, "_body", lambda *size: drawn.append(size) or original(*size))
+    curves: list[int] = []
+
+    def counted(values: Sequence[float], rows: int, low: float, high: float) -> list[str]:
+        curves.append(rows)
+        return area(values, rows, low, high)
+
+    monkeypatch.setattr("rlpost.screen.layout.area", counted)
     for _ in range(5):
         state.begin_phase("sampling", done=1, total=2)  # the clock and the progress alone
         layout.frame(80, 24)
-    assert len(drawn) == 1
+    once = len(curves)
+    assert once > 0
     state.begin_phase("training")
     layout.frame(80, 24)
-    assert len(drawn) == 2
+    assert len(curves) == 2 * once
 
 
 def test_stopping_is_said_in_the_picture(state: State) -> None:

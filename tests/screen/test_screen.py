@@ -37,6 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from rlpost.screen import Screen
 import rlpost.screen.screen as module
+from rlpost.screen import layout
 from rlpost.screen.layout import Shown
 
 log, what, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3].encode().decode("unicode_escape")
@@ -72,7 +73,7 @@ try:
         if step == 3 and what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and what == "fail":
-            screen._layout.frame = None
+            layout.Layout.frame = None
         if step == 2:
             screen.note("careful: " + text[:50])
         screen.step(step, 3, FIGURES, object())
