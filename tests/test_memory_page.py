@@ -21,7 +21,7 @@ from rlpost.estimate.needs import (
     VLLM_PROGRAM,
     Shape,
     Work,
-    _cast_weights,
+    cast_weights,
     parts_of,
     shape_of_config,
     work_of,
@@ -65,7 +65,7 @@ def estimated(column: str) -> dict[str, int]:
     """Bytes of each part; what the page has in two rows is in two parts here too."""
     asked = work(column)
     found = {part.name: part.bytes for part in parts_of(asked)}
-    cast = _cast_weights(asked)
+    cast = cast_weights(asked)
     assert found["program"] == PROGRAM + VLLM_PROGRAM
     return {
         **found,

@@ -1,1 +1,1 @@
-"""What a training takes of the machine, told before anything is loaded: no file of this room imports torch."""
+"""What a training needs of the machine, estimated before anything is loaded: no file here imports torch."""

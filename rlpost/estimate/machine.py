@@ -1,7 +1,4 @@
-"""What this machine has: memory and disk, how much of it is free, and what samples where nobody says.
-
-Whether this machine has the device that is asked for, found out without torch.
-"""
+"""The machine, looked at without torch: its memory and disk, whether it has a device, and its default sampler."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ class Room:
 
 
 def host_memory(root: Path = Path("/")) -> Room | None:
-    """What this process can have: of the machine, or of its control group where that allows less (Linux).
+    """The memory that this process can have: the machine's, or its control group's if that is less (Linux).
 
-    `total` counts swap. None where the machine does not say.
+    `total` includes swap. None if the machine does not say.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -45,20 +42,20 @@ def host_memory(root: Path = Path("/")) -> Room | None:
 
 
 def gpu_memory() -> Room | None:
-    """That of the first GPU that nvidia-smi names; None without."""
+    """Memory of the first GPU that nvidia-smi lists; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        free, total = (int(number) * 2**20 for number in said.splitlines()[0].split(","))
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        free, total = (int(number) * 2**20 for number in answer.splitlines()[0].split(","))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     return Room(free, total)
 
 
 def disk(folder: Path) -> Room | None:
-    """That of the file system on which `folder` lies or will lie; None where it cannot be asked."""
+    """Space of the file system on which `folder` lies or will lie; None if the system does not say."""
     there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None)
     try:
         usage = shutil.disk_usage(there) if there is not None else None
@@ -67,8 +64,26 @@ def disk(folder: Path) -> Room | None:
     return Room(usage.free, usage.total) if usage is not None else None
 
 
+def chosen_policy(settings: PolicySettings) -> PolicySettings:
+    """`auto` resolved: vLLM if it is installed, else transformers."""
+    if not isinstance(settings, AutoPolicySettings):
+        return settings
+    return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError if the installed torch cannot use `model.device` on this machine.
+
+    Faults that do not show without torch are left to torch.
+    """
+    kind, _, number = device.partition(":")
+    lacks = {"cuda": _lacks_cuda, "mps": _lacks_mps, "xpu": _lacks_xpu}.get(kind)
+    if lacks is not None and (reason := lacks(int(number or 0))):
+        raise ConfigError(f"model.device={device} cannot be used here: {reason}; leave it out for what there is")
+
+
 def _group_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, in use) of each control group around this process that has a limit; what can be dropped is not in use."""
+    """(limit, in use) of each control group around this process that has a limit; caches do not count as in use."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -98,14 +113,7 @@ def _limit(group: Path, *, new: bool) -> list[tuple[int, int]]:
     return [(most, held - cached)] if most < os.sysconf("SC_PAGE_SIZE") * 2**50 else []
 
 
-def chosen_policy(settings: PolicySettings) -> PolicySettings:
-    """`auto` resolved: vLLM where it is installed, else transformers."""
-    if not isinstance(settings, AutoPolicySettings):
-        return settings
-    return (VLLMSettings if is_installed("vllm") else TransformersSettings)(max_num_seqs=settings.max_num_seqs)
-
-
-# in a process of its own: one that has asked the driver cannot fork others that use it
+# run in a process of its own: a process that has asked the driver cannot fork others that use it
 _COUNT = """
 import ctypes
 try:
@@ -120,17 +128,6 @@ else:
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-def check_device(device: str) -> None:
-    """Raise ConfigError where `model.device` is one that torch, as it is installed, cannot have here.
-
-    What does not show without torch is left to torch.
-    """
-    kind, _, number = device.partition(":")
-    lacks = {"cuda": _lacks_cuda, "mps": _lacks_mps, "xpu": _lacks_xpu}.get(kind)
-    if lacks is not None and (reason := lacks(int(number or 0))):
-        raise ConfigError(f"model.device={device} cannot be used here: {reason}; leave it out for what there is")
-
-
 def _lacks_cuda(number: int) -> str | None:
     built = _torch_build()
     if built.get("hip"):
@@ -143,10 +140,10 @@ def _lacks_cuda(number: int) -> str | None:
         ran = subprocess.run([sys.executable, "-I", "-S", "-c", _COUNT], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None  # torch will say
-    said = ran.stdout.strip()
-    if said == "no driver":
+    answer = ran.stdout.strip()
+    if answer == "no driver":
         return "there is no CUDA driver"
-    count = 0 if said == f"error {_NO_DEVICE}" else int(said) if said.isdecimal() else None
+    count = 0 if answer == f"error {_NO_DEVICE}" else int(answer) if answer.isdecimal() else None
     if count is None or number < count:
         return None
     return "CUDA shows no GPU" if count == 0 else f"CUDA shows {count} of them, cuda:0 to cuda:{count - 1}"
@@ -162,7 +159,7 @@ def _lacks_xpu(number: int) -> str | None:
 
 
 def _torch_build() -> dict[str, str]:
-    """What torch's version.py says it was built for: name -> value, empty for None; nothing where that is not there."""
+    """The names in torch's version.py, which say what it was built for, with their values; "" for None."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     if file is None or not file.is_file():

