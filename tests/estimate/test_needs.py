@@ -126,7 +126,7 @@ def test_fine_tuning_samples_only_where_accuracy_is_asked_for() -> None:
     assert "sampler" in parts("policy=vllm", "eval.accuracy=true", command=TRAIN_SFT)
 
 
-def test_activations_grow_with_tokens_and_layers_and_shrink_when_they_are_computed_again() -> None:
+def test_activations_grow_with_tokens_and_layers_unless_recomputed() -> None:
     def activations(*words: str, shape: Shape = SMOLLM2) -> int:
         return parts(*FLOAT32, "model.autocast=none", "env.max_completion_tokens=256", *words, shape=shape)[
             "activations"
@@ -177,7 +177,7 @@ def test_what_fits_is_told_part_by_part_as_an_estimate() -> None:
     assert disk == "disk    about 3.23 GB for checkpoints at most, by estimate, of 1000 GB free"
 
 
-def test_what_cannot_fit_is_refused_with_the_settings_that_help_in_their_order() -> None:
+def test_a_training_that_cannot_fit_is_refused_with_advice_in_order() -> None:
     asked = needs(
         "model=qwen-7b", "policy=vllm", "model.dtype=float32", "policy.dtype=bfloat16", shape=QWEN_7B, host=64 * GB
     )
@@ -222,7 +222,7 @@ def test_on_a_gpu_memory_is_told_of_both() -> None:
     assert not str(said.value).endswith("a GPU")
 
 
-def test_a_sequence_beyond_the_memory_is_refused_with_the_number_that_fits() -> None:
+def test_a_too_long_sequence_is_refused_with_the_length_that_fits() -> None:
     asked = ("model=qwen-7b", "policy=scripted", *FLOAT32, "env.max_completion_tokens=200000")
     long = needs(*asked, shape=QWEN_7B, host=200 * GB)
     with pytest.raises(ResourceError, match=r"a sequence of 2\d{5} tokens, which is not split, takes .*: \d+ tokens"):

@@ -88,7 +88,7 @@ def test_a_training_that_may_not_fit_says_what_helps_and_goes_on(
     ],
     ids=["tiny", "qwen-7b"],
 )
-def test_a_training_that_the_machine_cannot_hold_is_refused_before_anything_is_loaded(
+def test_a_training_that_cannot_fit_is_refused_before_loading(
     words: list[str],
     memory: int,
     why: str,

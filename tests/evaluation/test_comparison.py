@@ -81,7 +81,7 @@ def test_one_prompt_is_too_few(tmp_path: Path) -> None:
     assert compared(tmp_path, ["r"], ["w"]).verdict == "too few samples: one prompt says nothing of others"
 
 
-def test_a_row_of_the_table_has_both_figures_and_the_difference_with_its_interval(tmp_path: Path) -> None:
+def test_a_row_has_both_values_and_the_difference_with_its_interval(tmp_path: Path) -> None:
     """Half of 40 differences are 1: 0.5 -+ t(39) s / sqrt(40), with s^2 = 10 / 39 and t = 2.0227, is 0.5 -+ 0.162."""
     lines = compared(tmp_path, ["w"] * 40, ["r"] * 20 + ["w"] * 20).lines()
     assert lines[2:] == [
@@ -130,7 +130,7 @@ def test_a_reward_that_is_no_finite_number_is_left_out(tmp_path: Path, reward: f
     assert list(found.measures) == ["accuracy_lenient", "accuracy_strict"]
 
 
-def test_settings_that_may_explain_a_difference_are_named_and_a_model_is_not_one(tmp_path: Path) -> None:
+def test_differing_settings_are_named_except_those_of_the_model(tmp_path: Path) -> None:
     of_b = {"sampling": {"top_p": 0.9}, "model": {"path": "b"}, "env": {"limit": 3, "prompt_template": "{question}"}}
     found = compared(tmp_path, ["r"], ["r"], **of_b)
     assert found.differing_settings == {"env.prompt_template": (None, "{question}"), "sampling.top_p": (None, 0.9)}

@@ -60,7 +60,7 @@ def test_a_cell_that_covers_too_little_or_is_too_wide_misses(coverage: ModuleTyp
     assert not coverage.Cell("a", 32, 0.93, 0.93, 1.15, 1.15).misses
 
 
-def test_the_draws_of_the_simulation_have_the_mean_and_the_correlation_that_they_say(coverage: ModuleType) -> None:
+def test_simulated_draws_have_their_mean_and_correlation(coverage: ModuleType) -> None:
     """Of 2 completions both are right with p^2 + rho p (1 - p): 0.04 + 0.3 * 0.16."""
     chances = coverage.beta_binomial(2, 0.2, 0.3)
     assert chances.tolist() == pytest.approx([1 - 2 * 0.2 + 0.088, 2 * (0.2 - 0.088), 0.088])

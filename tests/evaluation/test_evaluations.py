@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpost.errors import CheckpointError, ConfigError, DataError
-from rlpost.evaluation import saved as evaluations
-from rlpost.evaluation.saved import find_evaluation, prompt_id, read_evaluation, sample_rows, write_evaluation
+from rlpost.evaluation.saved import SCHEMA, find_evaluation, prompt_id, read_evaluation, sample_rows, write_evaluation
 from tests.evaluation_folders import answered, write
 
 
@@ -47,7 +46,7 @@ def test_what_is_written_is_read_back() -> None:
     assert saved.record["result"]["accuracy_lenient"]["value"] == 0.75
     assert [row["accuracy_lenient"] for row in saved.samples] == [1.0, 0.0, 1.0, 1.0]
     table = pq.read_table("evals/a/samples.parquet")
-    assert table.schema.names == evaluations.SCHEMA.names
+    assert table.schema.names == SCHEMA.names
     assert sorted(path.name for path in Path("evals/a").iterdir()) == ["result.json", "samples.parquet"]
 
 
@@ -55,7 +54,7 @@ def test_a_result_that_cannot_be_written_leaves_no_half_of_a_file(monkeypatch: p
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(evaluations.pq, "write_table", full)
+    monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(CheckpointError, match=r"cannot write to evals/a: .*No space left.*; give another --out"):
         write_evaluation(Path("evals/a"), {}, answered("q", "r"))
     assert list(Path("evals/a").iterdir()) == []
@@ -109,7 +108,7 @@ def two_evaluations() -> None:
         (lambda: None, "x", "there is no evaluation x; rlpost eval makes one"),
     ],
 )
-def test_what_is_none_says_what_was_meant(make: Callable[[], None], name: str, said: str) -> None:
+def test_a_missing_evaluation_gets_a_hint(make: Callable[[], None], name: str, said: str) -> None:
     make()
     with pytest.raises(ConfigError) as error:
         find_evaluation(name)

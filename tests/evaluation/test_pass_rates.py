@@ -40,7 +40,7 @@ def started(**settings: Any) -> tuple[DatasetEnv, DatasetSettings]:
     return env, made
 
 
-def test_rates_are_measured_kept_and_choose_what_is_trained_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_rates_are_saved_and_choose_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # the scripted policy says 0, 1, 0, 1, ... so that the prompts 0 and 1 are right half of the time
     assert run([*MEASURE.split(), "policy.replies=['0','1']", "eval.samples=4", "--out", "rates.jsonl"]) == 0
     told = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_failed_reward_is_in_no_rate(here: Path) -> None:
     assert rates_of([failed]) == []
 
 
-def test_what_is_no_file_of_rates_says_so(here: Path) -> None:
+def test_a_file_without_rates_is_refused(here: Path) -> None:
     with pytest.raises(DataError, match=r"env.pass_rates=rows.jsonl holds no pass rates \('prompt'|'pass_rate'\)"):
         read_rates("rows.jsonl")
     with pytest.raises(DataError, match=r"env.pass_rates=nope cannot be read"):

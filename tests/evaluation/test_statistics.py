@@ -38,9 +38,7 @@ def wilson(successes: float, trials: float, sign: int) -> float:
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(10, 40), (0, 20), (20, 20), (1, 1), (250, 500)])
-def test_one_completion_a_prompt_has_the_wilson_interval_of_a_quarter_more_and_less(
-    successes: int, trials: int
-) -> None:
+def test_one_completion_a_prompt_has_a_corrected_wilson_interval(successes: int, trials: int) -> None:
     share = Share.of([1.0] * successes + [0.0] * (trials - successes))
     low = wilson(successes - 0.25, trials, -1) if successes else 0.0
     high = wilson(successes + 0.25, trials, 1) if successes < trials else 1.0
@@ -94,9 +92,7 @@ def policies(p: float, spread: float, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("samples", [1, 8])
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_intervals_cover_and_equal_policies_are_told_apart_no_more_often_than_promised(
-    p: float, spread: float, samples: int
-) -> None:
+def test_intervals_cover_and_equal_policies_rarely_differ(p: float, spread: float, samples: int) -> None:
     rng = np.random.default_rng(7)
     chances = policies(p, spread, rng)
     a, b = (rng.binomial(samples, chances) / samples for _ in range(2))
@@ -186,7 +182,7 @@ def test_a_mean_with_its_interval_worked_out_by_hand() -> None:
     assert (float(mean), float(low), float(high)) == pytest.approx((3, 3 - 1.963, 3 + 1.963), abs=2e-3)
 
 
-def test_the_interval_of_a_skewed_mean_reaches_further_to_where_it_is_skewed() -> None:
+def test_the_interval_of_a_skewed_mean_is_longer_on_the_skewed_side() -> None:
     """Five 0 and one 6: deviation sqrt(6), skewness (5 (-1)^3 + 5^3) / 6 / 5^1.5 = 4 / sqrt(5), t(5) = 2.571.
 
     Ends where g(t) = t + g t^2 / 3 + g^2 t^3 / 27 + g / 36 is -+2.571 / sqrt(6), t = (1 - end) / sqrt(6).

@@ -85,7 +85,7 @@ def test_every_file_of_a_checkpoint_follows_the_umask(tmp_path: Path) -> None:
     assert modes == {"0o640"}
 
 
-def test_a_slice_of_a_tensor_is_saved_as_what_it_shows(tmp_path: Path) -> None:
+def test_a_slice_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
     columns = torch.arange(6.0).view(2, 3).T  # not contiguous
     tensors, _ = load_checkpoint(save(tmp_path, 1, tensors={"columns": columns}))
     assert tensors["columns"].tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -236,7 +236,7 @@ def test_what_is_freed_is_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dies_in", ["os.replace", "shutil.rmtree"])
-def test_a_death_while_the_state_is_removed_leaves_a_right_model_and_a_newest_to_resume(
+def test_a_crash_while_state_is_removed_keeps_a_checkpoint_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:
     older = save(tmp_path, 1)
@@ -425,9 +425,7 @@ def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
 # What a machine that stops leaves
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_any_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_synced_before_its_name_and_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = recorded(monkeypatch)
     save(tmp_path / "checkpoints", 3)
     named = steps.index("replaced")

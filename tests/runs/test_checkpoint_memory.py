@@ -42,7 +42,7 @@ print(sum(p.numel() for p in model.parameters()), peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_a_checkpoint_is_written_without_a_copy_of_what_it_holds(tmp_path: Path) -> None:
+def test_saving_a_checkpoint_copies_no_tensor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

@@ -38,11 +38,11 @@ def named_in(columns: Columns) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_run_that_learns_is_not_spoken_of_at_any_step(name: str) -> None:
+def test_a_run_that_learns_has_no_symptom_at_any_step(name: str) -> None:
     assert named_in(HEALTHY[name]) == {}
 
 
-def test_figures_that_were_not_measured_say_nothing() -> None:
+def test_missing_metrics_cause_no_symptom() -> None:
     columns = HEALTHY[next(iter(HEALTHY))]
     names = [name for name in columns if name != "step"]
     for unknown in (None, math.nan):

@@ -86,7 +86,7 @@ def test_a_pipe_is_not_waited_for(name: str, folder: Path, capsys: pytest.Captur
     assert run(["runs", "tail", "runs/x"]) == 0
 
 
-def test_a_lock_that_is_a_folder_holds_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_that_is_a_folder_counts_as_free(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / ".lock").mkdir()
     assert_read(capsys)
     assert run(["runs", "gc", "--yes"]) == 0

@@ -192,7 +192,7 @@ def test_a_file_without_a_row_is_named(run: Path) -> None:
     assert list(json_lines(run, [2])) == []
 
 
-def test_a_figure_that_is_no_finite_number_is_none(run: Path) -> None:
+def test_a_value_that_is_not_finite_reads_as_none(run: Path) -> None:
     file = run / "rollouts" / "step-000002.parquet"
     for column in ("reward", "advantage", "accuracy_strict"):
         changed(file, column, [float("nan"), float("-inf")])

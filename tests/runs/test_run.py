@@ -102,7 +102,7 @@ def test_a_resume_is_written_down_once_it_goes_on(tmp_path: Path) -> None:
     assert (folder / "command.txt").read_text() == "rlpost train 'a b'\n" * 2
 
 
-def test_what_was_asked_is_written_down(tmp_path: Path) -> None:
+def test_the_run_folder_has_command_settings_and_environment(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with make(folder):
         assert (folder / "config.yaml").read_text() == "steps: 4\n"
@@ -135,7 +135,7 @@ def test_a_step_is_recorded_in_metrics_rollouts_and_on_the_screen(tmp_path: Path
     )
 
 
-def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     with make(tmp_path) as run:
         run.record(0, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 1.5, "e": 3})
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -203,9 +203,7 @@ def test_a_folder_that_was_there_before_a_refused_run_stays(tmp_path: Path) -> N
 # Who may write
 
 
-def test_somebody_who_looks_whether_the_run_is_running_does_not_keep_it_from_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_the_lock_does_not_keep_a_run_from_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".lock").touch()
     with (tmp_path / ".lock").open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -308,7 +306,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Pat
         _ = make(tmp_path, resume="auto").resume_from
 
 
-def test_what_later_steps_left_is_dropped(tmp_path: Path, batch: Batch) -> None:
+def test_forget_after_drops_what_later_steps_wrote(tmp_path: Path, batch: Batch) -> None:
     with make(tmp_path) as run:
         for step in (1, 2, 3):
             run.record(step, FIGURES, batch())
@@ -355,7 +353,7 @@ def test_steps_go_on_after_those_done_and_end_with_the_last(tmp_path: Path) -> N
     assert list(run.steps(done=4)) == []
 
 
-def test_checkpoints_are_due_every_so_often_at_the_last_step_and_when_stopping(tmp_path: Path) -> None:
+def test_checkpoints_are_due_every_n_at_the_end_and_when_stopping(tmp_path: Path) -> None:
     run = make(tmp_path, total_steps=7)
     assert [step for step in range(1, 8) if run.due(step, every=3)] == [3, 6, 7]
     assert [step for step in range(1, 8) if run.due(step, every=0)] == [7]
@@ -410,7 +408,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_process_that_is_asked_to_stop_finishes_and_says_so_with_its_exit_code(
+def test_a_stopped_process_finishes_its_step_and_has_the_exit_code(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     process = start(tmp_path)
@@ -433,7 +431,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path, first: str, second: str,
     assert err.endswith("left at once, without saving\n")
 
 
-def test_a_closing_terminal_asks_more_than_once_and_a_second_word_of_another_kind_leaves(
+def test_repeated_sighup_is_one_request_and_another_signal_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -532,9 +530,7 @@ def test_a_line_waits_for_its_evaluation_and_survives_a_crash_in_it(tmp_path: Pa
     assert metrics(tmp_path)[2] == {"step": 3, **FIGURES}  # nothing was added, and nothing is lost
 
 
-def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_due_before_every_minutes_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(
         "rlpost.runs.writer.time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
@@ -551,14 +547,14 @@ def test_a_checkpoint_is_due_before_more_than_so_many_minutes_are_unsaved(
 
 
 @pytest.mark.parametrize("command", [TRAIN_GRPO, TRAIN_SFT, TRAIN_EXPERT_ITERATION], ids=lambda each: each.name)
-def test_a_crash_loses_five_minutes_of_training_where_nobody_asks_for_another_number(command: Command[Any]) -> None:
+def test_by_default_a_crash_loses_at_most_five_minutes(command: Command[Any]) -> None:
     assert compose(command, []).settings.checkpoint.every_minutes == 5.0
 
 
 # What somebody else wrote
 
 
-def test_an_error_of_any_text_is_logged_as_it_can_be_shown_and_leaves_the_run_its_status(tmp_path: Path) -> None:
+def test_an_error_with_any_text_is_logged_printable_and_keeps_the_status(tmp_path: Path) -> None:
     program = r"""
 import logging, sys
 from pathlib import Path

@@ -88,7 +88,7 @@ def test_rollouts_go_by_their_age() -> None:
     assert [path for path, _ in found(days=10)] == [f"runs/a/rollouts/step-00000{step}.parquet" for step in (1, 2)]
 
 
-def test_a_run_in_use_is_left_alone_when_it_is_looked_at_and_when_it_is_removed() -> None:
+def test_gc_leaves_a_run_in_use_alone() -> None:
     run = make_run(Path("runs/a"), log=HALF)
     planned = removals(Path("runs"), ALL, 30)
     with (run / ".lock").open("w") as lock:
@@ -123,7 +123,7 @@ def test_somebodys_own_checkpoints_without_a_record_stay() -> None:
     assert found() == []
 
 
-def test_it_is_said_first_and_done_with_yes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_only_lists_without_yes(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/failed"), log=HALF)
     run = make_run(Path("runs/done"), TWO)
     save(run, 2)

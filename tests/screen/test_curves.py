@@ -30,7 +30,7 @@ def test_means_are_repeated_where_columns_are_more() -> None:
     assert series(1, 2).means(4) == [1, 1, 2, 2]
 
 
-def test_what_is_no_number_keeps_its_place_and_counts_in_no_mean() -> None:
+def test_a_value_that_is_not_finite_counts_in_no_mean() -> None:
     made = series(1, NAN, 3, math.inf)
     assert made.means(1) == [2]
     first, second, third, fourth = made.means(4)

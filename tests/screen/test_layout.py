@@ -186,7 +186,7 @@ def test_a_frame_follows_the_size_and_the_steps(state: State) -> None:
     assert any("reward 0.99" in line.plain for line in after)
 
 
-def test_what_changes_only_with_steps_is_drawn_once(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_drawn_once_per_step_and_phase(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(state, colour=True)
     curves: list[int] = []
 
@@ -221,7 +221,7 @@ def test_before_the_first_step_the_picture_says_what_is_done() -> None:
     assert "the first figures come with the first step" in lines[4]
 
 
-def test_both_evaluations_are_side_by_side_with_what_there_is_room_for(state: State) -> None:
+def test_both_evaluations_stand_side_by_side_if_there_is_room(state: State) -> None:
     later = EVALUATION | {name: value * 10 for name, value in EVALUATION.items() if "accuracy" in name}
     state.end_step(4, {**FIGURES, **later}, None)
     for width, shown in [

@@ -42,7 +42,7 @@ def test_figures_that_are_missing_or_no_number_are_left_out() -> None:
     assert step_line(1, 5, {}, "-") == "step 1/5  left -"
 
 
-def test_a_step_beside_which_sampling_goes_on_tells_lag_ess_and_where_the_time_waits() -> None:
+def test_an_asynchronous_step_shows_lag_ess_and_waiting() -> None:
     beside = {"time/wait": 1.25, "time/idle": 0.5, "time/step": 8.0, "policy/lag_mean": 0.75, "sampler/ess": 0.984}
     assert step_line(7, 60, FIGURES | beside, "3:05") == (
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  lag 0.8  ess 0.98  gap 0.012  grad 1.24  93 tok/s  "
@@ -53,7 +53,7 @@ def test_a_step_beside_which_sampling_goes_on_tells_lag_ess_and_where_the_time_w
     )
 
 
-def test_a_step_keeps_what_says_most_where_there_is_little_room() -> None:
+def test_a_narrow_step_line_keeps_the_main_metrics() -> None:
     assert step_line(7, 60, FIGURES, "3:05", width=80) == (
         "step  7/60  reward 0.54  accuracy  88%  tokens 12  gap 0.012  left 3:05"
     )
@@ -86,7 +86,7 @@ def test_an_evaluation_is_one_line_of_figures_with_intervals() -> None:
     ("name", "deciding"),
     [("accuracy_lenient", "25.0% [10.0%, 45.0%] of 30 prompts"), ("reward", "0.250 [0.100, 0.450] of 30 prompts")],
 )
-def test_an_evaluation_shows_the_figure_that_decides_beside_the_one_that_is_reported(name: str, deciding: str) -> None:
+def test_an_evaluation_shows_the_deciding_and_the_reported_accuracy(name: str, deciding: str) -> None:
     reported = {"eval/prompts": 40.0, "eval/reward": 0.75, "eval/reward_low": 0.6, "eval/reward_high": 0.9}
     decides = {f"eval/deciding_{name}{end}": value for end, value in (("", 0.25), ("_low", 0.1), ("_high", 0.45))}
     assert evaluation_line(reported | decides | {"eval/deciding_prompts": 30.0}, "after step 3") == (

@@ -17,6 +17,7 @@ from vt import Session, Terminal
 
 from rlpost.screen import Screen
 from rlpost.screen.layout import STOPPING
+from rlpost.screen.screen import Record
 from rlpost.text import printable
 
 Batch = Callable[..., TensorDict]
@@ -210,7 +211,7 @@ def test_after_an_error_the_terminal_is_as_before_and_shows_the_error(tmp_path: 
     in_order(running.terminal, "step 1/3", "step 2/3", "Traceback", "ValueError: broken")
 
 
-def test_a_log_on_a_full_disk_hides_neither_the_error_nor_what_was_said(tmp_path: Path) -> None:
+def test_a_full_disk_hides_neither_the_error_nor_the_lines(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
 from rlpost.screen import Screen
@@ -225,7 +226,7 @@ with Screen() as screen:
     assert not any("OSError" in line for line in running.terminal.shown)
 
 
-def test_the_first_interrupt_is_said_in_the_picture_and_the_second_gives_the_terminal_back(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_is_answered_and_the_second_leaves(tmp_path: Path) -> None:
     running = session(tmp_path)
     running.until_shown("sampling 64")
     running.process.send_signal(signal.SIGINT)
@@ -238,7 +239,7 @@ def test_the_first_interrupt_is_said_in_the_picture_and_the_second_gives_the_ter
     in_order(running.terminal, "what runs", "left at once")
 
 
-def test_a_process_that_is_killed_leaves_a_usable_terminal_and_says_where_to_look(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_usable_terminal_and_a_hint(tmp_path: Path) -> None:
     running = session(tmp_path, "die", columns=300)
     for number in (1, 2):
         step(running)
@@ -321,3 +322,34 @@ def test_a_sample_is_the_first_of_its_batch(batch: Batch) -> None:
     assert sample is not None
     assert (sample.step, sample.prompt, sample.completion) == (1, "What is 34 + 57?", "91")
     assert (sample.reward, sample.finish_reason, sample.accuracy_strict) == (0.25, "length", None)
+
+
+# What stays on the terminal after the picture
+
+
+def texts(record: Record) -> list[str]:
+    return [text for text, _ in record.lines()]
+
+
+def test_few_lines_all_stay_in_their_order() -> None:
+    record = Record()
+    record.add("before", "")
+    record.add_step("1")
+    record.add("between", "yellow")
+    record.add_step("2")
+    assert record.lines() == [("before", ""), ("1", ""), ("between", "yellow"), ("2", "")]
+
+
+def test_of_many_steps_every_nth_stays_and_the_last() -> None:
+    record = Record()
+    for step in range(1, 61):
+        record.add_step(str(step))
+    assert texts(record) == ["1", "9", "17", "25", "33", "41", "49", "57", "60"]
+
+
+def test_of_many_other_lines_the_first_and_last_stay() -> None:
+    record = Record()
+    for number in range(1, 151):
+        record.add(str(number), "")
+    kept = [*range(1, 21), *range(71, 151)]
+    assert texts(record) == [*map(str, kept), "50 more lines are in the run's log.txt"]

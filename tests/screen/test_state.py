@@ -43,7 +43,7 @@ def test_the_time_left_is_that_of_the_last_eight_steps(state: State) -> None:
     assert state.step_seconds() == 10
 
 
-def test_the_time_left_runs_down_within_a_step_and_waits_while_nothing_is_stepped(state: State, clock: Clock) -> None:
+def test_the_time_left_falls_only_during_steps(state: State, clock: Clock) -> None:
     state.begin(0, 3)
     state.end_step(1, {"time/step": 10.0}, None)
     clock.time += 1000  # an evaluation

@@ -57,9 +57,7 @@ def finite(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: number for name, number in line.items() if number is not None} for line in lines]
 
 
-def test_a_tracker_gets_every_step_the_evaluation_before_training_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_gets_every_step_and_the_first_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "RecordingTracker")
     assert train(tmp_path / "r") == 0
     assert [line["step"] for line in logged(tmp_path / "r")] == [0, 1, 2, 3]

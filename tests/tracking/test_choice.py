@@ -108,7 +108,7 @@ def test_an_unknown_mode_in_the_environment_is_refused(installed: object, monkey
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything_is_made(
+def test_a_missing_tracker_is_named_with_its_extra_before_the_run(
     name: str,
     installed: Callable[..., None],
     tmp_path: Path,

@@ -60,7 +60,7 @@ def no_note(text: str) -> None:
     """For waits that may be announced or not."""
 
 
-def test_it_is_told_each_line_under_its_step_before_and_after_it_began(tmp_path: Path) -> None:
+def test_a_tracker_logs_lines_written_before_and_after_its_start(tmp_path: Path) -> None:
     folder = tmp_path / "my-run"
     following = tracker(folder)
     write(folder, {"step": 0, "eval/reward": 0.25})
@@ -135,9 +135,7 @@ def test_a_failure_at_the_end_is_told_at_the_end(tmp_path: Path, what: str, reas
     assert time.monotonic() - began < 30
 
 
-def test_a_wait_that_can_be_felt_is_announced_and_ctrl_c_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_wait_is_announced_and_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlpost.tracking.trackers.SILENT_SECONDS", 2.0)
 
     def interrupt(number: int, frame: object) -> None:
@@ -192,7 +190,7 @@ def test_a_tracker_that_cannot_be_made_is_a_failure_too(tmp_path: Path) -> None:
     assert "AttributeError" in reason
 
 
-def test_a_resumed_run_goes_on_under_its_id_and_only_undone_steps_come_again(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id_and_logs_only_undone_steps_again(tmp_path: Path) -> None:
     track(tmp_path, 0, 1, 2, 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines[:2]))  # back to the checkpoint of 1

@@ -241,7 +241,7 @@ def test_mlflow_goes_on_under_the_same_id_and_has_undone_steps_twice(tmp_path: P
     assert run.info.status == "FINISHED"
 
 
-def test_mlflow_takes_a_password_from_the_address_and_names_it_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_the_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, "")
     assert address_without_password("https://me:p%40ss@host:5000/x") == "https://host:5000/x"

@@ -103,7 +103,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_differs_names_its_fault(name: str, shared: tuple[GRPOParts, Ranks]) -> None:
+def test_each_fault_is_named_by_its_differences(name: str, shared: tuple[GRPOParts, Ranks]) -> None:
     parts, ranks = shared
     how, first, expected = FAULTS[name]
     rows, clean = gate_of(parts, ranks).probe()
@@ -118,7 +118,7 @@ def test_what_differs_names_its_fault(name: str, shared: tuple[GRPOParts, Ranks]
     assert fault_of(changed, found, read, 1.0, bos=1) is expected
 
 
-def test_a_sampler_that_reads_otherwise_stops_the_run_and_is_named(
+def test_a_sampler_with_shifted_log_probs_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
 ) -> None:
     parts, ranks = shared
@@ -142,7 +142,7 @@ def test_a_sampler_that_reads_otherwise_stops_the_run_and_is_named(
     assert len(told) == 1
 
 
-def test_a_version_that_is_not_the_policys_is_named(
+def test_a_completion_of_another_version_is_reported(
     monkeypatch: pytest.MonkeyPatch, shared: tuple[GRPOParts, Ranks]
 ) -> None:
     parts, ranks = shared
@@ -156,7 +156,7 @@ def test_a_version_that_is_not_the_policys_is_named(
         gate_of(parts, ranks).begin()
 
 
-def test_the_weights_that_differ_name_the_fault() -> None:
+def test_differing_weights_name_the_fault() -> None:
     assert fault_of_weights([], 9, None) is None
     assert fault_of_weights(["lm_head.weight"], 9, True) is Disagreement.head
     assert fault_of_weights(["a", "b"], 9, True) is Disagreement.half
@@ -164,7 +164,7 @@ def test_the_weights_that_differ_name_the_fault() -> None:
     assert fault_of_weights([str(i) for i in range(9)], 9, None) is Disagreement.stale
 
 
-def test_sums_tell_one_update_from_none_and_do_not_mind_order_or_padding() -> None:
+def test_weight_sums_show_an_update_and_ignore_order_and_padding() -> None:
     weight = torch.randn(700, 300, generator=torch.Generator().manual_seed(0))
     of = WeightSum.of(weight, torch.bfloat16)
     padded = torch.cat([weight, torch.zeros(64, 300)])[torch.randperm(764)]
@@ -175,7 +175,7 @@ def test_sums_tell_one_update_from_none_and_do_not_mind_order_or_padding() -> No
     assert not of.is_of(WeightSum.of(weight))
 
 
-def test_a_run_goes_on_with_a_correction_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_alarm_correct_goes_on_with_a_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gate, "begin", lambda self: None)
     monkeypatch.setattr(Gate, "compare_weights", lambda self, names: Disagreement.half)
     used: list[str] = []
@@ -242,7 +242,7 @@ def test_an_engine_has_all_weights_after_a_push_and_others_before(apart: tuple[G
     ids=["stale", "half", "head"],
 )
 @pytest.mark.parametrize("steps_between", [1, 20])
-def test_a_push_that_does_not_arrive_whole_is_named(
+def test_an_incomplete_push_is_named(
     kept: Callable[[str], bool],
     named: str,
     steps_between: int,
@@ -303,7 +303,7 @@ def test_every_player_has_all_weights_after_a_push(two_players: tuple[GRPOParts,
     ],
     ids=["stale", "half"],
 )
-def test_one_player_that_a_push_does_not_reach_whole_is_named(
+def test_an_incomplete_push_to_one_player_is_named(
     kept: Callable[[str], bool],
     named: str,
     two_players: tuple[GRPOParts, Ranks],

@@ -43,7 +43,7 @@ def test_each_rank_reads_whole_groups_and_about_as_many_tokens() -> None:
     assert shares_of(rows[:2], 3) == [[0, 1], [], []]
 
 
-def test_a_view_goes_over_without_what_it_is_a_view_of() -> None:
+def test_a_view_is_sent_without_the_tensor_under_it() -> None:
     large = torch.arange(100_000.0)
     sent = pickle.dumps(as_arrays([row(2, 3), (large[5:8], {"a": large[:1]}, "text", None)]))
     assert len(sent) < 3000
@@ -117,13 +117,13 @@ def go_on_beside(work: Callable[[], None]) -> None:
     time.sleep(120)
 
 
-def test_a_rank_that_does_not_answer_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_raises_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "DEADLINE_SECONDS", 0.05)
     with pytest.raises(RankError, match=r"waited 0 s for its memory of rank 1, which hangs"), ranks(Other()) as made:
         made.memory()
 
 
-def test_what_all_ranks_say_is_put_together_and_they_are_told_of_the_end() -> None:
+def test_answers_of_all_ranks_are_merged_and_the_end_is_sent() -> None:
     other = Other()
     with ranks(other) as made:
         other.future.set_result(2.5)
@@ -137,7 +137,7 @@ def test_what_all_ranks_say_is_put_together_and_they_are_told_of_the_end() -> No
     assert other.asked[-2:] == [("conclude", 2, "no"), ("close",)]
 
 
-def test_the_error_of_another_rank_ends_what_this_one_does() -> None:
+def test_an_error_in_another_rank_interrupts_rank_0() -> None:
     other = Other()
 
     def fail() -> None:
@@ -152,7 +152,7 @@ def test_the_error_of_another_rank_ends_what_this_one_does() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_a_rank_that_is_lost_ends_what_this_one_does_by_name() -> None:
+def test_a_lost_rank_interrupts_rank_0_and_is_named() -> None:
     other = Other()
 
     def die() -> None:
@@ -182,7 +182,7 @@ def test_an_alarm_that_is_closed_raises_nothing() -> None:
         (["cluster=ray", "collector=async", "collector.players=2"], r"cluster\.rollout_workers"),
     ],
 )
-def test_what_several_ranks_cannot_do_is_refused(words: Sequence[str], why: str) -> None:
+def test_settings_that_several_ranks_cannot_have_are_refused(words: Sequence[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         compose(TRAIN_GRPO, ["model=tiny", *words])
 
@@ -192,7 +192,7 @@ def test_fine_tuning_takes_no_cluster_that_samples() -> None:
         compose(TRAIN_SFT, ["model=tiny", "cluster=ray"])
 
 
-def test_what_samples_stays_out_of_the_group() -> None:
+def test_the_sampler_stays_out_of_the_process_group() -> None:
     vllm: Any = compose(TRAIN_GRPO, ["model=tiny", "policy=vllm", "cluster.sharding=full"]).settings
     assert vllm.policy.engine.name == "in_process"
     assert beside_ranks(vllm, 1) is vllm
@@ -202,7 +202,7 @@ def test_what_samples_stays_out_of_the_group() -> None:
         beside_ranks(shared, 2)
 
 
-def test_a_cluster_that_is_begun_here_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_ray_cluster_is_not_offered_the_gpus_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     settings: Any = compose(TRAIN_GRPO, ["model=tiny", "cluster=ray", "cluster.trainer_ranks=2"]).settings
     own = assemble_players.own_gpus(settings.cluster, torch.device("cuda", 0))

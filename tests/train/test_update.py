@@ -12,7 +12,7 @@ from rlpost.train.update import Learner, Microbatches, update
 from tests.train.test_split import minibatch, small_model
 
 
-def test_one_bad_gradient_changes_no_weight_and_leaves_the_others_to_be_looked_at() -> None:
+def test_a_bad_gradient_changes_no_weight_and_keeps_the_gradients() -> None:
     model = small_model(torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     [bad] = [name for name in before if name.endswith("q_proj.weight")]
@@ -32,7 +32,7 @@ def test_one_bad_gradient_changes_no_weight_and_leaves_the_others_to_be_looked_a
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_a_gradient_longer_than_max_grad_norm_is_scaled_down_to_it() -> None:
+def test_a_long_gradient_is_clipped_to_max_grad_norm() -> None:
     def step(max_grad_norm: float) -> tuple[torch.Tensor, float]:
         """The change of all weights, and the norm that the step reports."""
         model = small_model(torch.float32)
@@ -83,7 +83,7 @@ def test_a_cpu_reads_384_tokens_at_once_or_one_group_of_at_most_2048() -> None:
     assert Microbatches(None, GPU, Autocast.none, note=print, progress=lambda done, total: None).tokens == 16384
 
 
-def test_memory_that_runs_out_halves_what_was_read_at_once() -> None:
+def test_out_of_memory_halves_the_microbatch() -> None:
     notes: list[str] = []
     microbatches = Microbatches(None, CPU, Autocast.none, note=notes.append, progress=lambda done, total: None)
     rows, read = group(100, 300, 300, 300), []
