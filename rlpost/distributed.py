@@ -117,7 +117,8 @@ def form_group(place: Place, store: dist.Store, device: torch.device, seconds: f
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, _cores() // place.local_world))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_world))
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -173,18 +174,11 @@ def _several_ranks() -> bool:
 def _over_ranks(value: float, what: str, how: dist.ReduceOp.RedOpType) -> float:
     if not _several_ranks():
         return value
-    total = torch.tensor([value], dtype=torch.float64, device=_device())
+    on_gpu = dist.get_backend() == "nccl"  # a backend sums tensors of its own device
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    total = torch.tensor([value], dtype=torch.float64, device=device)
     _wait([dist.all_reduce(total, how, async_op=True)], what)
     return total.item()
-
-
-def _device() -> torch.device:
-    """The device on which the process group's backend sums small tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _wait(sums: Iterable[dist.Work | None], what: str) -> None:

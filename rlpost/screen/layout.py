@@ -366,16 +366,14 @@ class Layout:
     def frame(self, width: int, height: int) -> list[Text]:
         """At most `height` lines of less than `width` cells: erasing behind a full line would take its last cell."""
         inner = max(1, width - 2)
-        head = [self._heading(inner), self._bar(inner), self._phase(inner)]
+        heading = _spread(Text(self.state.title, "bold"), Text(self.state.about, "dim"), inner)
+        head = [heading, self._bar(inner), self._phase(inner)]
         foot = self._foot(inner, height)
         key = (self.state.revision, width, height, len(foot))
         if self._kept[0] != key:
             self._kept = (key, self._body(inner, height - len(head) - len(foot), height))
         lines = [*head, *self._kept[1], *foot] if height >= len(head) + len(foot) else [head[2], head[1], head[0]]
         return [_fit(Text(" ").append_text(line), max(1, width - 1)) for line in lines[:height]]
-
-    def _heading(self, width: int) -> Text:
-        return _spread(Text(self.state.title, "bold"), Text(self.state.about, "dim"), width)
 
     def _bar(self, width: int) -> Text:
         state = self.state

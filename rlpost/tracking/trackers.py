@@ -338,7 +338,8 @@ class TensorBoardTracker:
         self._writer.add_event(Event(session_log=mark, step=run.first_step, wall_time=time.time()))
         if run.known_as is None:
             # TensorBoard renders texts as markdown
-            rows = [f"| {key} | {_cell(value)} |" for key, value in described_flat(run).items()]
+            cells = {key: text.replace("|", "\\|").replace("\n", " ") for key, text in described_flat(run).items()}
+            rows = [f"| {key} | {cell} |" for key, cell in cells.items()]
             event = Event(wall_time=time.time(), step=0)
             value = event.summary.value.add(tag="config", metadata=create_summary_metadata("config", ""))
             value.tensor.dtype = 7  # DT_STRING
@@ -357,10 +358,6 @@ class TensorBoardTracker:
 
     def finish(self, status: Status) -> None:
         self._writer.close()
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 # Weights & Biases

@@ -231,13 +231,13 @@ class Reader(ScriptedPolicy):
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         self.asked.append((len(requests), sampling))
-        made = []
+        self.replies = []
         for request in requests:
             words = self.tokenizer.decode(request.prompt_ids).split("What is ")[1].split("?")[0]
             self.questions.append(words)
             a, b = (int(word) for word in words.split(" + "))
-            made.append(self._complete(str(a + b) if b % 2 == 0 else "no idea", request.max_tokens))
-        return made
+            self.replies.append(str(a + b) if b % 2 == 0 else "no idea")
+        return super().generate(requests, sampling)
 
 
 def sums() -> ArithmeticEnv:
