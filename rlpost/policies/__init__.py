@@ -1,4 +1,4 @@
-"""What samples: one engine a file, one interface."""
+"""Policies: what samples completions. One interface, one engine per file."""
 
 from __future__ import annotations
 

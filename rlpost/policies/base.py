@@ -1,12 +1,8 @@
-"""The interface every policy implements: prompts in, completions out, and a version.
+"""The interface that every policy implements: prompts in, completions out, and a version.
 
-Requests that come one by one, from any thread, and are sampled together.
-
-How a policy is called on a TensorDict: what it reads, what it writes, and how it samples then.
-
-How completions are drawn where no temperature is set, and what the drawing leaves out.
-
-Distributions over tokens: of every position of a batch, with a mask that says which positions count.
+`Policy` is what an engine's class derives from. Below it stand the parts that all of them share: the form in
+which a policy is called on a TensorDict (`Face`), how completions are drawn, the distributions of a model whose
+logits are known, and the queue of requests that come one by one and are sampled together.
 """
 
 from __future__ import annotations
@@ -37,17 +33,12 @@ from rlpost.settings import DrawSettings, EvalSamplingSettings, SampledSettings,
 from rlpost.text import did_you_mean, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rlpost.torchrl.face import Reader
-
-QUIET_SECONDS = 0.002  # without a further request before a batch begins, so that what comes together is sampled so
-CLOSE_SECONDS = 10.0  # longest wait for the batch under way when the policy is closed
 
 
 @dataclass(slots=True)
 class Request:
-    """One completion to sample: the prompt's ids, how many ids at most, and the seed of its randomness."""
+    """One completion to sample: the prompt's ids, the most new ids, and the random seed."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -58,93 +49,187 @@ Generate = Callable[[Sequence[Request], SamplingSettings], list[Completion]]
 Waiting = tuple[Future[Completion], Request, SamplingSettings]
 
 
-class Batching:
-    """The requests of one policy that wait, and the lock under which it samples and takes up weights.
+class Policy(ABC):
+    """Samples completions with one engine, and knows the version of the weights it samples with.
 
-    One thread samples all that waits with one call, those of equal sampling settings together, again and
-    again; it ends when nothing waits any more. A copy, in another process too, begins with nothing waiting.
+    Only the weight updater changes `version`, once a push has wholly succeeded: it calls `become`, or `load_folder`
+    does so for it. Building a policy does no I/O; `start` does. Called on a TensorDict, a policy answers its prompts
+    or scores its sequences, as `face` says.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._changed = threading.Condition()  # of all that follows
-        self._waiting: list[Waiting] = []
-        self._at_work: list[Future[Completion]] = []
-        self._thread: threading.Thread | None = None
-        self._closed = False
+    shares_weights = True  # a push sends nothing: the policy samples from the trainer's tensors, or has no weights
+    pushes = "weight_sync.base:SharedWeights"  # under rlpost: called with the policy, makes its weight updater
+    tokenizer: Any  # a transformers tokenizer with a chat template
+    max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Batching, ()
+    def __init__(self, *, sampling: SamplingSettings, seed: int = 0, face: Face | None = None) -> None:
+        self.sampling = sampling
+        self.seed = seed
+        self.face = face or Face()
+        self.rows_asked = 0  # rows of TensorDicts that no environment has numbered
+        self.version: PolicyVersionLabel = 0
+        # (unix time, old, new) of each push; bounded, since a long run makes one a step
+        self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
+        self.on_ended: Callable[[int], None] | None = None  # called during `generate` with how many have ended
+        self.tokens_sampled = 0  # since the start; includes completions in flight if the engine reports them
+        self.reload: Callable[[], None] | None = None  # pushes the current weights to an engine that was restarted
+        self.batching = Batching()  # submitted requests; its lock is held while `generate` samples or weights change
 
-    def submit(self, generate: Generate, request: Request, sampling: SamplingSettings) -> Future[Completion]:
-        """The completion that `generate` makes of `request`, with what waits. Raises PolicyError once closed."""
-        future: Future[Completion] = Future()
-        with self._changed:
-            if self._closed:
-                raise PolicyError("the policy is closed and samples no more: build another")
-            self._waiting.append((future, request, sampling))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, args=(generate,), name="rlpost-batches", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-        return future
+    @cached_property
+    def name(self) -> str:
+        """The policy's name in a run's output."""
+        return type(self).__name__
+
+    def start(self) -> None:  # noqa: B027  not every policy has something to load
+        """Load whatever sampling needs; a second call does nothing."""
 
     def close(self) -> None:
-        """End what waits with PolicyError, and the batch under way too where it takes longer than `CLOSE_SECONDS`."""
-        with self._changed:
-            self._closed = True
-            left = [future for future, _, _ in self._waiting if future.set_running_or_notify_cancel()]
-            self._waiting.clear()
-            thread = self._thread
-            self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():  # whose batch ends by what it raises
-            thread.join(CLOSE_SECONDS)
-            with self._changed:
-                left += self._at_work
-                self._at_work = []
-        for future in left:
-            future.set_exception(PolicyError("the policy was closed before this completion was sampled"))
+        """Release what `start` loaded; submitted requests that have not ended fail with PolicyError."""
+        self.batching.close()
 
-    def _run(self, generate: Generate) -> None:
-        while batch := self._next_batch():
-            try:
-                made = generate([request for _, request, _ in batch], batch[0][2])
-                if len(made) != len(batch):
-                    raise PolicyError(f"the policy gave {len(made)} completions for {len(batch)} requests")
-            except BaseException as error:  # noqa: BLE001  raised again in the threads that wait
-                failure = error
-                self._settle(lambda future, _, failure=failure: future.set_exception(failure))
+    def rest(self) -> None:  # noqa: B027
+        """Free the memory that only sampling needs until the next call; nothing may be in flight."""
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """Sample one completion per request, in order, each stamped with the version it was sampled under.
+
+        Raises PolicyError when the engine fails.
+        """
+
+    def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
+        """Sample one completion together with others that are submitted meanwhile; callable from any thread.
+
+        The future fails with whatever `generate` raises. Cancelling it drops a request whose batch has not begun and
+        aborts one that vLLM works on. Raises PolicyError once the policy is closed.
+        """
+        return self.batching.submit(self.generate, request, sampling or self.sampling)
+
+    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """Load the weights in the *.safetensors of `folder`, named as in a checkpoint, and become `version`.
+
+        Only a weight updater calls this. Raises PolicyError, and changes nothing, if the weights do not fit the model
+        that samples or the policy has no weights.
+        """
+        raise PolicyError(f"{type(self).__name__} takes no weights from a folder")
+
+    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
+        """Sample with the peft adapter in `folder` and become `version`; otherwise like `load_folder`."""
+        raise PolicyError(
+            f"{type(self).__name__} applies no adapter to weights of its own: bring it merged weights (load_folder)"
+        )
+
+    def become(self, version: PolicyVersionLabel) -> None:
+        """Set `version`, once all of its weights have arrived; called by whatever pushed them."""
+        old, self.version = self.version, version
+        self.version_history.append((time.time(), old, version))
+
+    def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
+        """Let the model take its turn in each conversation, in place.
+
+        The model skips a later turn for which its context has no room left, and `finish_reason` becomes "context".
+        Raises DataError for a first prompt longer than its environment or the context allows.
+        """
+        for conversation, completion in zip(conversations, self.completions(conversations, sampling), strict=True):
+            if completion is None:
+                conversation.finish_reason = "context"
             else:
-                self._settle(lambda future, i, made=made: future.set_result(made[i]))
+                conversation.add_completion(completion)
 
-    def _next_batch(self) -> list[Waiting]:
-        """What waits with the settings of the first of it, cancelled ones left out; nothing where the thread ends."""
-        with self._changed:
-            while self._waiting:
-                known = 0
-                while known < len(self._waiting):
-                    known = len(self._waiting)
-                    self._changed.wait(QUIET_SECONDS)
-                if not self._waiting:
-                    break  # closed meanwhile
-                sampling = self._waiting[0][2]
-                together = [one for one in self._waiting if one[2] == sampling]
-                self._waiting = [one for one in self._waiting if one[2] != sampling]
-                if batch := [one for one in together if one[0].set_running_or_notify_cancel()]:
-                    self._at_work = [future for future, _, _ in batch]
-                    return batch
-            self._thread = None
-            return []
+    def completions(
+        self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None
+    ) -> list[Completion | None]:
+        """Sample the model's turn in each conversation, which gains the ids that the model read and not its reply.
 
-    def _settle(self, end: Callable[[Future[Completion], int], None]) -> None:
-        """End each future of the batch under way; `close` may have done so."""
-        with self._changed:
-            ended, self._at_work = self._at_work, []
-        for i, future in enumerate(ended):
-            end(future, i)
+        Returns None and raises as `requests` does.
+        """
+        requests = self.requests(conversations)
+        asked = [request for request in requests if request is not None]
+        completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
+        return [None if request is None else next(completions) for request in requests]
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
+
+        Raises DataError for missing entries or entries of the wrong type, PolicyError when the engine fails.
+        """
+        from rlpost.torchrl.face import call
+
+        return call(self, tensordict)
+
+    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
+        """log π of every id of each sequence, given those before it, at the sampling temperature (0: at 1).
+
+        One 1-D float32 tensor per sequence; 0 for its first id, which nothing predicts. Raises PolicyError if this
+        policy cannot compute them.
+        """
+        raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """Engine number -> sums of that engine's own weights: of all, or of those it calls `names`.
+
+        An engine that cannot compute sums is left out.
+        """
+        return {}
+
+    def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
+        """The next request of each conversation, which gains the ids of messages that have none.
+
+        None if a later turn has no room left. Raises DataError for a first prompt longer than its
+        environment or the context allows.
+        """
+        return [self._request(conversation) for conversation in conversations]
+
+    @cached_property
+    def continuation(self) -> Continuation:
+        """Renders conversations for this policy's model."""
+        return Continuation(self.tokenizer)
+
+    def _request(self, conversation: Conversation) -> Request | None:
+        """Append the new prompt ids and return the next request; without room for a reply, append nothing: None."""
+        if not conversation.prompt_ids:
+            self.continuation.begin(conversation)
+        new: list[int] = []
+        if conversation.turns:
+            new = self.continuation.observation_ids(conversation)
+        else:
+            self._check_prompt(conversation)
+        length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
+        room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
+        if conversation.turns and self.max_model_len is not None:
+            room = min(room, self.max_model_len - length)
+        if room < 1:
+            return None
+        conversation.add_observation(new)
+        seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
+        return Request(conversation.prompt_ids + conversation.response_ids, room, seed)
+
+    def _check_prompt(self, conversation: Conversation) -> None:
+        """Raise DataError for a prompt that leaves its completion no room, or is longer than the environment allows."""
+        length, limit = len(conversation.prompt_ids), conversation.max_prompt_tokens
+        place = conversation.where or f"draw {conversation.group_id}"
+        prompt = f"the prompt of {place} ({conversation.query[:60]!r}...) has {length} tokens"
+        if limit is not None and length > limit:
+            raise DataError(f"{prompt}, more than env.max_prompt_tokens={limit}: raise it, or leave the row out")
+        context = self.max_model_len
+        if context is not None and length + conversation.max_completion_tokens > context:
+            room = context - length
+            advice = f"type env.max_completion_tokens={room} or less" if room > 0 else "shorten the row or leave it out"
+            raise DataError(
+                f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
+                f"model's context of {context} tokens; {advice}"
+            )
 
 
-# words of `generate_kwargs`, under the name that both spellings of one thing share
+def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> int:
+    """A 63-bit seed that depends on its arguments alone, so no sampler state has to be saved."""
+    key = f"{run_seed}/{group_id}/{sample}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+# How a policy is called on a TensorDict
+
+# word of `generate_kwargs` -> the name for all spellings of that word
 SPELLINGS = {
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
@@ -159,8 +244,8 @@ SPELLINGS = {
     "stop_strings": "stop",
     "do_sample": "do_sample",
 }
-SAMPLING = tuple(field.name for field in fields(SamplingSettings))  # those that say how a completion is drawn
-# what other samplers know and this one has not: the trained log-probs would be of another distribution
+SAMPLING = tuple(field.name for field in fields(SamplingSettings))
+# rlpost has none of these: the trained log-probs would be those of another distribution
 NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -168,26 +253,24 @@ NOT_SAMPLED_WITH = ("repetition_penalty", "frequency_penalty", "presence_penalty
 class Face:
     """The TensorDict face of a policy, `policy(tensordict)`.
 
-    With `generate` it takes the model's turn: it reads the prompts as `input_mode` says, and writes
+    With `generate` the policy takes the model's turn: it reads the prompts as `input_mode` says, and writes
     text, tokens, masks, log-probs and, in the mode history, messages, each with `prompt`,
-    `response` and `full`; `rlpost.torchrl.face` says how. Without, it gives the log-probs of
-    whole sequences, `("log_probs", "full")`, where the first token, which nothing predicts, has 0.
+    `response` and `full` (see `rlpost.torchrl.face`). Without, it writes the log-probs of
+    whole sequences, `("log_probs", "full")`; the first token, which nothing predicts, has 0.
 
-    Where ids are there they are read, whatever the mode: a conversation under way goes on from
-    those that were sampled, and text is never tokenised a second time. `input_key` names an entry
-    that is to be read in their stead.
+    If the batch holds ids, they are read in every mode: a conversation continues from the ids that were
+    sampled, and its text is never tokenised a second time. `input_key` names an entry to read instead.
 
     `generate_kwargs`: `max_new_tokens`, `num_return_sequences` (or `num_samples` of its own),
     `do_sample`, and `temperature`, `top_p`, `top_k`, `min_p` and `stop` as in `SamplingSettings`;
     `max_tokens` and `n` are other words for the first two, `stop_strings` and `stop_sequences` for the last.
-    `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors, prompts
-    padded on the left and responses on the right, for ragged ones. `inplace`: the TensorDict itself
-    is written into and returned; False: a copy of it; "empty": a new one with what is written
-    alone; None: itself where the batch keeps its shape, which has to be one row or one dimension.
-    What is written goes to `device`. A group whose `..._key` is None is not written.
-    `chat_template_name` names a template of `rlpost.data.chat_templates`, for the tokenizer's own.
+    `num_samples=n` turns a batch (B,) into (B, n). `pad_output` writes dense tensors instead of ragged ones,
+    prompts padded on the left and responses on the right. `inplace=True` writes into the TensorDict and returns it,
+    False into a copy, "empty" into a new one with the written entries alone; None means True if the batch keeps its
+    shape, which must be one row or one dimension. Written entries go to `device`. A group whose `..._key` is None
+    is not written. `chat_template_name` replaces the tokenizer's template by one of `rlpost.data.chat_templates`.
 
-    Raises ConfigError for what contradicts itself or is unknown.
+    Raises ConfigError for contradictory or unknown arguments.
     """
 
     input_mode: InputMode | str = InputMode.history
@@ -226,7 +309,7 @@ class Face:
 
     @property
     def mode(self) -> InputMode:
-        """`input_mode`, as the enumeration it is."""
+        """`input_mode`, for type checkers."""
         return InputMode.of(self.input_mode)
 
     @property
@@ -236,19 +319,19 @@ class Face:
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How many tokens a completion has at most, besides what its conversation says; None: no other limit."""
+        """Most new tokens of a completion, beside the limit of its conversation; None: no further limit."""
         return self.generate_kwargs.get("max_new_tokens")
 
     @property
     def prompt_key(self) -> Key:
-        """The entry that is read in this mode, where no ids are there."""
+        """The entry that this mode reads if the batch holds no ids."""
         if self.input_key is not None:
             return self.input_key
         group = getattr(self, f"{self.mode.value}_key") or self.mode.value
         return (group, "prompt" if self.generate else "full")
 
     def sampling(self, settings: SamplingSettings | None) -> SamplingSettings:
-        """`settings`, else the defaults, changed by what `generate_kwargs` says. Raises ConfigError."""
+        """`settings`, or the defaults, with the values of `generate_kwargs`. Raises ConfigError."""
         asked = {name: self.generate_kwargs[name] for name in SAMPLING if name in self.generate_kwargs}
         greedy = self.generate_kwargs.get("do_sample") is False
         if greedy and asked.get("temperature", 0.0) != 0:
@@ -260,7 +343,7 @@ class Face:
         return replace(settings or SamplingSettings(), **asked, **({"temperature": 0.0} if greedy else {}))
 
     def with_template(self, tokenizer: Any) -> Any:
-        """`tokenizer`, with the chat template that this face names: a copy then. Raises ConfigError for none."""
+        """`tokenizer`, or a copy with the chat template that this face names. Raises ConfigError for an unknown one."""
         if self.chat_template_name is None:
             return tokenizer
         from rlpost.data.chat_templates import chat_template
@@ -271,7 +354,7 @@ class Face:
 
 
 def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of `generate_kwargs` under one name each. Raises ConfigError for two of one, and for others."""
+    """`generate_kwargs` with one name per thing. Raises ConfigError for unknown words and two words for one thing."""
     chosen: dict[str, Any] = {}
     words: dict[str, str] = {}
     for word, value in given.items():
@@ -289,200 +372,31 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def request_seed(run_seed: int, group_id: int, sample: int, turn: int = 0) -> int:
-    """A 63-bit seed that depends on nothing but its arguments, so no sampler state has to be saved."""
-    key = f"{run_seed}/{group_id}/{sample}/{turn}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+# How completions are drawn
 
-
-class Policy(ABC):
-    """Samples completions with one engine, and knows the version of the weights it samples with.
-
-    `version` is the weight updater's to change, after a push has wholly succeeded: by `become`, which
-    `load_folder` calls for it. Building a policy does no I/O; `start` does. Called on a TensorDict, a policy answers
-    its prompts or scores its sequences, as `face` says.
-    """
-
-    shares_weights = True  # whether a push has nothing to send: it samples from the trainer's tensors, or from none
-    pushes = "weight_sync.base:SharedWeights"  # under rlpost: what makes its weight updater, called with the policy
-    tokenizer: Any  # a transformers tokenizer with a chat template
-    max_model_len: int | None = None  # longest prompt plus completion that the engine takes; None: unknown
-
-    def __init__(self, *, sampling: SamplingSettings, seed: int = 0, face: Face | None = None) -> None:
-        self.sampling = sampling
-        self.seed = seed
-        self.face = face or Face()
-        self.rows_asked = 0  # of TensorDicts without conversations of an environment, which number each row
-        self.version: PolicyVersionLabel = 0
-        # (unix time, old, new) of each push; bounded, since a long run makes one a step
-        self.version_history: deque[tuple[float, PolicyVersionLabel, PolicyVersionLabel]] = deque(maxlen=1000)
-        self.on_ended: Callable[[int], None] | None = None  # told, while `generate` works, how many have ended
-        self.tokens_sampled = 0  # in all, those under way included where the engine tells
-        self.reload: Callable[[], None] | None = None  # brings the present weights to an engine that was started anew
-        self.batching = Batching()  # of what is submitted; its lock is held while `generate` samples or weights change
-
-    @cached_property
-    def name(self) -> str:
-        """What a run calls it."""
-        return type(self).__name__
-
-    def start(self) -> None:  # noqa: B027  not every policy has something to load
-        """Load what is needed to sample; a second call does nothing."""
-
-    def close(self) -> None:
-        """Give back what `start` took; what was submitted and has not ended ends with PolicyError."""
-        self.batching.close()
-
-    def rest(self) -> None:  # noqa: B027
-        """Give back the memory that only sampling needs, while nothing is sampled; the next call takes it again."""
-
-    @abstractmethod
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """One completion a request, in their order, each stamped with the version it was sampled under.
-
-        Raises PolicyError when the engine fails.
-        """
-
-    def submit(self, request: Request, sampling: SamplingSettings | None = None) -> Future[Completion]:
-        """One completion, sampled beside others that are submitted meanwhile, from any thread.
-
-        The future ends with what `generate` raises where that fails. It may be cancelled: a request whose
-        batch has not begun is left out then, and one that vLLM works on is aborted. Raises PolicyError once the
-        policy is closed.
-        """
-        return self.batching.submit(self.generate, request, sampling or self.sampling)
-
-    def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
-        """Take up the weights in the *.safetensors of `folder`, named as in a checkpoint: `version` from then on.
-
-        For a weight updater alone. Raises PolicyError, and changes nothing, where they are not those of
-        the model that samples, or this policy has none.
-        """
-        raise PolicyError(f"{type(self).__name__} takes no weights from a folder")
-
-    def load_adapter_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
-        """Sample with the peft adapter in `folder`, and be `version` from then on: as `load_folder` otherwise."""
-        raise PolicyError(
-            f"{type(self).__name__} applies no adapter to weights of its own: bring it merged weights (load_folder)"
-        )
-
-    def become(self, version: PolicyVersionLabel) -> None:
-        """Be `version` from now on, whose weights have all arrived: for what brought them."""
-        old, self.version = self.version, version
-        self.version_history.append((time.time(), old, version))
-
-    def reply(self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None) -> None:
-        """Let the model take its turn in each conversation, in place.
-
-        A later turn for which the model's context has no room left is not taken: `finish_reason` says
-        "context" then. Raises DataError for a first prompt longer than its environment or the context allows.
-        """
-        for conversation, completion in zip(conversations, self.completions(conversations, sampling), strict=True):
-            if completion is None:
-                conversation.finish_reason = "context"
-            else:
-                conversation.add_completion(completion)
-
-    def completions(
-        self, conversations: Sequence[Conversation], sampling: SamplingSettings | None = None
-    ) -> list[Completion | None]:
-        """The model's turn in each conversation, which gains what the model read and not what it said.
-
-        None, and raises, as `requests` says.
-        """
-        requests = self.requests(conversations)
-        asked = [request for request in requests if request is not None]
-        completions = iter(self.generate(asked, sampling or self.sampling) if asked else [])
-        return [None if request is None else next(completions) for request in requests]
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Take the model's turn in each row of `tensordict`, or give each row's log-probs: see `Face`.
-
-        Raises DataError for entries that are missing or of another kind, PolicyError when the engine fails.
-        """
-        from rlpost.torchrl.face import call
-
-        return call(self, tensordict)
-
-    def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
-        """log π of every id of each sequence, given those before it, at the sampling temperature (0: at 1).
-
-        1-D float32 a sequence; 0 for its first id, which nothing predicts. Raises PolicyError where
-        this policy cannot tell.
-        """
-        raise PolicyError(f"{type(self).__name__} gives no log-probs of whole sequences: use a TransformersWrapper")
-
-    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
-        """The sums of each engine's own weights, all or those it calls `names`, by the engine's number.
-
-        Of an engine that cannot tell there are none.
-        """
-        return {}
-
-    def requests(self, conversations: Sequence[Conversation]) -> list[Request | None]:
-        """What to sample next in each conversation, which gains the ids of messages that have none.
-
-        None where a later turn has no room left. Raises DataError for a first prompt longer than its
-        environment or the context allows.
-        """
-        return [self._request(conversation) for conversation in conversations]
-
-    @cached_property
-    def continuation(self) -> Continuation:
-        """Renders conversations for this policy's model."""
-        return Continuation(self.tokenizer)
-
-    def _request(self, conversation: Conversation) -> Request | None:
-        """What to sample next, the prompt's new ids appended; None, and nothing appended, without room for a reply."""
-        if not conversation.prompt_ids:
-            self.continuation.begin(conversation)
-        new: list[int] = []
-        if conversation.turns:
-            new = self.continuation.observation_ids(conversation)
-        else:
-            self._check_prompt(conversation)
-        length = len(conversation.prompt_ids) + len(conversation.response_ids) + len(new)
-        room = min(conversation.max_completion_tokens, self.face.max_new_tokens or conversation.max_completion_tokens)
-        if conversation.turns and self.max_model_len is not None:
-            room = min(room, self.max_model_len - length)
-        if room < 1:
-            return None
-        conversation.add_observation(new)
-        seed = request_seed(self.seed, conversation.group_id, conversation.sample, conversation.turns)
-        return Request(conversation.prompt_ids + conversation.response_ids, room, seed)
-
-    def _check_prompt(self, conversation: Conversation) -> None:
-        """Raise DataError for a prompt that leaves its completion no room, or is longer than the environment allows."""
-        length, limit = len(conversation.prompt_ids), conversation.max_prompt_tokens
-        place = conversation.where or f"draw {conversation.group_id}"
-        prompt = f"the prompt of {place} ({conversation.query[:60]!r}...) has {length} tokens"
-        if limit is not None and length > limit:
-            raise DataError(f"{prompt}, more than env.max_prompt_tokens={limit}: raise it, or leave the row out")
-        context = self.max_model_len
-        if context is not None and length + conversation.max_completion_tokens > context:
-            room = context - length
-            advice = f"type env.max_completion_tokens={room} or less" if room > 0 else "shorten the row or leave it out"
-            raise DataError(
-                f"{prompt}: with env.max_completion_tokens={conversation.max_completion_tokens} that is more than the "
-                f"model's context of {context} tokens; {advice}"
-            )
-
-
-MORE_IDS = 8  # than a stop text has bytes: of ids that are none of its characters
+MORE_IDS = 8  # looked at beyond the bytes of a stop string, for ids that decode to none of its characters
 
 
 def training_sampling(settings: SampledSettings) -> SamplingSettings:
-    """Of the completions that are learned from: at the environment's own temperature."""
+    """How training samples completions: at the environment's own temperature unless one is set."""
     return _drawn(settings.sampling, settings.env.train_temperature)
 
 
 def evaluation_sampling(asked: EvalSamplingSettings, samples: int) -> SamplingSettings:
-    """Of an evaluation: greedily for one completion a prompt, else at temperature 1."""
+    """How an evaluation samples: greedily for one completion a prompt, otherwise at temperature 1."""
     return _drawn(asked, 0.0 if samples == 1 else 1.0)
 
 
+def _drawn(settings: DrawSettings, temperature: float) -> SamplingSettings:
+    """`settings`, at `temperature` if they set none."""
+    values: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(DrawSettings)}
+    if settings.temperature is None:
+        values["temperature"] = temperature
+    return SamplingSettings(**values)
+
+
 def check_whole(sampling: SamplingSettings) -> None:
-    """Raise ConfigError where `sampling` draws from a part of the distribution, and the whole one is asked for."""
+    """Raise ConfigError if `sampling` filters the distribution: log-probs of whole sequences need all of it."""
     if sampling.filters and sampling.temperature > 0:
         key, value = next(iter(sampling.filters.items()))
         raise ConfigError(
@@ -491,19 +405,17 @@ def check_whole(sampling: SamplingSettings) -> None:
 
 
 def ends_with_stop(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> bool:
-    """Whether the text of the last of `ids`, special tokens left out, holds one of the texts in `stop`.
+    """Whether the text of the last `ids`, without special tokens, holds one of the strings in `stop`.
 
-    As many are looked at as a text can be spread over: asked after each id, this is True at the first that
-    completes one. A character that is not whole yet is no text.
+    Reads as many ids as a stop string can be spread over: called after each id, it returns True at the first id that
+    completes one. Incomplete characters do not count.
     """
     last = ids[-max(len(text.encode()) for text in stop) - MORE_IDS :]
-    said = tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return any(text in said.rstrip("\ufffd") for text in stop)
+    decoded = tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False).rstrip("\ufffd")
+    return any(text in decoded for text in stop)
 
 
-def _drawn(asked: DrawSettings, usual: float) -> SamplingSettings:
-    said: dict[str, Any] = {field.name: getattr(asked, field.name) for field in fields(DrawSettings)}
-    return SamplingSettings(**{**said, "temperature": usual if asked.temperature is None else asked.temperature})
+# Distributions over tokens
 
 
 class MaskedCategorical(Categorical):
@@ -523,7 +435,7 @@ class MaskedCategorical(Categorical):
 
 
 class CategoricalSequential(ABC):
-    """What a policy is whose distributions can be had: a model of which the logits are known.
+    """Mixed into a policy whose logits are known: gives its distributions over tokens.
 
     Each method reads the sequences of a TensorDict as `policy(tensordict)` with `generate=False`
     does, `("tokens", "full")` if it is there, and pads them on the right: T is the longest. The
@@ -541,9 +453,9 @@ class CategoricalSequential(ABC):
         """(B, T, V) float32 logits that follow each of `tokens` (B, T), where `attention_mask` (B, T) is True."""
 
     def get_dist(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """The distributions of what the model said, or of every token where nothing says what that is.
+        """The distributions of the model's own tokens, or of every token if nothing marks those.
 
-        It is what `("masks", "all_assistant_mask")` or the messages mark, else what stands behind
+        `("masks", "all_assistant_mask")` or the messages mark them; otherwise they are whatever follows
         `("tokens", "prompt")`.
         """
         sequences = self._reader().sequences(tensordict)
@@ -554,7 +466,7 @@ class CategoricalSequential(ABC):
         return self.get_dist_with_attention_mask(tensordict)
 
     def get_dist_with_prompt_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of everything behind `("tokens", "prompt")`. Raises DataError where a sequence does not begin with it."""
+        """Of everything after `("tokens", "prompt")`. Raises DataError if a sequence does not begin with its prompt."""
         reader = self._reader()
         sequences = reader.sequences(tensordict)
         prompts = reader.ids(tensordict, ("tokens", "prompt"))
@@ -568,7 +480,7 @@ class CategoricalSequential(ABC):
         return self._dist([sequence.ids for sequence in sequences], masks)
 
     def get_dist_with_assistant_mask(self, tensordict: TensorDictBase) -> MaskedCategorical:
-        """Of the assistant's tokens. Raises DataError where the batch does not say which those are."""
+        """Of the assistant's tokens. Raises DataError if the batch does not mark them."""
         sequences = self._reader().sequences(tensordict)
         masks = [sequence.sampled for sequence in sequences if sequence.sampled is not None]
         if len(masks) < len(sequences):
@@ -585,7 +497,7 @@ class CategoricalSequential(ABC):
         return self._dist(ids, [[True] * len(row) for row in ids])
 
     def get_dist_with_custom_mask(self, tensordict: TensorDictBase, mask: torch.Tensor) -> MaskedCategorical:
-        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError where it is too short."""
+        """Of the tokens where `mask`, ragged or (B, T), is True. Raises DataError if it is too short."""
         sequences = self._reader().sequences(tensordict)
         rows = list(mask.unbind())
         ids = [sequence.ids for sequence in sequences]
@@ -594,7 +506,7 @@ class CategoricalSequential(ABC):
         return self._dist(ids, [m[: len(row)].tolist() for m, row in zip(rows, ids, strict=True)])
 
     def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """(B, T) log π of the tokens, 0 where `get_dist`'s mask is False."""
+        """(B, T) log π of the tokens, 0 outside the mask of `get_dist`."""
         ids = [torch.tensor(sequence.ids) for sequence in self._reader().sequences(tensordict)]
         dist = self.get_dist(tensordict)
         return dist.log_prob(padded(ids, padding_id(self.tokenizer)).to(dist.mask.device))
@@ -615,3 +527,95 @@ class CategoricalSequential(ABC):
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
         counted[:, 0] = False
         return MaskedCategorical(shifted, counted.to(logits.device))
+
+
+# Requests that are sampled together
+
+QUIET_SECONDS = 0.002  # without a further request before a batch begins, so that bursts are sampled together
+CLOSE_SECONDS = 10.0  # longest wait for the running batch when the policy is closed
+
+
+class Batching:
+    """The pending requests of one policy, and the lock under which it samples and loads weights.
+
+    A thread samples all pending requests of equal sampling settings with one call, and repeats that until none is
+    left. A copy, in another process too, starts without pending requests.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._changed = threading.Condition()  # guards all attributes below
+        self._waiting: list[Waiting] = []
+        self._at_work: list[Future[Completion]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batching, ()
+
+    def submit(self, generate: Generate, request: Request, sampling: SamplingSettings) -> Future[Completion]:
+        """Sample `request` with `generate`, together with the pending ones. Raises PolicyError once closed."""
+        future: Future[Completion] = Future()
+        with self._changed:
+            if self._closed:
+                raise PolicyError("the policy is closed and samples no more: build another")
+            self._waiting.append((future, request, sampling))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(generate,), name="rlpost-batches", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return future
+
+    def close(self) -> None:
+        """Fail all pending requests with PolicyError; the running batch too, if it takes over `CLOSE_SECONDS`."""
+        with self._changed:
+            self._closed = True
+            left = [future for future, _, _ in self._waiting if future.set_running_or_notify_cancel()]
+            self._waiting.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():  # whose batch fails by itself
+            thread.join(CLOSE_SECONDS)
+            with self._changed:
+                left += self._at_work
+                self._at_work = []
+        for future in left:
+            future.set_exception(PolicyError("the policy was closed before this completion was sampled"))
+
+    def _run(self, generate: Generate) -> None:
+        while batch := self._next_batch():
+            try:
+                made = generate([request for _, request, _ in batch], batch[0][2])
+                if len(made) != len(batch):
+                    raise PolicyError(f"the policy gave {len(made)} completions for {len(batch)} requests")
+            except BaseException as error:  # noqa: BLE001  raised again in the waiting threads
+                failure = error
+                self._settle(lambda future, _, failure=failure: future.set_exception(failure))
+            else:
+                self._settle(lambda future, i, made=made: future.set_result(made[i]))
+
+    def _next_batch(self) -> list[Waiting]:
+        """The pending requests with the settings of the first, without cancelled ones; empty: the thread ends."""
+        with self._changed:
+            while self._waiting:
+                known = 0
+                while known < len(self._waiting):
+                    known = len(self._waiting)
+                    self._changed.wait(QUIET_SECONDS)
+                if not self._waiting:
+                    break  # closed meanwhile
+                sampling = self._waiting[0][2]
+                together = [one for one in self._waiting if one[2] == sampling]
+                self._waiting = [one for one in self._waiting if one[2] != sampling]
+                if batch := [one for one in together if one[0].set_running_or_notify_cancel()]:
+                    self._at_work = [future for future, _, _ in batch]
+                    return batch
+            self._thread = None
+            return []
+
+    def _settle(self, end: Callable[[Future[Completion], int], None]) -> None:
+        """Apply `end` to each future of the running batch, unless `close` has ended them."""
+        with self._changed:
+            ended, self._at_work = self._at_work, []
+        for i, future in enumerate(ended):
+            end(future, i)

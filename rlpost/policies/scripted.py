@@ -1,4 +1,4 @@
-"""Canned replies: the one fake policy that users and tests share."""
+"""A policy that gives canned replies: the one fake that users and tests share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlpost.settings import SamplingSettings, ScriptedSettings
 class ScriptedPolicy(Policy):
     """Gives `replies` in turn: the i-th request of a call gets reply i modulo their number.
 
-    Its ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows
-    is cut, as a model's would be. Every id is certain, so each log-prob is 0. Other keyword
-    arguments say how it is called on a TensorDict: see `Face`.
+    The ids are the reply's tokens and the end-of-turn token; a reply longer than the request allows is truncated,
+    like a model's. Every id is certain, so each log-prob is 0. Other keyword arguments say how the policy is called
+    on a TensorDict: see `Face`.
 
     >>> from rlpost.envs import ChatEnv
     >>> from rlpost.models import load_tokenizer, locate_model
@@ -50,7 +50,7 @@ class ScriptedPolicy(Policy):
     def of(
         cls, settings: ScriptedSettings, folder: Path, tokenizer: Any, *, model: Any, model_settings: Any, **more: Any
     ) -> Self:
-        """The policy that `settings` describe; no model is read."""
+        """The policy that `settings` describe; it reads no model."""
         return cls(settings.replies, tokenizer, **more)
 
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
@@ -64,7 +64,7 @@ class ScriptedPolicy(Policy):
         return made
 
     def load_folder(self, folder: Path, version: PolicyVersionLabel) -> None:
-        """See `Policy.load_folder`; it has no weights, so any folder will do."""
+        """See `Policy.load_folder`; it has no weights, so any folder is fine."""
         with self.batching.lock:
             self.become(version)
 

@@ -1,4 +1,4 @@
-"""Sampling with transformers, from the very weights that are trained.
+"""Sampling with transformers, from the trained weights themselves.
 
 The loop is our own rather than `model.generate`, so that a completion depends on its request's seed
 alone, and log-probs and masks are those of exactly the sampled ids.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from rlpost.data.conversation import Completion, PolicyVersionLabel
 from rlpost.errors import ConfigError
@@ -26,11 +26,11 @@ from rlpost.model.weights import EngineSums, SavedWeights, as_engine_sums, copy_
 from rlpost.policies.base import CategoricalSequential, Face, Policy, Request, check_whole, ends_with_stop
 from rlpost.settings import Autocast, SamplingSettings, TransformersSettings
 
-TOKENS_TOGETHER = 16384  # of sequences whose log-probs are read in one forward
+TOKENS_TOGETHER = 16384  # most packed tokens in one forward that reads log-probs
 
 
 class SampledToken(NamedTuple):
-    """One sampled token: of which request, its log-prob as it was sampled, and whether it ends the completion."""
+    """One sampled token: its request's number, its log-prob, and whether it ends the completion."""
 
     request: int
     token: int
@@ -41,10 +41,9 @@ class SampledToken(NamedTuple):
 class TransformersWrapper(Policy, CategoricalSequential):
     """A policy sampled with transformers.
 
-    `model` is shared with the trainer, so there is no second copy and a weight push only raises the
-    version. At most `max_num_seqs` completions are under way at once. Without a `tokenizer` it is
-    that of the folder or hub id the model was loaded from. Other keyword arguments say how the
-    policy is called on a TensorDict: see `Face`.
+    The trainer shares `model`, so there is no second copy and a weight push only raises the version. At most
+    `max_num_seqs` completions are sampled at once. `tokenizer` defaults to that of the folder or hub id that the
+    model was loaded from. Other keyword arguments say how the policy is called on a TensorDict: see `Face`.
 
     >>> from rlpost.envs import ChatEnv
     >>> from rlpost.models import load_model, load_tokenizer, locate_model
@@ -77,8 +76,11 @@ class TransformersWrapper(Policy, CategoricalSequential):
         self.tokenizer = chosen.with_template(_tokenizer_of(model) if tokenizer is None else tokenizer)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = getattr(model.config, "max_position_embeddings", None)
-        self.autocast = _resolved(autocast, model.device)
-        self._stop_ids = torch.tensor(sorted(stop_ids(model, self.tokenizer)), device=model.device)
+        if autocast is Autocast.auto:
+            fast, _ = bfloat16_is_fast(model.device)
+            autocast = Autocast.bfloat16 if fast else Autocast.none
+        self.autocast = autocast
+        self._stop_ids = torch.tensor(sorted(_stop_ids(model, self.tokenizer)), device=model.device)
 
     @classmethod
     def of(
@@ -91,7 +93,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
         model_settings: Any,
         **more: Any,
     ) -> Self:
-        """The policy that `settings` describe: `model`, the trainer's, or else that of `folder`."""
+        """The policy that `settings` describe, on the trainer's `model` or, without one, on that of `folder`."""
         model = load_model(folder, model_settings) if model is None else model
         most = settings.max_num_seqs
         return cls(model, tokenizer, max_num_seqs=most, autocast=model_settings.autocast, **more)
@@ -99,7 +101,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
     def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
         """See `Policy.generate`."""
         completions: list[Completion] = []
-        with self.batching.lock, self.inference():  # one for all of it, so that each weight is cast once
+        with self.batching.lock, self.inference():  # once, so that autocast casts each weight once
             for start in range(0, len(requests), self.max_num_seqs):
                 together = requests[start : start + self.max_num_seqs]
                 completions += self._generate_together(together, sampling, before=start)
@@ -118,13 +120,13 @@ class TransformersWrapper(Policy, CategoricalSequential):
             return {0: as_engine_sums(sums_of(self.model, own))}
 
     def token_log_probs(self, sequences: Sequence[Sequence[int]], sampling: SamplingSettings) -> list[torch.Tensor]:
-        """See `Policy.token_log_probs`; with a gradient unless torch's are off. Nothing is padded.
+        """See `Policy.token_log_probs`; with a gradient unless gradients are off. Nothing is padded.
 
-        Raises ConfigError under a filter such as top-p, which leaves some ids without any probability.
+        Raises ConfigError under a filter such as top-p, which gives some ids no probability.
         """
         check_whole(sampling)
         rows = [torch.tensor(ids) for ids in sequences]
-        # the first id is read as the prompt of the others, which are all looked at
+        # the first id is the prompt, all others count as sampled
         packed = [
             Row(ids[:1], ids[1:], torch.ones(len(ids) - 1, dtype=torch.bool), torch.zeros(len(ids) - 1), 0.0)
             for ids in rows
@@ -154,24 +156,24 @@ class TransformersWrapper(Policy, CategoricalSequential):
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """The model without gradients, in the format it computes in: `draws` is to be consumed inside."""
+        """Without gradients and under autocast: a block in which to consume `draws`."""
         attention = verdict_of(self.model).attention
         with torch.no_grad(), autocast(self.autocast, self.model.device), attending(self.model.config, attention):
             yield
 
     @property
     def takes_cache(self) -> bool:
-        """Whether `draws` reads the keys and values that an earlier call left in a cache."""
+        """Whether `draws` can continue from the keys and values that an earlier call left in a cache."""
         return verdict_of(self.model).sampling == "padded"
 
     def draws(
         self, requests: Sequence[Request], sampling: SamplingSettings, cache: DynamicCache | None = None
     ) -> Iterator[list[SampledToken]]:
-        """Sample token by token: in each step one `SampledToken` for every completion that is under way.
+        """Sample token by token: each step yields a `SampledToken` for every completion that has not ended.
 
         `cache` may hold the keys and values of the first ids of a single request's prompt, at most
-        all but one of them; afterwards it holds those of the prompt and of what was drawn, the last
-        token excepted. Raises ValueError for a cache where `takes_cache` is False.
+        all but one of them; afterwards it holds those of the prompt and of all drawn tokens but the last. Raises
+        ValueError for a cache if `takes_cache` is False.
         """
         device = self.model.device
         limits = torch.tensor([request.max_tokens for request in requests], device=device)
@@ -187,8 +189,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
             if sampling.stop:
                 for row, token in zip(alive.tolist(), chosen.tolist(), strict=True):
                     ids[row].append(token)
-                said = [ends_with_stop(self.tokenizer, ids[row], sampling.stop) for row in alive.tolist()]
-                stop |= torch.tensor(said, device=device)
+                ended = [ends_with_stop(self.tokenizer, ids[row], sampling.stop) for row in alive.tolist()]
+                stop |= torch.tensor(ended, device=device)
             drawn = zip(alive.tolist(), chosen.tolist(), log_probs.tolist(), stop.tolist(), strict=True)
             yield [SampledToken(*one) for one in drawn]
             going = ~stop & (step + 1 < limits[alive])
@@ -200,7 +202,7 @@ class TransformersWrapper(Policy, CategoricalSequential):
     def _generate_together(
         self, requests: Sequence[Request], sampling: SamplingSettings, *, before: int
     ) -> list[Completion]:
-        """Completions under way at once, `before` of the call having ended already."""
+        """Sample these requests at once; `before` completions of the call have ended already."""
         ids: list[list[int]] = [[] for _ in requests]
         log_probs: list[list[float]] = [[] for _ in requests]
         stopped = [False] * len(requests)
@@ -229,8 +231,8 @@ class TransformersWrapper(Policy, CategoricalSequential):
 def draw(logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row and its log-prob under the distribution it was drawn from.
 
-    `logits` (B, V) float32, `uniforms` (B,) in [0, 1): the inverse of the cumulative distribution at
-    that point. Temperature 0 takes the likeliest token; its log-prob is then that at temperature 1.
+    `logits` (B, V) float32; `uniforms` (B,) in [0, 1), at which the inverse of the cumulative distribution is taken.
+    Temperature 0 takes the most likely token, with its log-prob at temperature 1.
     """
     if sampling.temperature == 0:
         log_probs = logits.log_softmax(-1)
@@ -244,9 +246,9 @@ def draw(logits: torch.Tensor, sampling: SamplingSettings, uniforms: torch.Tenso
 
 
 def _filtered(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
-    """`logits` (B, V) with -inf for what the filters leave out, in vLLM's order: min-p, top-k, top-p.
+    """`logits` (B, V) with -inf where a filter drops the id, in vLLM's order: min-p, top-k, top-p.
 
-    Ids as likely as the last that top-k keeps are kept too. top-p keeps the smallest set of that probability.
+    top-k also keeps ids as likely as the last one it keeps. top-p keeps the smallest set of that probability.
     """
     nothing = float("-inf")
     if sampling.min_p > 0:
@@ -261,31 +263,22 @@ def _filtered(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
     return logits
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Ids that end a completion: the tokenizer's end-of-turn and those of the generation config."""
+def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Ids that end a completion: the tokenizer's end-of-turn id and those of the generation config."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
     return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
 
 
-def _resolved(kind: Autocast, device: torch.device) -> Autocast:
-    if kind is not Autocast.auto:
-        return kind
-    fast, _ = bfloat16_is_fast(device)
-    return Autocast.bfloat16 if fast else Autocast.none
-
-
 def _tokenizer_of(model: PreTrainedModel) -> Any:
-    """The tokenizer beside the weights of `model`. Raises ConfigError for a model that was not loaded from any."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of the folder that `model` was loaded from. Raises ConfigError if it was not loaded."""
     if not model.name_or_path:
         raise ConfigError("the model was not loaded from a folder, so no tokenizer lies beside it: pass tokenizer=")
     return AutoTokenizer.from_pretrained(model.name_or_path, trust_remote_code=False)
 
 
 def _uniforms(requests: Sequence[Request]) -> torch.Tensor:
-    """(B, T) numbers in [0, 1), row by row from each request's own seed."""
+    """(B, T) numbers in [0, 1), one row per request, from its own seed."""
     longest = max(request.max_tokens for request in requests)
     generator = torch.Generator()
     return torch.stack([torch.rand(longest, generator=generator.manual_seed(r.seed)) for r in requests])

@@ -1,8 +1,6 @@
-"""The ways of running vLLM, each with the same few methods.
+"""The ways of running vLLM, each an engine with the same few methods, and what surrounds vLLM's own process.
 
 vLLM is imported when an engine starts, never before.
-
-What stands around vLLM's own process: its environment and sockets, waits that end, and what is handed over.
 """
 
 from __future__ import annotations
@@ -36,174 +34,64 @@ from rlpost.remote.orphans import guard
 from rlpost.settings import Engine, VLLMSettings
 from rlpost.text import readable
 
-ENGINE_SHARES = 160 << 20  # bytes of shared memory that vLLM takes for an engine in its own process
-SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder that vLLM makes its sockets in
-
-HEAD = "lm_head.weight"  # in a checkpoint; left out of most whose head is tied
-
-_setting = threading.RLock()  # held while variables are set: again by the thread that sets several
+ENGINE_SHARES = 160 << 20  # bytes of shared memory that an engine in its own process takes
+SOCKETS = "VLLM_RPC_BASE_PATH"  # variable that names the folder of vLLM's sockets
+HEAD = "lm_head.weight"  # in a checkpoint; most models with a tied head leave it out
+TELL_EVERY = 0.5  # seconds between two progress reports
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
-def unreached_by_the_terminal() -> None:
-    """Let what this thread starts from now on miss Ctrl-C and a closed terminal, which are for the whole program.
+def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
+    """Start vLLM as `settings.engine` says, but always in its own process if it runs transformers' own classes.
 
-    It ends when this process ends it: what is under way can be finished.
+    vLLM rewrites such a class for torch.compile, which would break models of that class in this process, first of all
+    the trained one.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    guard()
+    if settings.engine is Engine.in_process:
+        set_environment(in_process=True)
+        from vllm import LLM, EngineArgs
+
+        if not EngineArgs(**arguments).create_model_config().using_transformers_backend():
+            return InProcessEngine(LLM(**arguments))
+    set_environment(in_process=False)
+    return OwnProcessEngine(arguments, settings.timeout_seconds)
 
 
-def stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:
-    """Shut the AsyncLLM in `running` down, which is let go of: vLLM's own end fails where it comes with Python's."""
-    thread.close()  # first: the tasks in it would take the end of the engine's process for its death
-    try:
-        if running:
-            running.pop().shutdown()
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:
+    """The engine of a `vllm.LLM` that somebody else built and closes."""
+    from vllm.v1.engine.core_client import InprocClient
 
-
-def socket_folder() -> Path:
-    """A folder for an engine's sockets, which vLLM does not remove; the path of a socket has to be a short one."""
-    usual = Path(tempfile.gettempdir())
-    room = 107 - len("/rlpost-12345678/") - len(str(uuid.uuid4()))  # 107: Linux's longest path of a socket
-    return Path(tempfile.mkdtemp(prefix="rlpost-", dir=usual if len(bytes(usual)) <= room else "/tmp"))
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment that is set for a while, for the processes that start meanwhile.
-
-    The environment is that of all threads: another one that sets a variable waits until this one is set back.
-    """
-    with _setting:
-        before = os.environ.get(name)
-        os.environ[name] = value
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
-
-
-def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """`work`, under way in a thread that may never end."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()
-    return future
-
-
-def wait_for(
-    future: concurrent.futures.Future[Any],
-    timeout_seconds: float,
-    waited_for: str,
-    died: Callable[[], bool] = lambda: False,
-) -> Any:
-    """The future's result. Raises TimeoutError past the limit, RuntimeError once the engine's process has `died`."""
-    deadline = time.monotonic() + timeout_seconds
-    while not concurrent.futures.wait([future], timeout=1.0).done:
-        if died():
-            # a request sent to a process that has just died can be forgotten by vLLM, and never ends
-            future.cancel()
-            raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
-        if time.monotonic() > deadline:
-            future.cancel()
-            raise TimeoutError(
-                f"waited {timeout_seconds:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
-            )
-    return future.result()
-
-
-def set_environment(*, in_process: bool) -> None:
-    """The variables that vLLM reads when an engine starts."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # in whole GiB, and it would replace what the arguments say
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-
-
-def first_line(error: Any) -> str:
-    """Why vLLM failed; of pydantic's errors, whose own first line is the number of them, what the first one says."""
-    text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer in a model's folder."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def small_memory() -> str:
-    """What to add to an error where too little memory is left to share with an engine's process; else empty."""
-    shared = memory_folder()
-    free = shutil.disk_usage(shared).free
-    if free >= ENGINE_SHARES:
-        return ""
-    takes = f"an engine in its own process takes {readable(ENGINE_SHARES)} there"
-    return f"; {shared} has {readable(free)} free, and {takes}: {MORE_SHARED}"
-
-
-@contextlib.contextmanager
-def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """`folder`, whose tensors are `weights`; or links to its files, and the tied head that they leave out.
-
-    An engine may keep the head apart from the embedding (vLLM does on a CPU), and what no file holds stays as it was.
-    Raises PolicyError where no embedding is told by its name.
-    """
-    if HEAD in weights:
-        yield folder
-        return
-    embeddings = [name for name in weights if name.endswith(EMBEDDINGS)]
-    if len(embeddings) != 1:
-        raise PolicyError(f"{folder} holds no {HEAD}, and no one tensor that it could be tied to: write it there too")
-    with exchange_folder() as whole:
-        for file in folder.glob("*.safetensors"):
-            (whole / file.name).symlink_to(file.resolve())
-        head = weights[embeddings[0]]
-        save_file({HEAD: head}, with_room(whole / "tied-head.safetensors", head.nbytes))
-        yield whole
-
-
-TELL_EVERY = 0.5  # seconds
+    in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
+    return InProcessEngine(llm) if in_process else SeparateEngine(llm, timeout_seconds)
 
 
 class VLLMEngine(ABC):
-    """What `vLLMWrapper` asks of every way of running vLLM."""
+    """The interface through which `vLLMWrapper` runs vLLM."""
 
-    continuous = False  # whether requests can be submitted one by one, and be under way while weights change
+    continuous = False  # takes requests one by one, also while weights change
     llm: Any  # vLLM's own class
-    adapter: Any | None = None  # vLLM's request for the one that completions are sampled with
-    told: Callable[[int, int], None] | None = None  # the completions that have ended, and the tokens of all so far
-    asleep = False  # whether its weights wait in the machine's memory, and its cache is given back
+    adapter: Any | None = None  # vLLM's request for the adapter that completions are sampled with
+    told: Callable[[int, int], None] | None = None  # called with completions ended and tokens sampled
+    asleep = False  # its weights are in host memory, and its cache is freed
     _waking = threading.Lock()
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-        """vLLM's output for each prompt, in their order; tells how far it is."""
+        """vLLM's output for each prompt, in order; reports progress to `told`."""
 
     def submit(self, prompt: list[int], params: Any) -> concurrent.futures.Future[Any]:
-        """vLLM's output for a prompt beside others, where `continuous`; a request that is cancelled is aborted."""
+        """Sample one prompt beside others, if `continuous`; cancelling the future aborts the request."""
         raise NotImplementedError(f"{type(self).__name__} takes whole batches")
 
     @property
     def weights_label(self) -> str:
-        """What the spans of an output call the weights that sample now, where `continuous`."""
-        return "default"  # vLLM's own name for those it has begun with
+        """The name of the current weights in the spans of an output, if `continuous`."""
+        return "default"  # vLLM's own name for its first weights
 
     def progress(self) -> tuple[Any, ...]:
-        """Something else whenever anything came of what was submitted."""
+        """A value that changes whenever submitted requests make progress."""
         return ()
 
     def died(self) -> bool:
@@ -212,18 +100,18 @@ class VLLMEngine(ABC):
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Weights, or the adapter, change in the block: what begins later reads no keys and values of earlier ones."""
+        """A block in which weights or the adapter change; later requests read no keys and values of earlier weights."""
         yield
         self.reset_prefix_cache()
 
     def load_weights(self, weights: NamedWeights) -> None:
-        """Replace every weight, inside `changing`; ends when that is done."""
+        """Replace every weight, inside `changing`; returns when that is done."""
         with exchange_folder() as folder:
             save_one_by_one(weights, folder)
             self.load_folder(folder)
 
     def load_folder(self, folder: Path) -> None:
-        """Replace every weight by those in the *.safetensors of `folder`, inside `changing`."""
+        """Replace every weight by the *.safetensors of `folder`, inside `changing`."""
         path = {"weights_path": str(folder)}
         self._do("the weight push", lambda: self.llm.collective_rpc("reload_weights", kwargs=path))
 
@@ -231,11 +119,11 @@ class VLLMEngine(ABC):
         """Load an adapter, inside `changing`, and sample with it from now on."""
         if not self._do("the adapter to be loaded", lambda: self._add_lora(adapter)):
             raise RuntimeError("it was not loaded")
-        # its folder may go; a request that said load_inplace would read it again
+        # without load_inplace, which would read the folder again: it may be removed
         self.adapter = type(adapter)(adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` of each of the engine's workers; what each of them returned."""
+        """Call `method` of each of the engine's workers and return their results."""
         return self._do(f"the workers' {method}", lambda: self.llm.collective_rpc(method, args=args))
 
     def reset_prefix_cache(self) -> None:
@@ -244,10 +132,10 @@ class VLLMEngine(ABC):
             raise RuntimeError("the prefix cache could not be reset")
 
     def rest(self, *, sleeps: bool) -> None:
-        """Give memory back until `wake`, while nothing is under way: on a CPU the pages of the KV cache.
+        """Free memory until `wake`, while nothing is in flight: on a CPU the pages of the KV cache.
 
-        `sleeps`: on a GPU the cache and the weights, which wait in the machine's memory, as vLLM does where it was
-        started with `enable_sleep_mode`.
+        With `sleeps`, on a GPU, free the cache and move the weights to host memory; vLLM must have been started with
+        `enable_sleep_mode`.
         """
         if not torch.cuda.is_available():
             self.reset_prefix_cache()
@@ -258,7 +146,7 @@ class VLLMEngine(ABC):
             self.asleep = True
 
     def wake(self) -> None:
-        """Be as before `rest`; a CPU's pages come back by themselves."""
+        """Undo `rest`; a CPU's pages come back by themselves."""
         with self._waking:  # requests may come from several threads
             if self.asleep:
                 self._do("the engine to wake", lambda: self.llm.wake_up())
@@ -270,15 +158,15 @@ class VLLMEngine(ABC):
 
     @abstractmethod
     def _do(self, waited_for: str, work: Callable[[], Any]) -> Any:
-        """What `work` comes to; a message about a wait that is too long says what was `waited_for`."""
+        """Run `work` with a timeout; `waited_for` names it in the error."""
 
     @abstractmethod
     def _add_lora(self, adapter: Any) -> Any:
-        """vLLM's method, in `work` of `_do`."""
+        """Call vLLM's own method, as `work` of `_do`."""
 
 
 class InProcessEngine(VLLMEngine):
-    """`vllm.LLM` with its engine in this process; tensors are handed over as they are."""
+    """`vllm.LLM` with its engine in this process; tensors are passed to it directly."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -286,7 +174,7 @@ class InProcessEngine(VLLMEngine):
     def generate(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         """See `VLLMEngine`."""
         work = f"{len(prompts)} completions"
-        return self._do(work, lambda: generate_telling(self.llm, prompts, params, self.adapter, self.told))
+        return self._do(work, lambda: _generate_telling(self.llm, prompts, params, self.adapter, self.told))
 
     def load_weights(self, weights: NamedWeights) -> None:
         """See `VLLMEngine`."""
@@ -308,8 +196,8 @@ class InProcessEngine(VLLMEngine):
 class SeparateEngine(InProcessEngine):
     """A caller's `vllm.LLM` whose engine runs in a process of its own, as it does by default.
 
-    Its methods wait for ever when that process dies, so they are called from a thread that is not
-    waited for longer than the process lives, nor than `timeout_seconds`.
+    Its methods wait for ever when that process dies, so a thread calls them, and this one waits for it until the
+    process dies or `timeout_seconds` have passed.
     """
 
     def __init__(self, llm: Any, timeout_seconds: float) -> None:
@@ -335,7 +223,7 @@ class SeparateEngine(InProcessEngine):
 class OwnProcessEngine(VLLMEngine):
     """`AsyncLLM`, driven from an event loop in a thread; every wait has a deadline.
 
-    It is stopped by `close`, and else when nobody holds it any more or when Python ends.
+    `close` stops it; so do its garbage collection and the exit of Python.
     """
 
     continuous = True
@@ -346,19 +234,19 @@ class OwnProcessEngine(VLLMEngine):
 
         self._timeout = timeout_seconds
         self._names = itertools.count()  # of requests
-        self._changes = 0  # of weights, so far
+        self._changes = 0  # of weights so far
         self._paused = False
-        self._again: set[str] = set()  # names of requests that were aborted to begin anew
+        self._again: set[str] = set()  # names of requests that were aborted to be restarted
         self._ended = 0  # requests
         self._running: list[Any] = []  # the AsyncLLM, while it runs
         self._thread = LoopThread("rlpost-vllm")
-        sockets = socket_folder()
-        self._stop = weakref.finalize(self, stop_async_engine, self._running, self._thread, sockets)
+        sockets = _socket_folder()
+        self._stop = weakref.finalize(self, _stop_async_engine, self._running, self._thread, sockets)
 
         async def start() -> AsyncLLM:
             unreached_by_the_terminal()
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-            await llm.get_supported_tasks()  # which it keeps: see `_one`
+            await llm.get_supported_tasks()  # cached, so that `_one` need not wait for them
             return llm
 
         try:
@@ -367,7 +255,7 @@ class OwnProcessEngine(VLLMEngine):
         except BaseException:
             self._stop()
             raise
-        atexit.register(self._stop)  # now: before multiprocessing, which was imported earlier, kills what it has begun
+        atexit.register(self._stop)  # run before the exit function of multiprocessing, which kills its processes
 
     @property
     def llm(self) -> Any:
@@ -406,13 +294,13 @@ class OwnProcessEngine(VLLMEngine):
         return self._thread.submit(self._one(prompt, params))
 
     async def _one(self, ids: list[int], how: Any) -> Any:
-        """vLLM's output for a prompt, whose request begins anew where `_go_on` says so; aborted when cancelled."""
+        """Sample one prompt; restarts the request when `_go_on` aborts it, and aborts it when cancelled."""
         from vllm.inputs.engine import tokens_input
 
         while True:
             name = str(next(self._names))
-            # salted, so that no keys and values of other weights are read; an input that is made here is vLLM's to
-            # know before anything else runs in the loop, so `_go_on` finds every request that has the old salt
+            # the salt keeps it from keys and values of other weights. vLLM knows the request before anything else runs
+            # in the loop, so `_go_on` finds every request that has the old salt
             salted = tokens_input(ids, cache_salt=self.weights_label)
             final: Any = None
             try:
@@ -431,15 +319,15 @@ class OwnProcessEngine(VLLMEngine):
         return str(self._changes) if self._changes else super().weights_label
 
     def progress(self) -> tuple[Any, ...]:
-        """See `VLLMEngine`; the changes of weights have limits of their own."""
+        """See `VLLMEngine`; weight changes have deadlines of their own."""
         under_way = sum(tokens_under_way(llm) for llm in self._running[:1])
         return self._ended, under_way, time.monotonic() if self._paused else 0.0
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """See `VLLMEngine`; requests under way are kept, and go on with the new weights after the block.
+        """See `VLLMEngine`; requests in flight are kept and continue with the new weights after the block.
 
-        They do not where the block fails: the engine, which may hold a mixture of weights, is to be closed.
+        If the block fails they stay paused: the engine may hold a mixture of weights and must be closed.
         """
         self._paused = True
         self._do("generation to be paused", lambda: self.llm.pause_generation(mode="keep", clear_cache=False))
@@ -448,12 +336,12 @@ class OwnProcessEngine(VLLMEngine):
         self._paused = False
 
     async def _go_on(self) -> None:
-        """Let requests go on, and those of which nothing was sampled yet begin anew, with another salt.
+        """Resume requests, and restart those without any sampled token, with another salt.
 
-        The label is exact: the engine writes it into what each of its steps gives, and it is changed here
-        alone, when every step that was under way at the pause has ended. Nothing is counted in this process,
-        which some of those tokens may not have reached yet; a request whose first one is among them begins
-        anew too, and what was on its way is of no request any more.
+        The label is exact: the engine writes it into the output of each step, and only this method changes it, after
+        every step that was running at the pause has ended. Nothing is counted in this process, which some of those
+        tokens may not have reached yet; a request whose first token is among them is restarted too, and the tokens
+        on their way belong to no request any more.
         """
         llm = self.llm
         self._changes += 1
@@ -483,10 +371,10 @@ class OwnProcessEngine(VLLMEngine):
         return self.llm.add_lora(adapter)
 
 
-def generate_telling(
+def _generate_telling(
     llm: Any, prompts: list[list[int]], params: list[Any], adapter: Any | None, told: Callable[[int, int], None] | None
 ) -> list[Any]:
-    """What `llm.generate` gives; `told` is called about twice a second, as `VLLMEngine.told` says."""
+    """Like `llm.generate`, but calls `told` about twice a second (see `VLLMEngine.told`)."""
     inputs: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
     if told is None:
         return llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
@@ -507,31 +395,141 @@ def generate_telling(
 
 
 def tokens_under_way(engine: Any) -> int:
-    """Tokens of the completions that an LLMEngine has begun and not ended."""
-    states = list(engine.output_processor.request_states.values())  # which another thread may be adding to
+    """Tokens sampled so far of the completions that an LLMEngine has in flight."""
+    states = list(engine.output_processor.request_states.values())  # a copy: another thread may be adding to it
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
-def start_engine(arguments: dict[str, Any], settings: VLLMSettings) -> VLLMEngine:
-    """Start vLLM as `settings.engine` says, but in a process of its own where it runs transformers' own classes.
+# Around vLLM's process: its environment, its sockets, waits with a deadline, its errors
 
-    It rewrites such a class for torch.compile, and models of that class that are in this process, the trained one
-    first, can then not be called any more.
+_setting = threading.RLock()  # held while `environment` has a variable set
+
+
+def set_environment(*, in_process: bool) -> None:
+    """Set the variables that vLLM reads when an engine starts."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the argument, in whole GiB
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block, for processes that start there.
+
+    All threads share the environment, so another thread that calls this waits until the block has ended.
     """
-    guard()
-    if settings.engine is Engine.in_process:
-        set_environment(in_process=True)
-        from vllm import LLM, EngineArgs
+    with _setting:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
-        if not EngineArgs(**arguments).create_model_config().using_transformers_backend():
-            return InProcessEngine(LLM(**arguments))
-    set_environment(in_process=False)
-    return OwnProcessEngine(arguments, settings.timeout_seconds)
+
+def _socket_folder() -> Path:
+    """A folder for an engine's sockets, which vLLM does not remove; paths of sockets must be short."""
+    usual = Path(tempfile.gettempdir())
+    room = 107 - len("/rlpost-12345678/") - len(str(uuid.uuid4()))  # 107: Linux's longest path of a socket
+    return Path(tempfile.mkdtemp(prefix="rlpost-", dir=usual if len(bytes(usual)) <= room else "/tmp"))
 
 
-def engine_around(llm: Any, timeout_seconds: float) -> InProcessEngine | SeparateEngine:
-    """The engine of a `vllm.LLM` that somebody else built and closes."""
-    from vllm.v1.engine.core_client import InprocClient
+def unreached_by_the_terminal() -> None:
+    """Keep Ctrl-C and a closed terminal from processes that this thread starts from now on.
 
-    in_process = isinstance(llm.llm_engine.engine_core, InprocClient)
-    return InProcessEngine(llm) if in_process else SeparateEngine(llm, timeout_seconds)
+    This process ends them itself, so that work in flight can be finished.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+
+
+def _stop_async_engine(running: list[Any], thread: LoopThread, sockets: Path) -> None:
+    """Shut down the AsyncLLM in `running` and drop it: its own finalizer fails at the exit of Python."""
+    thread.close()  # first: its tasks would report the end of the engine's process as a crash
+    try:
+        if running:
+            running.pop().shutdown()
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def in_thread(work: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Run `work` in a thread, which may never end."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again in the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rlpost-vllm-call", daemon=True).start()
+    return future
+
+
+def wait_for(
+    future: concurrent.futures.Future[Any],
+    timeout_seconds: float,
+    waited_for: str,
+    died: Callable[[], bool] = lambda: False,
+) -> Any:
+    """The future's result. Raises TimeoutError past the limit, RuntimeError once the engine's process has `died`."""
+    deadline = time.monotonic() + timeout_seconds
+    while not concurrent.futures.wait([future], timeout=1.0).done:
+        if died():
+            # vLLM can forget a request that it sends to a dying process: that future would never end
+            future.cancel()
+            raise RuntimeError(f"the engine's process died during the wait for {waited_for}")
+        if time.monotonic() > deadline:
+            future.cancel()
+            raise TimeoutError(
+                f"waited {timeout_seconds:.0f} s for {waited_for}; policy.timeout_seconds sets the limit"
+            )
+    return future.result()
+
+
+def first_line(error: Any) -> str:
+    """Why vLLM failed, in one line; for pydantic, whose first line counts the errors, the first error's message."""
+    text = str(error.errors()[0]["msg"] if hasattr(error, "errors") else error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def small_memory() -> str:
+    """A hint for an error message if too little shared memory is left for an engine's process; else empty."""
+    shared = memory_folder()
+    free = shutil.disk_usage(shared).free
+    if free >= ENGINE_SHARES:
+        return ""
+    takes = f"an engine in its own process takes {readable(ENGINE_SHARES)} there"
+    return f"; {shared} has {readable(free)} free, and {takes}: {MORE_SHARED}"
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a model's folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextlib.contextmanager
+def with_head(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """`folder`, whose tensors are `weights`, or a folder of links to its files plus the tied head they leave out.
+
+    An engine may store the head apart from the embedding (vLLM does on a CPU) and keeps whatever no file holds.
+    Raises PolicyError if no tensor has the name of an embedding.
+    """
+    if HEAD in weights:
+        yield folder
+        return
+    embeddings = [name for name in weights if name.endswith(EMBEDDINGS)]
+    if len(embeddings) != 1:
+        raise PolicyError(f"{folder} holds no {HEAD}, and no one tensor that it could be tied to: write it there too")
+    with exchange_folder() as whole:
+        for file in folder.glob("*.safetensors"):
+            (whole / file.name).symlink_to(file.resolve())
+        head = weights[embeddings[0]]
+        save_file({HEAD: head}, with_room(whole / "tied-head.safetensors", head.nbytes))
+        yield whole

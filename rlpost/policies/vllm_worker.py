@@ -19,7 +19,7 @@ from rlpost.model.weights import sums_of
 
 EXTENSION = "rlpost.policies.vllm_worker.vLLMWorker"
 GROUP_SECONDS = 300.0  # longest wait for the other ranks of a group, and for one weight
-WeightMetadata = Sequence[tuple[str, str, Sequence[int]]]  # name, format as torch calls it, shape
+WeightMetadata = Sequence[tuple[str, str, Sequence[int]]]  # name, torch dtype as text, shape
 
 
 class WeightGroup(Protocol):
@@ -29,7 +29,7 @@ class WeightGroup(Protocol):
     world_size: int
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Fill `tensor` on every rank with that of rank `src`, before a deadline."""
+        """Copy the `tensor` of rank `src` into that of every rank, before a deadline."""
         ...
 
 
@@ -46,7 +46,7 @@ def stateless_init_process_group(
 
     Rank 0 listens at `master_address`, `master_port`; every rank calls this, each with its own
     `device`. torch.distributed's own group, which either side may use for something else, is not
-    touched. Raises PolicyError where the others do not come within `timeout_seconds`.
+    touched. Raises PolicyError if the other ranks do not join within `timeout_seconds`.
     """
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     build = _NCCLGroup if place.type == "cuda" else _GlooGroup
@@ -118,13 +118,13 @@ def _lost(group: WeightGroup, src: int, reason: str) -> PolicyError:
 
 
 class vLLMWorker:
-    """What vLLM's worker can do besides: take part in a trainer's group, and take its weights from there.
+    """Mixed into vLLM's worker class: joins a trainer's group and receives weights through it.
 
-    The trainer is rank 0 and the engine's workers are 1 to its tensor-parallel size. No method's name
-    is one of vLLM's own worker, which refuses that.
+    The trainer is rank 0 and the engine's workers are 1 to its tensor-parallel size. No method may have the name
+    of one of vLLM's own, which refuses that.
     """
 
-    # of vLLM's worker, which this class is mixed into
+    # attributes of vLLM's worker
     device: torch.device
     rank: int
     reload_weights: Callable[..., None]
@@ -140,7 +140,7 @@ class vLLMWorker:
         world_size: int,
         timeout_seconds: float = GROUP_SECONDS,
     ) -> None:
-        """Join the group as rank `rank_offset` plus this worker's own. Raises PolicyError where nobody comes."""
+        """Join the group as rank `rank_offset` plus this worker's own. Raises PolicyError past the timeout."""
         self._weight_group = stateless_init_process_group(
             master_address,
             master_port,
@@ -154,16 +154,16 @@ class vLLMWorker:
     def update_weight_broadcast(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Receive one weight from rank 0, under its name in a checkpoint, and load it.
 
-        Raises PolicyError for one of several weights that vLLM keeps as one (q, k and v; gate and up):
-        `update_weights_broadcast` takes them together.
+        Raises PolicyError for a part of a fused weight (q, k and v; gate and up): `update_weights_broadcast`
+        takes the parts together.
         """
         self.update_weights_broadcast([(name, dtype, shape)])
 
     def update_weights_broadcast(self, metadata: WeightMetadata) -> None:
         """Receive these weights from rank 0, in this order, one at a time, and load them.
 
-        Raises PolicyError before `init_weight_update_group`, for a part of what vLLM keeps as one, or
-        where a weight does not come.
+        Raises PolicyError before `init_weight_update_group`, for a part of a fused weight, or if a weight does
+        not arrive.
         """
         group: WeightGroup | None = getattr(self, "_weight_group", None)
         if group is None:
@@ -180,26 +180,26 @@ class vLLMWorker:
         self.reload_weights(weights_iterator=received(), is_checkpoint_format=True)
 
     def check_weights_changed(self) -> bool:
-        """Whether any weight is another than when the group was joined, or when this was last asked."""
+        """Whether any weight has changed since this worker joined the group or this was last called."""
         before, self._checksums_before = getattr(self, "_checksums_before", None), self.compute_weight_checksums()
         if before is None:
             raise PolicyError("this worker is in no weight group: call init_weight_update_group first")
         return before != self._checksums_before
 
     def sum_weights(self, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The sums of this worker's weights, by which they are compared with the trainer's: see `sums_of`."""
+        """The sums of this worker's weights, to be compared with the trainer's: see `sums_of`."""
         return sums_of(self.get_model(), names)
 
     def give_back_kv_cache(self) -> None:
-        """Let the kernel take the KV cache's pages, on a CPU; nothing may be under way, and no prefix be known."""
+        """Return the KV cache's pages to the kernel, on a CPU; nothing may be in flight or cached."""
         for cache in _tensors(self.model_runner.kv_caches):
             if cache.device.type == "cpu":
-                storage = cache.untyped_storage()  # which several layers may share: a second time is no harm
+                storage = cache.untyped_storage()  # layers may share it: freeing it twice is harmless
                 give_back_contents(storage.data_ptr(), storage.nbytes())
 
 
 def _tensors(nested: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists of lists: a layer's cache may be several."""
+    """The tensors in nested lists: a layer's cache may be several."""
     if isinstance(nested, torch.Tensor):
         yield nested
     else:
@@ -208,7 +208,7 @@ def _tensors(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def _check_fused(names: set[str], model: Any) -> None:
-    """Raise PolicyError for weights without which a layer that vLLM makes of several would be left unwritten."""
+    """Raise PolicyError if `names` holds a part of a fused weight without its other parts."""
     for parts in getattr(model, "packed_modules_mapping", {}).values():
         for name in names:
             part = next((part for part in parts if f".{part}." in name), None)

@@ -200,13 +200,11 @@ def test_an_engine_that_sleeps_on_a_gpu_wakes_for_whatever_comes_next(
 ) -> None:
     """vLLM's own methods are called, of which a CPU's worker makes nothing but a warning."""
     folder, policy = case
-    engine: Any = policy._engine
+    llm: Any = policy.model
     asked: list[str] = []
     for name in ("sleep", "wake_up"):
-        whole = getattr(engine.llm, name)
-        monkeypatch.setattr(
-            engine.llm, name, lambda *a, name=name, whole=whole, **n: asked.append(name) or whole(*a, **n)
-        )
+        whole = getattr(llm, name)
+        monkeypatch.setattr(llm, name, lambda *a, name=name, whole=whole, **n: asked.append(name) or whole(*a, **n))
     completions = policy.generate(REQUESTS, SamplingSettings())
     with monkeypatch.context() as gpu:
         gpu.setattr(torch.cuda, "is_available", lambda: True)
@@ -216,16 +214,16 @@ def test_an_engine_that_sleeps_on_a_gpu_wakes_for_whatever_comes_next(
         policy.rest()
         policy.rest()
         assert asked == ["sleep"]
-        assert engine.asleep
     again = policy.generate(REQUESTS, SamplingSettings())
     assert asked == ["sleep", "wake_up"]
     assert [c.token_ids for c in again] == [c.token_ids for c in completions]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    engine.rest(sleeps=True)
+    monkeypatch.setattr(policy.settings, "sleep", True)
+    policy.rest()
     policy.load_weights(dict(SavedWeights(folder)))  # a push wakes it too
     assert asked == ["sleep", "wake_up"] * 2
-    engine.rest(sleeps=True)
-    monkeypatch.setattr(engine.llm, "wake_up", failing)
+    policy.rest()
+    monkeypatch.setattr(llm, "wake_up", failing)
     with pytest.raises(PolicyError, match=r"failed while waking up: RuntimeError: no memory.* lower policy\.gpu_mem"):
         policy.generate(REQUESTS, SamplingSettings())
     monkeypatch.undo()
@@ -269,7 +267,9 @@ def test_a_tensordict_is_answered_and_scored_as_transformers_does(case: tuple[Pa
     policy.face = Face()
 
 
-def test_an_engine_that_runs_may_be_given_and_stays_its_owners(case: tuple[Path, vLLMWrapper]) -> None:
+def test_an_engine_that_runs_may_be_given_and_stays_its_owners(
+    case: tuple[Path, vLLMWrapper], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, owner = case
     if type(owner.model).__name__ != "LLM":
         with pytest.raises(TypeError, match=r"AsyncLLM: give it a folder, a vllm\.LLM or what"):
@@ -282,10 +282,11 @@ def test_an_engine_that_runs_may_be_given_and_stays_its_owners(case: tuple[Path,
     assert [c.token_ids for c in policy.generate(REQUESTS, SamplingSettings())] == [
         c.token_ids for c in owner.generate(REQUESTS, SamplingSettings())
     ]
-    policy._log_probs_mode = "raw_logprobs"  # vLLM's own default
-    assert policy.generate(REQUESTS[:1], SamplingSettings())
+    monkeypatch.setattr(owner.model.llm_engine.model_config, "logprobs_mode", "raw_logprobs")  # vLLM's own default
+    other = vLLMWrapper(owner.model, seed=owner.seed)
+    assert other.generate(REQUESTS[:1], SamplingSettings())
     with pytest.raises(ConfigError, match="build it with logprobs_mode='processed_logprobs'"):
-        policy.generate(REQUESTS[:1], SamplingSettings(temperature=0.7))
+        other.generate(REQUESTS[:1], SamplingSettings(temperature=0.7))
     policy.close()
     assert owner.generate(REQUESTS[:1], SamplingSettings())
     with pytest.raises(PolicyError, match="let go of the engine it was given"):

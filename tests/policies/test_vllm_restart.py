@@ -92,7 +92,7 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
     words += ["policy.dtype=float32", "model.autocast=none", "prompts_per_step=2", "group_size=4", "steps=4"]
     words += ["eval.enabled=false", "optim.lr=1e-3"]
     assert train_in(TRAIN_GRPO, tmp_path / "whole", words) == 0
-    generate = vLLMWrapper._generate
+    generate = vLLMWrapper.generate
     killed: list[str] = []
 
     def disturbed(self: vLLMWrapper, requests: Any, sampling: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_training_whose_engine_is_killed_is_the_same_training(
                     killed.append(command)
         return generate(self, requests, sampling)
 
-    monkeypatch.setattr(vLLMWrapper, "_generate", disturbed)
+    monkeypatch.setattr(vLLMWrapper, "generate", disturbed)
     assert train_in(TRAIN_GRPO, tmp_path / "broken", words) == 0
     assert killed
     assert "starting it again (1 of 2)" in (tmp_path / "broken/log.txt").read_text()

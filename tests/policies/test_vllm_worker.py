@@ -86,6 +86,6 @@ def test_a_worker_outside_of_any_group_and_a_part_of_a_fused_weight_are_refused(
         worker.update_weight_broadcast("norm.weight", "float32", [1])
     with pytest.raises(PolicyError, match="in no weight group"):
         worker.check_weights_changed()
-    worker._weight_group = object()  # type: ignore[assignment]
+    worker.init_weight_update_group(HOST, free_port(HOST), 0, 1)
     with pytest.raises(PolicyError, match=r"keeps layer\.q_proj\.weight and layer\.k_proj\.weight as one weight"):
         worker.update_weight_broadcast("layer.q_proj.weight", "float32", [1])
