@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlpost.model.families import REFUSED, Verdict
+from rlpost.model.families import REFUSED, Verdict, attending
 from rlpost.model.logprobs import verdict_of
 from rlpost.model.packing import Row
 
@@ -172,10 +172,8 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 def own_log_probs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of the sampled tokens by the model's own forward, eager, of the sequence alone."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    logits = model(torch.cat([row.prompt, row.response])[None], use_cache=False).logits[0] / temperature
-    model.config._attn_implementation = before
+    with attending(model.config, "eager"):
+        logits = model(torch.cat([row.prompt, row.response])[None], use_cache=False).logits[0] / temperature
     log_probs = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
     chosen = log_probs.gather(-1, row.response[:, None]).squeeze(-1)
     return chosen[row.sampled], -(log_probs.exp() * log_probs).sum(-1)[row.sampled]

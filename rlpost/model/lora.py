@@ -2,7 +2,7 @@
 
 peft replaces each adapted layer by one that computes `W x + s B A x`, s = alpha / rank. The model
 stays the object it was, so whatever reads its decoder, head, config or parameters keeps working.
-The model with its adapter off is the starting policy: a reference without a second copy.
+With its adapter off, the model is the starting policy: a reference without a second copy.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rlpost.model.weights import ADAPTER, announced, whole
 from rlpost.settings import LoRASettings
 from rlpost.text import did_you_mean, nearest
 
-NAME = "default"  # peft's for the one adapter that a model has
-PEFT_PREFIX = "base_model.model."  # of tensor names in an adapter's file
+NAME = "default"  # peft's name for a model's one adapter
+PEFT_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file
 
 
 def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
-    """Give `model` an adapter that changes nothing yet (B = 0); from now on only its A and B take gradients.
+    """Give `model` an adapter that changes nothing yet (B = 0); afterwards only its A and B take gradients.
 
-    `base` is written into the adapter's configuration as the model it belongs to. Raises ConfigError
-    where `lora.target_modules` names no linear layer, MissingExtraError without peft.
+    The adapter's configuration names `base` as the model it belongs to. Raises ConfigError if
+    `lora.target_modules` names no linear layer, MissingExtraError without peft.
     """
     require_peft("lora.enabled=true")
     import peft
@@ -55,7 +55,7 @@ def add_adapter(model: Any, settings: LoRASettings, base: str) -> None:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
-    """Meanwhile `model` computes what it did before it was given its adapter."""
+    """A block in which `model` computes without its adapter."""
     layers: list[Any] = [module for module in model.modules() if _has_adapter(module)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -67,10 +67,10 @@ def adapter_off(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """The weights of an adapted model as a plain checkpoint names them, `W + s B A` for adapted ones.
+    """The weights of an adapted model under the names of a plain checkpoint, `W + s B A` for adapted ones.
 
-    Each is computed when it is asked for, out of place: the model's own tensors stay as they are,
-    and no more than one merged tensor need exist at a time. A tied head is under both its names.
+    Each is computed on access, out of place: the model's own tensors stay as they are, and one merged tensor exists
+    at a time. A tied head has both its names.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -106,22 +106,22 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json."""
+    """Write the adapter like peft: adapter_model.safetensors and adapter_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     announced(model, ADAPTER)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in whole_adapter(model).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     model.peft_config[NAME].save_pretrained(folder)
     config = json_in(folder / ADAPTER_CONFIG)
-    config["target_modules"].sort()  # a set, whose order is another in each process
+    config["target_modules"].sort()  # a set, whose order differs between processes
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapter(model: Any, folder: Path) -> None:
-    """Put the adapter that `save_adapter` wrote into an adapted model.
+    """Load the adapter that `save_adapter` wrote into an adapted model.
 
-    Raises CheckpointError, leaving the model as it was, where there is none or it is of other layers, another rank
-    or another alpha, with which the same A and B are another change.
+    Raises CheckpointError, leaving the model as it was, if there is none or it has other layers, another rank or
+    another alpha, which would scale the same A and B differently.
     """
     try:
         saved = load_file(folder / ADAPTER_WEIGHTS)
@@ -143,9 +143,9 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 
 def merged_with(model: Any, folder: Path) -> Any:
-    """`model` with the LoRA adapter of `folder`, of whoever's making, merged into its weights.
+    """`model` with any LoRA adapter in `folder` merged into its weights.
 
-    Raises ConfigError for an adapter that is no LoRA or does not fit the model.
+    Raises ConfigError for an adapter that is not LoRA or does not fit the model.
     """
     require_peft(f"the adapter {folder}")
     import peft
@@ -173,12 +173,12 @@ def describe_adapter(model: Any) -> str:
 
 
 def whole_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """A and B of every adapted layer, named as in an adapter's file; gathered where ranks have parts of them."""
+    """A and B of every adapted layer, named as in an adapter's file, gathered from ranks if divided."""
     return {name: whole(tensor) for name, tensor in _adapter_tensors(model).items()}
 
 
 def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """A and B of every adapted layer, named as in an adapter's file; they are the model's own, detached."""
+    """Like `whole_adapter`, but the model's own tensors, detached and not gathered."""
     import peft
 
     tensors = peft.get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
@@ -196,7 +196,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _targets(model: Any, asked: Sequence[str] | None) -> list[str]:
-    """Last parts of the names of the layers to adapt, as peft reads them: every layer that ends so."""
+    """The names of layers to adapt; peft adapts every layer whose name ends in one of them."""
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
     kinds = sorted({name.rpartition(".")[2] for name in linear})

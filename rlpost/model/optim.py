@@ -1,4 +1,4 @@
-"""AdamW, in full or with its state in 8 bits, its learning rate, and what resuming needs of it as tensors."""
+"""AdamW, with full or 8-bit state, its learning rate, and its state as tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rlpost.imports import require_bitsandbytes
 from rlpost.model.weights import is_sharded
 from rlpost.settings import AdamW8bitSettings, OptimSettings, Schedule
 
-# of the 8-bit form's state: the tables of its numbers, which all parameters share, and a scale for each block of them
+# of the 8-bit state: quantization tables that all parameters share, and a scale per block
 SHARED_STATE = ("qmap1", "qmap2")
-OTHER_SHAPES = (*SHARED_STATE, "absmax1", "absmax2")  # not that of their parameter
+OTHER_SHAPES = (*SHARED_STATE, "absmax1", "absmax2")  # not shaped like their parameter
 
 
 def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
     """AdamW over every parameter that takes a gradient; weight decay on matrices only.
 
-    Raises MissingExtraError where the 8-bit form is asked for without bitsandbytes.
+    Raises MissingExtraError for 8-bit state without bitsandbytes.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -37,7 +37,7 @@ def build_optimizer(model: torch.nn.Module, settings: OptimSettings) -> torch.op
 
 
 def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> float:
-    """Rate of optimizer step `update`, counted from 0: a linear warm-up, then the schedule."""
+    """Learning rate of optimizer step `update`, counted from 0: a linear warm-up, then the schedule."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     remaining = max(1, total_updates - settings.warmup_steps)
@@ -50,25 +50,25 @@ def learning_rate(update: int, total_updates: int, settings: OptimSettings) -> f
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` for every parameter from now on."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def learning_rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The rate of the last update, or the one it was built with."""
+    """The current learning rate."""
     return optimizer.param_groups[0]["lr"]
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The RNG, and the optimizer's moments by the names of their parameters."""
+    """The RNG state, and the optimizer's moments under the names of their parameters."""
     tensors = {"rng": torch.get_rng_state()}
-    if is_sharded(model):  # whose moments each rank writes: `rlpost.model.sharding.save_moments`
+    if is_sharded(model):  # each rank writes its moments: `rlpost.model.sharding.save_moments`
         return tensors
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             saved = torch.as_tensor(value)  # a count may be an int
-            # what all parameters share is written for each of them: a file takes no tensor twice
+            # clone shared tables: a file takes no tensor twice
             tensors[f"optimizer/{key}/{name}"] = saved.clone() if key in SHARED_STATE else saved
     return tensors
 
@@ -76,7 +76,7 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def restore_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_tensors` took. Raises CheckpointError if it is of another model."""
+    """Restore the state from `optimizer_tensors`. Raises CheckpointError if it belongs to another model."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         if key == "rng":

@@ -3,17 +3,11 @@
     [prompt 1 | completion 1a | completion 1b | ... | prompt 2 | completion 2a | ...]
 
 No sequence is padded to the length of another. `rlpost.model.logprobs` keeps them apart: a completion
-sees its own group's prompt and itself. Linear layers, which are nearly all the work, run over the tokens
-there are; only inside attention are a group's completions padded to its longest. Neighbouring groups of
+sees its own group's prompt and itself. Linear layers, which are nearly all the work, run over the packed
+tokens; only inside attention are a group's completions padded to its longest. Neighbouring groups of
 one shape are attended together, their prompts then lying before all of their completions.
 
-A model read token by token, in the ways that give its next logits.
-
-`padded` is the fast one: prompts of any length together, pads at their left, rows that end dropped.
-It is right where layers are attention over keys that a mask can hide. A layer that carries a state
-from token to token also reads the pads, and its state may not be dropped row by row: `alike` puts
-only prompts of one length together, drops nothing and keeps the model's own cache; `anew` keeps no
-cache and reads every sequence again for each token.
+At the end of the file stand the ways to sample such a model token by token (`DECODINGS`).
 """
 
 from __future__ import annotations
@@ -31,30 +25,31 @@ from transformers import DynamicCache
 
 from rlpost.data.ragged import padded
 
-MOST_PADDING = 1.25  # times the keys that groups read apart, up to which they are attended together
+MOST_PADDING = 1.25  # groups are attended together if that reads at most this times the keys that they read apart
+CACHES = ("past_key_values", "cache_params")  # names of the cache in models' arguments and outputs
 
 
 @dataclass(slots=True)
 class Row:
-    """One completion as training reads it; all tensors 1-D, `response` and the rest of one length."""
+    """One completion as training reads it; all tensors are 1-D, those after `prompt` of one length."""
 
     prompt: torch.Tensor
     response: torch.Tensor
-    sampled: torch.Tensor  # bool: the ids the model sampled, and is trained on
+    sampled: torch.Tensor  # bool: the ids that the model sampled and is trained on
     sampler_log_probs: torch.Tensor
     advantage: float | torch.Tensor = math.nan  # of the whole completion, or of each id of `response`; NaN: not given
     old_log_probs: torch.Tensor | None = None  # set when one step updates the weights more than once
     ref_log_probs: torch.Tensor | None = None
-    counts: bool = True  # False: its reward failed, so that no term of a loss and no average has it
+    counts: bool = True  # False: its reward failed, so no loss and no average includes it
 
     @property
     def last_turn(self) -> int:
-        """Ids that the model sampled in its last turn."""
+        """How many ids the model sampled in its last turn."""
         return int(self.sampled.int().flip(0).cumprod(0).sum())
 
     @property
     def num_trained(self) -> int:
-        """Sampled ids in this row."""
+        """How many ids of this row the model sampled."""
         return int(self.sampled.sum())
 
     @property
@@ -66,7 +61,7 @@ class Row:
 
 
 def rows_of(batch: TensorDictBase) -> list[Row]:
-    """The rows of a batch as `rlpost.data.batch` lays it out; what they are worth is not given yet."""
+    """The rows of a batch that `rlpost.data.batch` laid out; their advantages are not set yet."""
     prompts, responses = batch["tokens", "prompt"].unbind(), batch["tokens", "response"].unbind()
     assistant = batch["masks", "all_assistant_mask"].unbind()
     log_probs = batch["log_probs", "response"].unbind()
@@ -87,12 +82,12 @@ class PromptBlock:
 
     prompt_length: int
     lengths: list[int]  # of the completions, prompt by prompt
-    places: torch.Tensor  # (sum of lengths,) place of each completion token in the padded (G * T) block
+    places: torch.Tensor  # (sum of lengths,) index of each completion token in the padded (G * T) block
     num_prompts: int
 
     @classmethod
     def of(cls, prompt_length: int, lengths: list[int], num_prompts: int, device: torch.device) -> PromptBlock:
-        """A block with its index tensor on `device`."""
+        """Build a block, with its index tensor on `device`."""
         longest = max(lengths)
         places = [row * longest + t for row, length in enumerate(lengths) for t in range(length)]
         return cls(prompt_length, lengths, torch.tensor(places, dtype=torch.int64, device=device), num_prompts)
@@ -119,7 +114,7 @@ class PromptBlock:
 
 @dataclass(slots=True)
 class Microbatch:
-    """What one forward and backward reads. N packed tokens, M trained tokens."""
+    """The input of one forward and backward pass: N packed tokens, M trained tokens."""
 
     input_ids: torch.Tensor  # (1, N)
     position_ids: torch.Tensor  # (1, N)
@@ -128,24 +123,24 @@ class Microbatch:
     target: torch.Tensor  # (M,) the trained token's id
     advantage: torch.Tensor  # (M,)
     sampler_log_probs: torch.Tensor  # (M,)
-    rows: list[Row] = field(default_factory=list)  # whose trained tokens these are, in order
+    rows: list[Row] = field(default_factory=list)  # the rows of the trained tokens, in order
     old_log_probs: torch.Tensor | None = None  # (M,)
     ref_log_probs: torch.Tensor | None = None  # (M,)
-    is_filler: bool = False  # read only because other ranks read one more, which none may do alone
+    is_filler: bool = False  # counts for nothing: read because another rank has one more microbatch
 
     @property
     def num_packed(self) -> int:
-        """N, the tokens the model reads."""
+        """N, how many tokens the model reads."""
         return self.input_ids.shape[1]
 
     def mask(self) -> torch.Tensor:
-        """(R, T) bool, a row each: as many True as it has trained tokens, of which T is the most."""
+        """(R, T) bool: each row has as many True as trained tokens; T is the most."""
         lengths = torch.tensor([row.num_trained for row in self.rows], device=self.target.device)
         return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
 
 
 def by_row(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A value a trained token, (M,), as (R, T) with zeros where `mask`, a microbatch's, is False."""
+    """`values` of the trained tokens, (M,), as (R, T), with zeros where a microbatch's `mask` is False."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -154,8 +149,8 @@ def pack(
 ) -> Iterator[Microbatch]:
     """Split `rows` into microbatches of at most `tokens_per_microbatch` packed tokens.
 
-    Neighbouring rows with the same prompt share it, unless it is read once for each; a group too large
-    is split and its prompt read again. A single completion above the budget is a microbatch of its own.
+    Neighbouring rows with the same prompt share it if `share_prompts`; a group that is too large is split and its
+    prompt read again. A single completion above the budget is a microbatch of its own.
     """
     pending: list[list[Row]] = []  # groups of rows with one prompt
     used = 0
@@ -185,7 +180,7 @@ def filler(device: torch.device) -> Microbatch:
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[int]]:
-    """The places of neighbouring rows with one prompt, group by group."""
+    """The indices of neighbouring rows with one prompt, group by group."""
     groups: list[list[int]] = []
     for place, row in enumerate(rows):
         if groups and torch.equal(rows[groups[-1][0]].prompt, row.prompt):
@@ -196,20 +191,20 @@ def groups_of(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def largest_group(rows: Sequence[Row]) -> int:
-    """Tokens of the largest group of neighbouring rows with one prompt, which is counted once; 0 without rows."""
+    """Tokens of the largest group of neighbouring rows with one prompt, its prompt counted once; 0 without rows."""
     return max((packed_tokens([rows[place] for place in group]) for group in groups_of(rows)), default=0)
 
 
 def packed_tokens(group: Sequence[Row], *, share_prompts: bool = True) -> int:
-    """Tokens that the rows of one prompt take in a microbatch, the prompt once or once for each."""
+    """Tokens that the rows of one prompt take in a microbatch, with the prompt once or once per row."""
     prompts = group[0].prompt.numel() * (1 if share_prompts else len(group))
     return prompts + sum(row.response.numel() for row in group)
 
 
 def shares_of(rows: Sequence[Row], ranks: int, *, share_prompts: bool = True) -> list[list[int]]:
-    """The places of the rows that each of `ranks` reads: whole groups, balanced by their packed tokens.
+    """The indices of the rows that each of `ranks` reads: whole groups, balanced by packed tokens.
 
-    The largest group goes first, each to the rank that has least. A share is in the order of the rows.
+    Groups go, largest first, to the rank with the fewest tokens. A share keeps the order of the rows.
     """
     groups = [
         (packed_tokens([rows[p] for p in group], share_prompts=share_prompts), group) for group in groups_of(rows)
@@ -272,7 +267,7 @@ def _pack_groups(groups: Sequence[Sequence[Row]], device: torch.device) -> Micro
 
 
 def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]]:
-    """Neighbouring groups that attention takes together: one shape, and little more padding than apart."""
+    """Neighbouring groups to attend together: of one shape, and with little more padding than apart."""
     block: list[Sequence[Row]] = []
     apart = longest = 0  # what the block's groups attend to on their own; its longest completion
     for group in groups:
@@ -290,7 +285,7 @@ def _blocks(groups: Sequence[Sequence[Row]]) -> Iterator[Sequence[Sequence[Row]]
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a tensor at distinct places; the gradient is a copy back, not an accumulation."""
+    """Rows of a tensor at distinct indices; the gradient is a copy back, not an accumulation."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -303,7 +298,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Rows put at distinct places of a tensor of `size` rows, zeros elsewhere."""
+    """Rows written to distinct indices of a tensor of `size` rows, zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:  # type: ignore[override]
@@ -315,18 +310,23 @@ class _Scatter(torch.autograd.Function):
         return grad.index_select(0, ctx.places), None, None
 
 
-CACHES = ("past_key_values", "cache_params")  # what models call the cache that they give and take
+# Sampling token by token.
+#
+# `Padded` is the fast way: prompts of any length together, pads at their left, rows that end dropped. It is right if
+# all layers are attention over keys that a mask can hide. A layer that carries a state from token to token also reads
+# the pads, and its rows cannot be dropped: `Alike` puts only prompts of one length together, drops nothing and keeps
+# the model's own cache; `Anew` keeps no cache and reads every sequence again for each token.
 
 
 class Decoding(Protocol):
-    """Sequences under way, a row each."""
+    """Sequences that are being sampled, a row each."""
 
     def next_logits(self) -> torch.Tensor:
         """(rows, V), of the token that follows each row."""
         ...
 
     def go_on(self, chosen: torch.Tensor, going: torch.Tensor) -> None:
-        """Put a token (rows,) behind each row, and keep those where `going` (rows,) is True."""
+        """Append a token (rows,) to each row, and keep the rows where `going` (rows,) is True."""
         ...
 
 
@@ -339,8 +339,10 @@ class Padded:
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], cache: DynamicCache | None = None) -> None:
         self._model = model
         self._cache = DynamicCache() if cache is None else cache
-        tokens, self._mask = left_padded(prompts, next(model.parameters()).device)
-        self._tokens = tokens[:, self._cache.get_seq_length() :]
+        device = next(model.parameters()).device
+        rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
+        self._mask = padded([torch.ones_like(row) for row in rows], left=True).to(device)  # (B, T)
+        self._tokens = padded(rows, left=True).to(device)[:, self._cache.get_seq_length() :]
 
     def next_logits(self) -> torch.Tensor:
         """See `Decoding.next_logits`."""
@@ -364,7 +366,7 @@ class Padded:
 
 
 class Alike:
-    """Rows of equal length together, none dropped before all of them have ended, in the model's own cache."""
+    """Rows of equal length together, in the model's own cache; none is dropped before all have ended."""
 
     cached = True
 
@@ -378,7 +380,7 @@ class Alike:
             _SameLength(model, torch.tensor([list(prompts[place]) for place in part], device=device), self.cached)
             for part in places
         ]
-        # of each row that is under way: its part, and its row there
+        # each row's part, and its row in that part
         where = {place: (number, row) for number, part in enumerate(places) for row, place in enumerate(part)}
         self._where = [where[place] for place in range(len(prompts))]
 
@@ -397,7 +399,7 @@ class Alike:
 
 
 class Anew(Alike):
-    """As `Alike`, without a cache."""
+    """Like `Alike`, without a cache."""
 
     cached = False
 
@@ -409,7 +411,7 @@ class _SameLength:
         self._model, self._tokens, self._cached = model, tokens, cached  # (rows, T)
         self._cache: dict[str, Any] = {}
         self._last_alone = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
-        self.following = tokens[:, -1].clone()  # a row that has ended goes on with any token
+        self.following = tokens[:, -1].clone()  # the next tokens; any token will do for a row that has ended
 
     def next_logits(self) -> torch.Tensor:
         output = self._model(input_ids=self._tokens, use_cache=self._cached, **self._cache, **self._last_alone)
@@ -423,16 +425,9 @@ class _SameLength:
         self._tokens = new if self._cached else torch.cat([self._tokens, new], -1)
 
 
-DECODINGS: dict[str, type[Padded | Alike]] = {"padded": Padded, "alike": Alike, "anew": Anew}  # the fast ones first
+DECODINGS: dict[str, type[Padded | Alike]] = {"padded": Padded, "alike": Alike, "anew": Anew}  # fastest first
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether the forward of `model` has an argument of this name."""
+    """Whether the forward of `model` has an argument `name`."""
     return name in inspect.signature(model.forward).parameters
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, both (B, T) with the prompts at the right."""
-    rows = [torch.tensor(ids, dtype=torch.int64) for ids in prompts]
-    tokens, mask = padded(rows, left=True), padded([torch.ones_like(row) for row in rows], left=True)
-    return tokens.to(device), mask.to(device)

@@ -1,6 +1,6 @@
-"""In which numbers a model computes: as the settings say, or what the machine is fast in.
+"""The precision that a model computes in: as the settings say, or the fastest on this machine.
 
-How fast this CPU multiplies matrices in each format: measured once, then read from the cache.
+A CPU is measured: how fast it multiplies matrices in float32 and in bfloat16, once, and then read from the cache.
 """
 
 from __future__ import annotations
@@ -25,117 +25,19 @@ from rlpost.errors import ConfigError
 from rlpost.files import remembered
 from rlpost.settings import Autocast, DType, ModelSettings, PolicySettings
 
-MEASURED = (DType.float32, DType.bfloat16)
-FEW_ROWS, MANY_ROWS, WIDTH, WIDE = 64, 512, 576, 1536  # a layer of a small model, sampling and training
-ROUNDS = 6  # products of each size, the best of which counts
-SECONDS = 0.2  # for one format: slow products are measured on fewer
-LIMITS = (  # variables that say which kernels torch takes, and on how many cores
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_CBWR",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-)
+AUTOCAST, SAMPLER = "model.autocast", "policy.dtype"  # keys of settings and of a run's record
+CLEARLY_FASTER = 1.2  # bfloat16 is worth its lost digits from this many times the speed of float32
+MUCH_SLOWER = 4.0  # warn about a precision this many times slower than the fastest
 
 Speeds = dict[DType, float]  # GFLOP/s of matrix products
 
 
-def product_speeds() -> Speeds:
-    """GFLOP/s of this machine's products in float32 and bfloat16, on one core.
-
-    Kept in the cache under what they depend on. A cache that cannot be read or written is no error:
-    the log says so, and the products are measured.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads)  # measuring does so too: a run computes alike whether it measures or reads the cache
-    asked = conditions(threads)
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    file = cache_folder() / "products" / f"{digest}.json"
-
-    def measured() -> dict[str, Any]:
-        return {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in measure().items()}}
-
-    return remembered(file, measured, _speeds, "the speed of products is measured")
-
-
-def measure() -> Speeds:
-    """GFLOP/s in each format, the best of a few products: at most about half a second, however slow they are.
-
-    One core and its own time, so that what else the machine does changes nothing.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {dtype: _speed(getattr(torch, dtype.value)) for dtype in MEASURED}
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _speed(dtype: torch.dtype) -> float:
-    best = spent = 0.0
-    for rows in [FEW_ROWS] * ROUNDS + [MANY_ROWS] * ROUNDS:
-        work = 2e-9 * rows * WIDTH * WIDE
-        if best and spent + work / best > SECONDS:
-            break
-        left = torch.ones(rows, WIDTH, dtype=dtype)  # nothing random: the run's random numbers stay as they are
-        right = torch.ones(WIDTH, WIDE, dtype=dtype)
-        began = time.thread_time()
-        torch.mm(left, right)
-        seconds = max(time.thread_time() - began, 1e-9)
-        spent += seconds
-        best = max(best, work / seconds)
-    return best
-
-
-def conditions(threads: int) -> dict[str, Any]:
-    """What the speed of products depends on."""
-    return {
-        "cpu": _cpu(),
-        "threads": threads,
-        "torch": torch.__version__,
-        "variables": {name: os.environ[name] for name in LIMITS if name in os.environ},
-    }
-
-
-def _cpu() -> list[str]:
-    """Name and instruction sets of the CPU."""
-    try:
-        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        listed = ""
-    found = (re.search(rf"^{name}\s*:\s*(.*)$", listed, re.M) for name in ("model name", "flags", "Features"))
-    return [platform.machine(), platform.processor(), *(line[1] for line in found if line)]
-
-
-def _speeds(content: Any) -> Speeds:
-    """What is kept of them. Raises ValueError or LookupError for anything else."""
-    kept = content["gflops"]
-    speeds = {dtype: float(kept[dtype.value]) for dtype in MEASURED}
-    if not all(math.isfinite(speed) and speed > 0 for speed in speeds.values()):
-        raise ValueError(f"these are no speeds: {kept}")
-    return speeds
-
-
-CLEARLY_FASTER = 1.2  # times float32's speed from which bfloat16 is worth its lost digits
-MUCH_SLOWER = 4.0  # times below the fastest format: somebody is told
-AUTOCAST, SAMPLER = "model.autocast", "policy.dtype"  # keys of settings, and of a run's record
-
-
 @dataclass(frozen=True)
 class Numbers:
-    """The formats that one command computes in, and why.
+    """The precision that one command computes in, and why.
 
-    `autocast` and `sampler` are the values of model.autocast and policy.dtype with nothing left open.
-    `used` says what is computed in them; `warning`, where a format that was named or kept is much
-    slower here than another one.
+    `autocast` and `sampler` are the resolved values of model.autocast and policy.dtype. `used` says what is computed
+    in each dtype; `warning` is set if a dtype that was named or kept is much slower here than another one.
     """
 
     autocast: Autocast
@@ -146,24 +48,12 @@ class Numbers:
 
     @property
     def line(self) -> str:
-        """What a command says of them at its beginning."""
+        """The line that a command prints at its start."""
         return f"numbers {self.used} ({self.why})"
 
     def record(self) -> dict[str, str]:
-        """What a run keeps of them: `choose_numbers` takes it where the run goes on."""
+        """The values that a run keeps, as `choose_numbers` takes them when the run is resumed."""
         return {AUTOCAST: self.autocast.value, SAMPLER: self.sampler.value, "why": self.why}
-
-
-def autocast(kind: Autocast, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast to `kind` on `device`; with `none` the weights' own format stays.
-
-    Raises ConfigError for `auto`, which is a question and no format.
-    """
-    if kind is Autocast.auto:
-        raise ConfigError("model.autocast=auto has not been resolved: take what choose_numbers finds for this device")
-    if kind is Autocast.none:
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, kind.value))
 
 
 def choose_numbers(
@@ -175,10 +65,10 @@ def choose_numbers(
     trains: bool = True,
     samples: bool = True,
 ) -> Numbers:
-    """The formats of `model` and of what samples from it, where `auto` leaves them open.
+    """Resolve `auto` in the dtypes of `model` and of the policy that samples from it.
 
-    What is given stands, and the other of the two follows it. Where neither says anything, a run that
-    goes on has what it `kept`, else `device` decides.
+    If one of the two is set, the other follows it. If neither is, a resumed run takes what it `kept`, and otherwise
+    `device` decides.
     """
     given = getattr(policy, "dtype", DType.auto)
     said = _said(model, given)
@@ -205,7 +95,7 @@ def choose_numbers(
 def bfloat16_is_fast(device: torch.device) -> tuple[bool, str]:
     """Whether products on `device` run clearly faster in bfloat16 than in float32, and how that is known.
 
-    A CPU is measured. A GPU is asked whether bfloat16 is its own or emulated. On Apple's it is float32.
+    Measures a CPU, and asks a GPU whether it has bfloat16 or emulates it. Other devices compute in float32.
     """
     if device.type == "cpu":
         speeds = product_speeds()
@@ -222,8 +112,20 @@ def bfloat16_is_fast(device: torch.device) -> tuple[bool, str]:
     return False, f"on {device.type} bfloat16 is not relied on"
 
 
+def autocast(kind: Autocast, device: torch.device) -> AbstractContextManager[Any]:
+    """torch's autocast to `kind` on `device`; `none` keeps the dtype of the weights.
+
+    Raises ConfigError for `auto`, which must be resolved first.
+    """
+    if kind is Autocast.auto:
+        raise ConfigError("model.autocast=auto has not been resolved: take what choose_numbers finds for this device")
+    if kind is Autocast.none:
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, kind.value))
+
+
 def _given_autocast(model: ModelSettings, sampler: DType) -> Autocast | None:
-    """What the settings say of the trainer's products, if anything: of itself, by its weights or by the sampler."""
+    """The trainer's autocast if the settings imply one: by itself, by the weights' dtype or by the sampler's."""
     if model.autocast is not Autocast.auto:
         return model.autocast
     follows = {DType.float32: Autocast.none, DType.bfloat16: Autocast.bfloat16}
@@ -233,14 +135,14 @@ def _given_autocast(model: ModelSettings, sampler: DType) -> Autocast | None:
 
 
 def _said(model: ModelSettings, sampler: DType) -> list[str]:
-    """The keys that name a format."""
+    """The keys that name a dtype."""
     keys = {AUTOCAST: model.autocast is not Autocast.auto, SAMPLER: sampler is not DType.auto}
     keys["model.dtype"] = model.dtype is not DType.float32
     return [key for key, named in keys.items() if named]
 
 
 def _warning(used: set[DType], device: torch.device, said: list[str], *, going_on: bool) -> str | None:
-    """What to say where `device` is much faster in another format than in one that was named, or kept."""
+    """A warning if `device` is much faster in another dtype than in one that was named or kept."""
     if not said and not going_on:
         return None
     if device.type != "cpu":
@@ -258,7 +160,7 @@ def _warning(used: set[DType], device: torch.device, said: list[str], *, going_o
 
 
 def _advice(better: DType, said: list[str], going_on: bool) -> str:
-    """How to compute in the format `better`: a run that goes on keeps its own unless another is named."""
+    """How to compute in the dtype `better`: a resumed run keeps its own unless another is named."""
     if not going_on:
         return f"leave {' and '.join(said)} out"
     autocast = Autocast.bfloat16 if better is DType.bfloat16 else Autocast.none
@@ -268,3 +170,102 @@ def _advice(better: DType, said: list[str], going_on: bool) -> str:
 
 def _rate(speed: float) -> str:
     return f"{speed:.1f}" if speed < 10 else f"{speed:.0f}"
+
+
+# How fast this CPU multiplies matrices
+
+MEASURED = (DType.float32, DType.bfloat16)
+FEW_ROWS, MANY_ROWS, WIDTH, WIDE = 64, 512, 576, 1536  # a layer of a small model, sampling and training
+ROUNDS = 6  # products of each size; the fastest counts
+SECONDS = 0.2  # for one dtype: slow products get fewer rounds
+LIMITS = (  # variables that choose torch's kernels and how many cores they use
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+)
+
+
+def product_speeds() -> Speeds:
+    """GFLOP/s of this machine's products in float32 and bfloat16, on one core.
+
+    Kept in the cache under a hash of their conditions. If the cache cannot be read or written, a warning is logged
+    and the products are measured.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads)  # measuring does so too: a run computes the same with and without a cached value
+    asked = _conditions(threads)
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    file = cache_folder() / "products" / f"{digest}.json"
+
+    def measured() -> dict[str, Any]:
+        return {**asked, "gflops": {dtype.value: round(speed, 3) for dtype, speed in measure().items()}}
+
+    return remembered(file, measured, _speeds, "the speed of products is measured")
+
+
+def measure() -> Speeds:
+    """GFLOP/s in each dtype, the best of a few products; takes at most about half a second.
+
+    Uses one core and counts its own time, so that other work on the machine changes nothing.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {dtype: _speed(getattr(torch, dtype.value)) for dtype in MEASURED}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _speed(dtype: torch.dtype) -> float:
+    best = spent = 0.0
+    for rows in [FEW_ROWS] * ROUNDS + [MANY_ROWS] * ROUNDS:
+        work = 2e-9 * rows * WIDTH * WIDE
+        if best and spent + work / best > SECONDS:
+            break
+        left = torch.ones(rows, WIDTH, dtype=dtype)  # not random: the run's random state stays as it is
+        right = torch.ones(WIDTH, WIDE, dtype=dtype)
+        began = time.thread_time()
+        torch.mm(left, right)
+        seconds = max(time.thread_time() - began, 1e-9)
+        spent += seconds
+        best = max(best, work / seconds)
+    return best
+
+
+def _conditions(threads: int) -> dict[str, Any]:
+    """Everything that the speed of products depends on."""
+    return {
+        "cpu": _cpu(),
+        "threads": threads,
+        "torch": torch.__version__,
+        "variables": {name: os.environ[name] for name in LIMITS if name in os.environ},
+    }
+
+
+def _cpu() -> list[str]:
+    """Name and instruction sets of the CPU."""
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        listed = ""
+    found = (re.search(rf"^{name}\s*:\s*(.*)$", listed, re.M) for name in ("model name", "flags", "Features"))
+    return [platform.machine(), platform.processor(), *(line[1] for line in found if line)]
+
+
+def _speeds(content: Any) -> Speeds:
+    """The speeds in a cached file. Raises ValueError or LookupError if it is malformed."""
+    kept = content["gflops"]
+    speeds = {dtype: float(kept[dtype.value]) for dtype in MEASURED}
+    if not all(math.isfinite(speed) and speed > 0 for speed in speeds.values()):
+        raise ValueError(f"these are no speeds: {kept}")
+    return speeds

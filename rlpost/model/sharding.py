@@ -1,14 +1,15 @@
 """A model whose weights, gradients and moments are divided among the ranks of a training (FSDP2, arXiv:2304.11277).
 
-Each layer is a unit: gathered whole while it computes, forward and backward, and dropped. What stands around the
-layers, embeddings, norm and head, is one unit more, that of the model itself, since heads are often tied to the
-embeddings; so a model is read inside its own forward (`rlpost.model.logprobs`).
+Each layer is a unit: gathered while it computes, forward and backward, then dropped. Embeddings, norm and head are
+one more unit, that of the model itself, since heads are often tied to the embeddings; so a model is read inside its
+own forward (`rlpost.model.logprobs`). Only trainings on several ranks import this module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,26 +34,23 @@ from rlpost.model.weights import announced, is_adapted, whole
 
 INDEX = "model.safetensors.index.json"
 OUTSIDE_LAYERS = "outside"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
     """How a model is divided over the ranks of the process group."""
 
-    offload: bool = False  # weights, gradients and moments lie in the machine's memory between uses
-    gather_dtype: torch.dtype | None = None  # that layers are gathered and computed in; None: that of the weights
+    offload: bool = False  # keep weights, gradients and moments in host memory between uses
+    gather_dtype: torch.dtype | None = None  # dtype of gathered layers and their products; None: that of the weights
 
 
 def shard(model: PreTrainedModel, plan: ShardingPlan) -> None:
-    """Divide `model` over the ranks; from now on each has its part of every parameter. All ranks call this.
+    """Divide `model` among the ranks, so that each holds a part of every parameter. All ranks must call this.
 
-    Gradients are sums over ranks. Raises ConfigError for a model that is not read as one packed row: ranks would gather
-    different numbers of times.
+    Gradients are summed over ranks. Raises ConfigError for a model that is not read as one packed row: its ranks would
+    gather different numbers of times.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-
     verdict = trainable_verdict(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if verdict.reading not in READ_INSIDE or not layers:
@@ -67,14 +69,14 @@ def shard(model: PreTrainedModel, plan: ShardingPlan) -> None:
     fully_shard(model, **how)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # with the factor of 1: a sum, which gloo can do too
+            module.set_force_sum_reduction_for_comms(True)  # and a factor of 1: plain sums, which gloo can do
             module.set_gradient_divide_factor(1.0)
 
 
 def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, plan: ShardingPlan) -> Any | None:
-    """The model of `folder`, of which each rank reads its own part alone; None where its files have other names.
+    """The model of `folder`, of which each rank reads only its own part; None if its files use other names.
 
-    It is built without weights first, and then read from the safetensors files part by part.
+    Builds the model without weights, then reads the safetensors files part by part.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with _no_weights():
@@ -100,13 +102,13 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, plan: S
 class GatheredWeights(Mapping[str, torch.Tensor]):
     """The whole weights of a sharded model, under the names of a plain checkpoint, each gathered when it is read.
 
-    An adapter is merged. Reading one is a collective: rank 0's reads are announced, and others follow.
+    An adapter is merged. Reading a weight is a collective operation: rank 0 announces it and the others follow.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._weights = MergedWeights(model) if is_adapted(model) else model.state_dict()
-        self._names = dict.fromkeys(self._weights)  # to look at which gathers nothing
+        self._names = dict.fromkeys(self._weights)  # names alone, so that looking them up gathers nothing
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
@@ -125,7 +127,7 @@ class GatheredWeights(Mapping[str, torch.Tensor]):
 
 
 def export(model: Any, folder: Path) -> None:
-    """Write the whole model as a plain HF folder, a layer a file: no more than a layer is whole at a time."""
+    """Write the whole model as a plain HF folder, one file per layer, gathering one layer at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = GatheredWeights(model)
     tied = _tied_names(model)
@@ -147,34 +149,31 @@ def export(model: Any, folder: Path) -> None:
 
 
 def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> int:
-    """Write a safetensors file, without the copy of it all in memory that the library makes; returns its bytes."""
+    """Write a safetensors file without the library's full copy in memory; returns the bytes of its tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)  # what follows is aligned
+    words += b" " * (-len(words) % 8)  # align the tensors
     with file.open("wb") as stream:
         stream.write(len(words).to_bytes(8, "little") + words)
         for tensor in tensors.values():
             content: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-            stream.write(content)  # as it lies in memory
+            stream.write(content)  # its bytes in memory order
     return end
 
 
 def save_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write the optimizer's state, each rank its own part, as safetensors (torch.distributed.checkpoint)."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
+    """Write the optimizer's state as safetensors, each rank its own part (torch.distributed.checkpoint)."""
     state = _moments(model, optimizer)
     with _quiet():
         checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Take up what `save_moments` wrote, on however many ranks, or the tensors of a checkpoint of one rank."""
+    """Load the state that `save_moments` wrote on any number of ranks, or that of a one-rank checkpoint."""
     if not any(folder.glob("*.safetensors")):
         return  # it was saved before the first update
     for group in optimizer.param_groups:
@@ -188,7 +187,7 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of AdamW by the names that `optimizer_tensors` gives it."""
+    """The state of AdamW, named as by `optimizer_tensors`."""
     return {
         f"optimizer/{key}/{name}": value
         for name, parameter in model.named_parameters()
@@ -201,11 +200,8 @@ def _device_of_steps(parameter: torch.Tensor) -> torch.device:
 
 
 def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill `tensors`, this rank's parts, from the safetensors files of `folder`, and read no other parts of them."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    by_layer: dict[str, dict[str, torch.Tensor]] = {}  # so that no more than a layer of the file is held at a time
+    """Fill `tensors`, this rank's parts, from the safetensors files of `folder`, reading only those parts."""
+    by_layer: dict[str, dict[str, torch.Tensor]] = {}  # holds one layer of the files at a time
     for name, tensor in tensors.items():
         by_layer.setdefault(_layer_of(name), {})[name] = tensor
     with _quiet(), torch.no_grad():
@@ -215,7 +211,7 @@ def _read_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _no_weights() -> Iterator[None]:
-    """Modules that are built meanwhile have parameters without memory; their buffers are real."""
+    """Inside the block, new modules get parameters without memory; their buffers are real."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -232,9 +228,7 @@ def _no_weights() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the remarks of torch's checkpoints to their own developers."""
-    import warnings
-
+    """Silence the warnings of torch.distributed.checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -250,7 +244,7 @@ def _shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def _tied_names(model: Any) -> set[str]:
-    """Names of weights that are another one's too, which comes first."""
+    """Names of weights that are the same tensor as an earlier one."""
     first: dict[int, str] = {}
     tied = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -260,7 +254,7 @@ def _tied_names(model: Any) -> set[str]:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; one word for all that is in no layer."""
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`; `OUTSIDE_LAYERS` for weights of no layer."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
     return OUTSIDE_LAYERS if number is None else ".".join(parts[: number + 1])

@@ -1,7 +1,4 @@
-"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to.
-
-Activation checkpointing (arXiv:1604.06174): each layer's inputs are kept, the rest is computed again backward.
-"""
+"""A model made ready for training: loaded, with its adapter, its optimizer and the reference it may be held to."""
 
 from __future__ import annotations
 
@@ -31,12 +28,115 @@ from rlpost.settings import ClusterSettings, DType, LoRASettings, ModelSettings,
 if TYPE_CHECKING:
     from rlpost.model.sharding import ShardingPlan
 
+Reference = Callable[[], AbstractContextManager[nn.Module]]  # a context manager that gives the frozen reference
+
+
+class TrainingSettings(Protocol):
+    """The settings that every training has."""
+
+    model: ModelSettings
+    lora: LoRASettings
+    optim: OptimSettings
+
+    @property
+    def cluster(self) -> ClusterSettings:
+        """The machines that train."""
+        ...
+
+
+@dataclass
+class Trainable:
+    """The trained model with everything that belongs to it.
+
+    `folder` is a plain HF folder for an engine to start from. `adapter_rank` is set if an engine should keep the
+    weights of `folder` and apply the adapter beside them; a resumed run starts with that in the folder `adapter`.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    folder: Path
+    adapter_rank: int | None
+    adapter: Path | None
+    reference: Reference | None
+
+
+def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
+    """The starting model of `settings`, or that of the folder `checkpoint`, with a new optimizer.
+
+    The reference, if any, is the starting model: that of `model.path`, with the adapter of `lora.path` merged into it.
+    Under LoRA it is the trained model with its adapter off. Raises CheckpointError for a checkpoint whose adapter
+    belongs to another starting model, ConfigError for a model that cannot be trained.
+    """
+    start, lora = locate_start(settings), settings.lora
+    current = checkpoint / "model" if checkpoint is not None else start
+    adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
+    plan = sharding_plan(settings.cluster)
+    model = _load(start if lora.enabled else current, settings, plan)
+    trainable_verdict(model)  # before anything is sampled from it
+    if lora.enabled:
+        add_adapter(model, lora, base=_name(settings, start))
+    if adapter is not None:
+        _check_same_start(adapter, _name(settings, start))
+        load_adapter(model, adapter)
+    if settings.model.activation_checkpointing:
+        recompute_activations(model)
+    if plan is not None:
+        _divide(model, plan)
+    beside = lora.enabled and lora.push is Push.adapter
+    return Trainable(
+        model=model,
+        optimizer=build_optimizer(model, settings.optim),
+        folder=start if beside else current,
+        adapter_rank=lora.rank if beside else None,
+        adapter=adapter if beside else None,
+        reference=_reference(model, start, settings, plan) if with_reference else None,
+    )
+
+
+def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> tuple[Any, Path]:
+    """The tokenizer of the model that `load_trainable` returns, and the folder of its config; reads no weights.
+
+    A checkpoint's tokenizer was saved with the run's chat template and its variables.
+    """
+    if checkpoint is not None:
+        return load_tokenizer(checkpoint / "model"), checkpoint / "model"
+    folder = locate_tokenizer(settings.model.path, settings.model.revision)
+    return load_tokenizer(folder, settings.model), folder
+
+
+def locate_start(settings: TrainingSettings) -> Path:
+    """The folder of the starting model, built, converted or downloaded if needed.
+
+    Each rank calls this before it joins the process group, in which transformers writes models on rank 0 only.
+    """
+    start, adapter = locate_model(settings.model.path, settings.model.revision), settings.lora.path
+    return start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
+
+
+def sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
+    """How to _divide the model; None if each rank holds all of it, or there is only one rank."""
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if cluster.sharding is Sharding.none or not several:
+        return None
+    from rlpost.model.sharding import ShardingPlan
+
+    dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
+    return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)
+
+
+def _divide(model: PreTrainedModel, plan: ShardingPlan) -> None:
+    """Divide `model` among the ranks, unless it was loaded that way."""
+    from rlpost.model.sharding import shard
+
+    if not is_sharded(model):
+        shard(model, plan)
+
 
 def recompute_activations(model: Any) -> None:
-    """Let every layer of `model` forget its activations after the forward pass and compute them again.
+    """Let every layer of `model` keep only its inputs and compute its activations again backward (arXiv:1604.06174).
 
     transformers' own switch works in training mode only, which would turn dropout on. Without
-    gradients (while sampling) nothing changes. Raises ConfigError for a model not made of layers.
+    gradients (while sampling) nothing changes. Raises ConfigError for a model without layers.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -55,7 +155,7 @@ def _recomputed(forward: Callable[..., Any], config: Any) -> Callable[..., Any]:
         attention = config._attn_implementation
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with attending(config, attention):  # the backward pass runs where that may have been another
+            with attending(config, attention):  # another may be set when the backward pass runs
                 return forward(*args, **kwargs)
 
         # nothing in the model is random, so there is no generator to rewind
@@ -64,107 +164,20 @@ def _recomputed(forward: Callable[..., Any], config: Any) -> Callable[..., Any]:
     return recomputed
 
 
-Reference = Callable[[], AbstractContextManager[nn.Module]]  # the frozen reference, while the context is open
-
-
-class TrainingSettings(Protocol):
-    """What the settings of every training have."""
-
-    model: ModelSettings
-    lora: LoRASettings
-    optim: OptimSettings
-
-    @property
-    def cluster(self) -> ClusterSettings:
-        """Whose machines train."""
-        ...
-
-
-@dataclass
-class Trainable:
-    """The model that is trained and what belongs to it.
-
-    `folder` is a plain HF folder that an engine starts from. `adapter_rank` is set where an engine is to
-    keep the weights of `folder` and apply the adapter beside them, beginning with that of the folder
-    `adapter` where a run goes on.
-    """
-
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    folder: Path
-    adapter_rank: int | None
-    adapter: Path | None
-    reference: Reference | None
-
-
-def starting_tokenizer(settings: TrainingSettings, checkpoint: Path | None) -> tuple[Any, Path]:
-    """The tokenizer of the model that `load_trainable` gives, and the folder of its configuration, before any weights.
-
-    That of a checkpoint was saved with the chat template, and what it is told, that the run has.
-    """
-    if checkpoint is not None:
-        return load_tokenizer(checkpoint / "model"), checkpoint / "model"
-    folder = locate_tokenizer(settings.model.path, settings.model.revision)
-    return load_tokenizer(folder, settings.model), folder
-
-
-def locate_start(settings: TrainingSettings) -> Path:
-    """The folder of the starting model, made, converted or fetched where needed.
-
-    transformers writes no model in a process of a group whose rank is not 0, so each looks before it joins one.
-    """
-    start, adapter = locate_model(settings.model.path, settings.model.revision), settings.lora.path
-    return start if adapter is None else locate_merged(start, resolve_adapter_path(adapter))
-
-
-def load_trainable(settings: TrainingSettings, checkpoint: Path | None, *, with_reference: bool) -> Trainable:
-    """The model of `settings` as it starts, or as it is in the folder `checkpoint`, with a new optimizer.
-
-    The reference, where there is to be one, is the starting model: that of `model.path`, with the
-    adapter of `lora.path` merged into it. Under LoRA it is the trained model with its adapter off.
-    Raises CheckpointError for a checkpoint whose adapter is not one of that starting model, ConfigError for a
-    model that cannot be trained.
-    """
-    start, lora = locate_start(settings), settings.lora
-    current = checkpoint / "model" if checkpoint is not None else start
-    adapter = checkpoint / "adapter" if checkpoint is not None and lora.enabled else None
-    plan = sharding_plan(settings.cluster)
-    model = _load(start if lora.enabled else current, settings, plan)
-    trainable_verdict(model)  # before anything is sampled from it
-    if lora.enabled:
-        add_adapter(model, lora, base=_name(settings, start))
-    if adapter is not None:
-        _check_same_start(adapter, _name(settings, start))
-        load_adapter(model, adapter)
-    if settings.model.activation_checkpointing:
-        recompute_activations(model)
-    if plan is not None:
-        divide(model, plan)
-    beside = lora.enabled and lora.push is Push.adapter
-    return Trainable(
-        model=model,
-        optimizer=build_optimizer(model, settings.optim),
-        folder=start if beside else current,
-        adapter_rank=lora.rank if beside else None,
-        adapter=adapter if beside else None,
-        reference=_reference(model, start, settings, plan) if with_reference else None,
-    )
-
-
 def _name(settings: TrainingSettings, start: Path) -> str:
-    """What an adapter calls the model it is for: its hub id, or the folder on this machine."""
+    """The name of the starting model in an adapter's config: its hub id, or the folder on this machine."""
     path = settings.model.path
     is_hub_id = path not in NAMED_MODELS and not expanded(path).exists() and settings.lora.path is None
     return path if is_hub_id else str(start.resolve())
 
 
 def _check_same_start(adapter: Path, start: str) -> None:
-    """Raise CheckpointError unless the adapter was begun on `start`; a run that stood for it may have gone on.
+    """Raise CheckpointError unless the adapter was trained on `start`; a run given as model.path may have moved on.
 
-    Two folders' last parts tell: the checkpoint of a run, or the name in a cache, wherever that lies.
+    Compares the last two parts of both folders: the checkpoint of a run, or the name in a cache, wherever that is.
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
-        return  # loading it will say that it is missing
+        return  # loading it will report that it is missing
     begun = adapter_base(adapter)
     if Path(begun).parts[-2:] != Path(start).parts[-2:]:
         raise CheckpointError(
@@ -177,23 +190,15 @@ def _reference(model: PreTrainedModel, start: Path, settings: TrainingSettings, 
         return lambda: adapter_off(model)
     frozen = _load(start, settings, plan)
     if plan is not None:
-        divide(frozen, plan)
+        _divide(frozen, plan)
     frozen.requires_grad_(False)
     return lambda: nullcontext(frozen)
 
 
-def divide(model: PreTrainedModel, plan: ShardingPlan) -> None:
-    """Divide `model` over the ranks, unless it was loaded so."""
-    from rlpost.model.sharding import shard
-
-    if not is_sharded(model):
-        shard(model, plan)
-
-
 def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -> PreTrainedModel:
-    """The model of `folder`: this rank's part of it where it can be read so, and else all of it.
+    """The model of `folder`: only this rank's part if the files allow it, otherwise all of it on the CPU.
 
-    One that is still to be divided, with its adapter, lies on the CPU.
+    The caller divides the latter, with its adapter.
     """
     if plan is None:
         return load_model(folder, settings.model)
@@ -204,14 +209,3 @@ def _load(folder: Path, settings: TrainingSettings, plan: ShardingPlan | None) -
         dtype, device = getattr(torch, settings.model.dtype.value), pick_device(settings.model.device)
         divided = load_sharded(folder, dtype, device, plan)
     return load_model(folder, replace(settings.model, device="cpu")) if divided is None else divided
-
-
-def sharding_plan(cluster: ClusterSettings) -> ShardingPlan | None:
-    """How the model is divided; None where each rank holds all of it, or there is one."""
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if cluster.sharding is Sharding.none or not several:
-        return None
-    from rlpost.model.sharding import ShardingPlan
-
-    dtype = None if cluster.gather_dtype is DType.auto else getattr(torch, cluster.gather_dtype.value)
-    return ShardingPlan(offload=cluster.cpu_offload, gather_dtype=dtype)

@@ -1,18 +1,13 @@
-"""The weights of another model, or of a folder, copied into a model's own tensors.
+"""The weights of a model: read from a folder, copied into another model, gathered from ranks, and compared by sums.
 
-What the rest of the house needs to know of a model that is divided among ranks: see `rlpost.model.sharding`.
-
-Sums over weights: by them two copies are compared that are kept under other names and in other formats.
-
-An engine that packs a layer for its kernels has no weight to sum any more: such a layer is asked for its answer to a
-fixed input, which is compared as far as rounding allows.
+`rlpost.model.sharding` divides a model among ranks; what other rooms need to know of such a model stands here.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,89 +19,20 @@ from torch import nn
 from rlpost.errors import PolicyError
 from rlpost.remote.exchange import with_room
 
-BLOCK_BYTES = 2**24  # that are gathered at once
-ADAPTER = "the adapter"  # announced in the place of a weight's name
-
-Announce = Callable[[str], None]  # told what all ranks are to gather
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether each rank has a part of `model`'s weights only."""
-    return hasattr(model, "unshard")  # FSDP2's own class, without importing it
-
-
-def divided_again(model: Any) -> None:
-    """Drop what a forward pass has gathered of a divided model; only a backward pass does that by itself."""
-    if is_sharded(model):
-        model.reshard()
-
-
-def device_of(model: Any) -> torch.device:
-    """Where `model` computes: its parts may wait in the machine's memory, and are gathered on a GPU."""
-    if not is_sharded(model):
-        return model.device
-    kind = next(iter(model.parameters())).device_mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, gathered from all ranks where each has a part of it: all must call this.
-
-    It is gathered in blocks: in one piece, gloo and DTensor's own way take its size again.
-    """
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    shared: Any = tensor
-    if not (shared.ndim and all(placement.is_shard(0) for placement in shared.placements)):
-        return shared.full_tensor()
-    ranks = shared.device_mesh.size()
-    rows = -(-shared.shape[0] // ranks)  # of each rank, but for the last ones
-    own = shared.to_local().detach()
-    if own.shape[0] < rows:
-        own = torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
-    gathered = own.new_empty(ranks, rows, *own.shape[1:])
-    group = shared.device_mesh.get_group()
-    for begin, part in _blocks(own, BLOCK_BYTES // ranks):
-        block = own.new_empty(ranks, *part.shape)
-        torch.distributed.all_gather(list(block.unbind()), part.contiguous(), group=group)
-        gathered[:, begin : begin + part.shape[0]] = block
-    return gathered.flatten(0, 1)[: shared.shape[0]]
-
-
-def _blocks(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of `tensor` in pieces of at most so many bytes, but a row at least, each with the place of its first."""
-    size = max(1, most_bytes // max(1, tensor[:1].nbytes))
-    for begin in range(0, tensor.shape[0], size):
-        yield begin, tensor[begin : begin + size]
-
-
-def announce_with(model: nn.Module, announce: Announce) -> None:
-    """Have `announce` tell the other ranks of each weight of `model` that this one is about to read whole."""
-    _ANNOUNCE[model] = announce
-
-
-def announced(model: nn.Module, name: str) -> None:
-    """All ranks are about to gather `name`, where `model` is divided among them."""
-    if model in _ANNOUNCE:
-        _ANNOUNCE[model](name)
-
-
-_ANNOUNCE: weakref.WeakKeyDictionary[nn.Module, Announce] = weakref.WeakKeyDictionary()
-
 
 def is_adapted(model: Any) -> bool:
-    """Whether `model` has an adapter of `add_adapter`'s."""
+    """Whether `model` has an adapter from `add_adapter`."""
     return isinstance(model, nn.Module) and hasattr(model, "peft_config")
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
-    """The tensors in the *.safetensors of `folder`, each read when it is asked for.
+    """The tensors in the *.safetensors of `folder`, each read on access.
 
-    Raises PolicyError for a folder without any, or with a file that cannot be read.
+    Raises PolicyError for a folder without any, or with an unreadable file.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Path] = {}  # where each tensor is
+        self._files: dict[str, Path] = {}  # the file of each tensor
         for file in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(file, framework="pt") as tensors:
@@ -128,19 +54,19 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
 
 def copy_weights(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Copy `weights`, under the names of a checkpoint, into the tensors of `model`, in its own formats.
+    """Copy `weights`, named as in a checkpoint, into the tensors of `model`, casting to their dtypes.
 
-    Raises PolicyError, and changes nothing, where they do not fit, or the model is an adapter on frozen weights.
+    Raises PolicyError, and changes nothing, if they do not fit or the model is an adapter on frozen weights.
     """
     if is_adapted(model):
         raise PolicyError("the policy's weights are an adapter's on frozen ones: push the policy's own model")
-    for own, name in _places(weights, model):  # all of which are looked at before the first is written
+    for own, name in _places(weights, model):  # all are checked before the first is written
         own.copy_(weights[name])
 
 
 def _places(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list[tuple[torch.Tensor, str]]:
-    """Each of the model's tensors and the name of what is to be copied into it; raises as `copy_weights` says."""
-    names: dict[int, list[str]] = {}  # of each tensor; a tied one has several
+    """Each of the model's tensors and the name of the weight to copy into it; raises what `copy_weights` raises."""
+    names: dict[int, list[str]] = {}  # names of each tensor; a tied one has several
     own = model.state_dict()
     for name, tensor in own.items():
         names.setdefault(tensor.data_ptr(), []).append(name)
@@ -165,9 +91,9 @@ def _places(weights: Mapping[str, torch.Tensor], model: torch.nn.Module) -> list
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy `weights` into `model`, those of a module that a TensorDictModule wraps too, by their names there.
+    """Copy `weights` into `model`; a TensorDictModule also takes them under the names of the module it wraps.
 
-    Raises ValueError where they do not fit, and changes nothing then.
+    Raises ValueError, and changes nothing, if they do not fit.
     """
     own = model.state_dict()
     if own.keys() != weights.keys():
@@ -181,15 +107,102 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
             value.copy_(weights[name])
 
 
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # how names of what a head is tied to end
-AT_ONCE = 1 << 22  # elements that are widened together
-ROUNDED = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-4}  # of an answer's norm
-OFF = 1e-10  # of a sum: what the order of summing explains, far below any update
+def save_one_by_one(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write one file per weight, so that no two are held at once: another process can read a folder, not tensors."""
+    for number, (name, weight) in enumerate(weights):
+        file = with_room(folder / f"{number:05d}.safetensors", weight.nbytes)
+        save_file({name: weight.detach().contiguous().cpu()}, file)
+
+
+# A model that is divided among ranks
+
+BLOCK_BYTES = 2**24  # most bytes that are gathered at once
+ADAPTER = "the adapter"  # announced instead of a weight's name
+Announce = Callable[[str], None]  # called with the name of a weight that all ranks must gather
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether each rank holds only a part of `model`'s weights."""
+    return hasattr(model, "unshard")  # FSDP2's own class, without importing it
+
+
+def divided_again(model: Any) -> None:
+    """Drop the weights that a forward pass has gathered of a divided model; a backward pass drops them by itself."""
+    if is_sharded(model):
+        model.reshard()
+
+
+def device_of(model: Any) -> torch.device:
+    """The device `model` computes on: its parts may lie in host memory and be gathered on a GPU."""
+    if not is_sharded(model):
+        return model.device
+    kind = next(iter(model.parameters())).device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, gathered if it is divided among ranks, all of which must call this.
+
+    Gathers in blocks: in one piece, gloo and DTensor would allocate its size again.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    shared: Any = tensor
+    if not (shared.ndim and all(placement.is_shard(0) for placement in shared.placements)):
+        return shared.full_tensor()
+    ranks = shared.device_mesh.size()
+    rows = -(-shared.shape[0] // ranks)  # per rank; the last ranks may have fewer
+    own = shared.to_local().detach()
+    if own.shape[0] < rows:
+        own = torch.cat([own, own.new_zeros(rows - own.shape[0], *own.shape[1:])])
+    gathered = own.new_empty(ranks, rows, *own.shape[1:])
+    group = shared.device_mesh.get_group()
+    for begin, part in _blocks(own, BLOCK_BYTES // ranks):
+        block = own.new_empty(ranks, *part.shape)
+        torch.distributed.all_gather(list(block.unbind()), part.contiguous(), group=group)
+        gathered[:, begin : begin + part.shape[0]] = block
+    return gathered.flatten(0, 1)[: shared.shape[0]]
+
+
+def _blocks(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of `tensor` in pieces of at most `most_bytes`, or one row, each with the index of its first row."""
+    size = max(1, most_bytes // max(1, tensor[:1].nbytes))
+    for begin in range(0, tensor.shape[0], size):
+        yield begin, tensor[begin : begin + size]
+
+
+_ANNOUNCE: weakref.WeakKeyDictionary[nn.Module, Announce] = weakref.WeakKeyDictionary()
+
+
+def announce_with(model: nn.Module, announce: Announce) -> None:
+    """Have `announce` tell the other ranks of each weight of `model` that this rank is about to gather."""
+    _ANNOUNCE[model] = announce
+
+
+def announced(model: nn.Module, name: str) -> None:
+    """Announce that all ranks must gather `name`, if `model` is divided among them."""
+    if model in _ANNOUNCE:
+        _ANNOUNCE[model](name)
+
+
+# Sums over weights, by which two copies can be compared that have other names and other dtypes.
+#
+# An engine that packs a layer for its kernels has no weight to sum: it computes such a layer's answer to a fixed input,
+# which is compared as far as rounding allows.
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # endings of the names of input embeddings
+AT_ONCE = 1 << 22  # elements that are cast to float64 at once
+ROUNDED = {
+    torch.bfloat16: 0.02,
+    torch.float16: 0.005,
+    torch.float32: 1e-4,
+}  # allowed, of an answer's norm
+OFF = 1e-10  # allowed relative difference of sums: above the effect of summation order, far below any update
 
 
 @dataclass(frozen=True)
 class WeightSum:
-    """Of one weight, or of several that are kept as one: elements, their sum and that of their squares, in float64."""
+    """Number, sum and sum of squares, in float64, of the elements of one weight or of several fused into one."""
 
     numel: int
     total: float
@@ -197,7 +210,7 @@ class WeightSum:
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype | None = None) -> WeightSum:
-        """The sums of `weight`, rounded to `dtype` first where one is given."""
+        """The sums of `weight`, cast to `dtype` first if given."""
         total = squares = 0.0
         for part in weight.detach().flatten().split(AT_ONCE):
             wide = (part if dtype is None else part.to(dtype)).double()
@@ -209,17 +222,17 @@ class WeightSum:
         return WeightSum(self.numel + other.numel, self.total + other.total, self.squares + other.squares)
 
     def is_of(self, other: WeightSum) -> bool:
-        """Whether both can be of the same values; an engine may pad with zeros."""
+        """Whether both can belong to the same values; an engine may pad with zeros."""
         squares, numel = max(self.squares, other.squares), max(self.numel, other.numel)
-        absolute = (numel * squares) ** 0.5  # the sum of absolute values at most, by Cauchy and Schwarz
+        absolute = (numel * squares) ** 0.5  # bounds the sum of absolute values (Cauchy-Schwarz)
         return abs(self.squares - other.squares) <= OFF * squares and abs(self.total - other.total) <= OFF * absolute
 
 
 @dataclass(frozen=True)
 class EngineSums:
-    """The sums of an engine's weights by its own names, and what it calls those that it keeps as one (qkv_proj).
+    """The sums of an engine's weights under its own names, and `packed`: fused name (qkv_proj) -> names of the parts.
 
-    `answers` are those of layers that it has packed for its kernels, to `asked`.
+    `answers` are the outputs for `asked` of layers that the engine has packed for its kernels.
     """
 
     sums: Mapping[str, WeightSum]
@@ -228,7 +241,7 @@ class EngineSums:
     packed: Mapping[str, Sequence[str]]
 
     def engine_name(self, name: str) -> str:
-        """The engine's name for the weight that a checkpoint has as `name`."""
+        """The engine's name of the weight that a checkpoint calls `name`."""
         for one, parts in self.packed.items():
             for part in parts:
                 if f".{part}." in name:
@@ -236,7 +249,7 @@ class EngineSums:
         return name
 
     def names_of(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Engine's name -> those of `names` that it keeps under it, of what it has told sums of."""
+        """Engine's name -> the `names` it stands for, of all weights whose sums are known."""
         found: dict[str, list[str]] = {}
         for name in names:
             if (own := self.engine_name(name)) in self.sums or own in self.answers:
@@ -244,7 +257,7 @@ class EngineSums:
         return found
 
     def differing(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[str], int]:
-        """The engine's names of weights that are not those of `weights`, and how many were compared."""
+        """The engine's names of weights that differ from `weights`, and how many were compared."""
         off: list[str] = []
         compared = 0
         for own, names in self.names_of(weights).items():
@@ -254,7 +267,7 @@ class EngineSums:
         return off, compared
 
     def moved_since(self, earlier: EngineSums) -> bool:
-        """Whether any weight that both tell of is another one now."""
+        """Whether any weight that both cover has changed."""
         sums = any(self.sums[name] != earlier.sums[name] for name in self.sums.keys() & earlier.sums.keys())
         answers = self.answers.keys() & earlier.answers.keys()
         return sums or any(self.answers[name] != earlier.answers[name] for name in answers)
@@ -281,38 +294,38 @@ class EngineSums:
 
 
 def sums_of(model: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    """The sums of an engine's `model`, of all its weights or those of `names`, as plain data: see `EngineSums.of`."""
-    told = {name: w for name, w in model.named_parameters() if names is None or name in names}
-    packed = {name: weight for name, weight in told.items() if not weight.numel()}
+    """The sums of all weights of an engine's `model`, or of `names`, as plain data for `as_engine_sums`."""
+    weights = {name: w for name, w in model.named_parameters() if names is None or name in names}
+    packed = {name: weight for name, weight in weights.items() if not weight.numel()}
     head = next((name for name, _ in model.named_modules() if name.endswith("lm_head")), "")
     answers = {name: _answer(model.get_submodule(name.rpartition(".")[0]), weight) for name, weight in packed.items()}
-    if head and f"{head}.weight" not in told and (names is None or f"{head}.weight" in names):
+    if head and f"{head}.weight" not in weights and (names is None or f"{head}.weight" in names):
         answers[f"{head}.weight"] = _logits(model)
-    formats = {name: weight.dtype for name, weight in told.items()} | dict.fromkeys(
+    formats = {name: weight.dtype for name, weight in weights.items()} | dict.fromkeys(
         [f"{head}.weight"], next(model.parameters()).dtype
     )
     return {
-        "sums": {n: (w.numel(), *_pair(WeightSum.of(w))) for n, w in told.items() if n not in packed},
+        "sums": {n: astuple(WeightSum.of(w)) for n, w in weights.items() if n not in packed},
         "answers": {name: answer.tolist() for name, answer in answers.items() if answer is not None},
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in formats.items()},
         "packed": {one: list(parts) for one, parts in getattr(model, "packed_modules_mapping", {}).items()},
     }
 
 
-def as_engine_sums(told: Mapping[str, Any]) -> EngineSums:
-    """What `sums_of` gave, in another process."""
-    sums = {name: WeightSum(*each) for name, each in told["sums"].items()}
-    return EngineSums(sums, told["answers"], told["dtypes"], told["packed"])
+def as_engine_sums(sums: Mapping[str, Any]) -> EngineSums:
+    """The result of `sums_of`, which may come from another process."""
+    of_weights = {name: WeightSum(*each) for name, each in sums["sums"].items()}
+    return EngineSums(of_weights, sums["answers"], sums["dtypes"], sums["packed"])
 
 
 def asked(width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The fixed input of a layer that is asked, (width,) on the CPU."""
+    """The fixed input for a packed layer, (width,) on the CPU."""
     return torch.randn(width, generator=torch.Generator().manual_seed(width)).to(dtype)
 
 
 @torch.inference_mode()
 def _answer(layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """What a packed linear layer of the engine makes of `asked`; None of a layer of another kind."""
+    """The output of a packed linear layer for `asked`; None for a layer of another kind."""
     width = getattr(layer, "input_size", None)
     if width is None:
         return None
@@ -322,19 +335,8 @@ def _answer(layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
 
 @torch.inference_mode()
 def _logits(model: Any) -> torch.Tensor | None:
-    """What the output head makes of `asked`."""
+    """The output head's logits for `asked`; None for a model without a final norm."""
     norm = next((w for name, w in model.named_parameters() if name.endswith("norm.weight")), None)
     if norm is None:
         return None
     return model.compute_logits(asked(norm.numel(), norm.dtype).to(norm.device)[None])[0].float().cpu()
-
-
-def _pair(of: WeightSum) -> tuple[float, float]:
-    return of.total, of.squares
-
-
-def save_one_by_one(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Write a file a weight: tensors cannot cross to another process, a folder can, and no two are held at once."""
-    for number, (name, weight) in enumerate(weights):
-        file = with_room(folder / f"{number:05d}.safetensors", weight.nbytes)
-        save_file({name: weight.detach().contiguous().cpu()}, file)

@@ -266,7 +266,7 @@ def test_the_copy_of_a_large_model_is_small_and_has_a_layer_of_every_kind(name: 
     with torch.device("meta"):
         copied: Any = type(model)(config)
     assert sum(p.numel() for p in copied.parameters()) * 4 < 60e6  # bytes
-    kinds = {family_probe._kind(layer) for layer in copied.model.layers}
+    kinds = {family_probe.layer_kind(layer) for layer in copied.model.layers}
     expected = {"qwen2": 1, "qwen3_next": 2, "gemma2": 2}[kind]  # of a linear and a full layer; of a window and none
     assert len(kinds) == expected
     assert len(copied.model.layers) == {"qwen2": 2, "qwen3_next": 4, "gemma2": 2}[kind]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,7 +105,7 @@ def test_pss_is_read_only_where_resident_memory_has_grown(monkeypatch: pytest.Mo
         return resident[0] // 2
 
     monkeypatch.setattr(memory, "process_tree", lambda pid: [pid])
-    monkeypatch.setattr(memory, "_rss", lambda pid: resident[0])
+    monkeypatch.setattr(memory, "rss", lambda pid: resident[0])
     monkeypatch.setattr(memory, "pss", counted)
     watch = MemoryWatch(pid=7)
     for resident[0], peak in ((100_000_000, 50e6), (110_000_000, 50e6), (116_000_000, 58e6), (90_000_000, 58e6)):
@@ -113,8 +115,12 @@ def test_pss_is_read_only_where_resident_memory_has_grown(monkeypatch: pytest.Mo
 
 def test_without_proc_the_most_of_this_process_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "process_tree", lambda pid: [])
-    monkeypatch.setattr(memory, "_own_peak", lambda: 3_000_000_000)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3_000_000_000))  # bytes
     assert MemoryWatch().metrics(CPU) == {"memory/peak_gb": 3.0}
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3_000_000))  # kibibytes
+    assert MemoryWatch().metrics(CPU) == {"memory/peak_gb": 3.072}
 
 
 def test_on_a_gpu_the_peak_is_its_own_and_the_machines_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
