@@ -6,12 +6,12 @@ RlpostError                     the base the command line catches
 ├── MissingExtraError(ImportError)  exit 3  an optional dependency is not installed
 ├── CheckpointError(RuntimeError)   exit 3  a run folder or checkpoint cannot be read or written
 ├── ResourceError(RuntimeError)     exit 3  the machine has too little memory or disk for what was asked
-├── RewardError                 exit 3  a reward raised, hung or returned what is no number
-├── SandboxError(RuntimeError)  exit 3  programs cannot be run apart from this machine
+├── RewardError                 exit 3  a reward raised, hung or returned something other than a number
+├── SandboxError(RuntimeError)  exit 3  programs cannot be isolated from this machine
 ├── DivergedError               exit 4  a guard stopped the run: a loss or gradient is not finite
 ├── PolicyError(RuntimeError)   exit 5  the sampling engine failed, or its weights could not be pushed
-├── ToolError(RuntimeError)     exit 5  a tool's server or browser cannot be started, or does not come back
-└── RankError(RuntimeError)     exit 5  another process of the same training did not come or was lost
+├── ToolError(RuntimeError)     exit 5  a tool's server or browser cannot be started or does not respond
+└── RankError(RuntimeError)     exit 5  another rank of the training did not respond or was lost
 
 Anything else that reaches the terminal is a bug and keeps its traceback.
 A message says what is wrong, where, and the one thing to do.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import signal
 
-STOPPED_BY = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # exit codes where a signal stopped it
+STOPPED_BY = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # exit codes after a signal
 
 
 class RlpostError(Exception):
@@ -60,25 +60,25 @@ class CheckpointError(RlpostError, RuntimeError):
 
 
 class ResourceError(RlpostError, RuntimeError):
-    """Less memory or disk than the work takes at the very least; nothing was loaded."""
+    """The machine has less memory or disk than the work needs at least; nothing was loaded."""
 
     exit_code = 3
 
 
 class RewardError(RlpostError):
-    """A reward function that raised, hung or returned something that is no finite number."""
+    """A reward function that raised, hung or returned something other than a finite number."""
 
     exit_code = 3
 
 
 class SandboxError(RlpostError, RuntimeError):
-    """Programs that a model wrote cannot be run apart from this machine; they are not run."""
+    """A model's programs cannot be isolated from this machine, so they are not run."""
 
     exit_code = 3
 
 
 class DivergedError(RlpostError):
-    """Training stopped by a guard: going on would only have destroyed the weights."""
+    """A guard stopped training: going on would only destroy the weights."""
 
     exit_code = 4
 
@@ -90,12 +90,12 @@ class PolicyError(RlpostError, RuntimeError):
 
 
 class ToolError(RlpostError, RuntimeError):
-    """What a tool runs on, a server or a browser, cannot be started or does not come back."""
+    """A tool's server or browser cannot be started or does not respond."""
 
     exit_code = 5
 
 
 class RankError(RlpostError, RuntimeError):
-    """Another process of the same training did not reach a sum in time, or was lost."""
+    """Another rank of the training did not reach a collective operation in time, or was lost."""
 
     exit_code = 5

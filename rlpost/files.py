@@ -1,7 +1,4 @@
-"""Files: written whole or not at all, kept to be read again, locked, and how much they take.
-
-Paths as people write them: with `~`, and several as a list.
-"""
+"""Files: replaced as a whole, cached as JSON, locked, measured, and paths as people write them."""
 
 from __future__ import annotations
 
@@ -21,13 +18,15 @@ T = TypeVar("T")
 
 log = logging.getLogger("rlpost")
 
+_ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
+
 
 @contextmanager
 def replaced(file: Path) -> Iterator[Path]:
-    """The path to write to, beside `file`: what stands there takes the place of `file` once the block ends well.
+    """A path beside `file` to write to, which replaces `file` when the block ends without an error.
 
-    Processes that write the same file at once do not meet: the last one's stays. A block that raises leaves `file` as
-    it was, and so does a machine that stops before its disk has what was written.
+    Processes may write the same file at once: the last one wins. `file` stays as it was if the block raises, or if
+    the machine stops before its disk has the new content.
     """
     making = file.with_name(f".{file.name}.{os.urandom(4).hex()}.incomplete")  # a process id is not unique on two hosts
     try:
@@ -40,7 +39,7 @@ def replaced(file: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have the disk take what is written of a file, or which names a folder holds, before this returns."""
+    """Flush a file's content, or a folder's names, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -49,7 +48,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` every file and folder below `folder`, and itself."""
+    """`sync` a folder and everything below it."""
     for where, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(where) / name)
@@ -57,7 +56,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def json_in(file: Path) -> Any:
-    """What a JSON file holds. Raises OSError, and ValueError for what is no JSON or nested too deep to be read."""
+    """The content of a JSON file. Raises OSError, and ValueError for invalid JSON or JSON nested too deep."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except RecursionError:
@@ -65,10 +64,10 @@ def json_in(file: Path) -> Any:
 
 
 def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[Any], T], making: str) -> T:
-    """What `read` makes of the JSON in `file`, or of what `make` returns, which is then kept there.
+    """`read(content)` of the JSON cached in `file`; if there is none, `make` makes it and it is cached there.
 
-    A file that cannot be read or written is no error: the log says so, and what is done again; `making` says what, as
-    "the speed of products is measured".
+    If the file cannot be read or written, a warning is logged instead of an error; `making` says in it what is done
+    again, such as "the speed of products is measured".
     """
     try:
         return read(json_in(file))
@@ -87,7 +86,7 @@ def remembered(file: Path, make: Callable[[], dict[str, Any]], read: Callable[[A
 
 
 def locked(file: IO[str], *, shared: bool = False) -> bool:
-    """Take the lock of an open file, which it keeps until it is closed; False where another process holds it."""
+    """Lock an open file until it is closed; False if another process holds the lock."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,7 +95,7 @@ def locked(file: IO[str], *, shared: bool = False) -> bool:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of all files below `folder`; links to files count as links, and what is removed meanwhile not at all."""
+    """Bytes of all files below `folder`; links count as links, files removed meanwhile not at all."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -105,11 +104,8 @@ def bytes_of(folder: Path) -> int:
     return total
 
 
-_ELEMENT = re.compile(r"""\s*("[^"]*"|'[^']*'|[^,]+)""")
-
-
 def expanded(path: str | Path) -> Path:
-    """`path` with a leading `~` written out. Raises DataError where that home folder is not known."""
+    """`path` with a leading `~` expanded. Raises DataError if that home folder is unknown."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -119,9 +115,9 @@ def expanded(path: str | Path) -> Path:
 
 
 def paths_in(text: str) -> list[str]:
-    """The paths of a list written as text, "[a.jsonl,b.jsonl]"; of any other text the path that it is.
+    """The paths in a list written as text, "[a.jsonl,b.jsonl]", or the text itself as the only path.
 
-    A path with a comma is quoted.
+    A path with a comma must be quoted.
     """
     if not (text.startswith("[") and text.endswith("]")):
         return [text]

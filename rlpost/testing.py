@@ -1,4 +1,4 @@
-"""Small stand-ins for what a user brings, shipped so that examples and tests need nothing else."""
+"""Small stand-ins for a user's data, shipped so that examples and tests need nothing else."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-_LETTERS_A_PROMPT = 10
-
 
 class DummyStrDataLoader:
-    """Prompts without meaning, without end: `{"text": ...}`, ten random small letters each.
+    """An endless source of meaningless prompts: `{"text": ...}`, ten random lower-case letters each.
 
-    With `batch_size` 0 an element is one prompt, else a list of that many. Each iteration gives the
-    prompts of `seed` from the first on.
+    With `batch_size` 0 an element is one prompt, otherwise a list of `batch_size` prompts. Each iteration starts
+    again with the first prompt of `seed`.
     """
 
     def __init__(self, batch_size: int = 0, *, seed: int = 0) -> None:
@@ -27,17 +25,16 @@ class DummyStrDataLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         letters = random.Random(self.seed)
         while True:
-            texts = ["".join(letters.choices(string.ascii_lowercase, k=_LETTERS_A_PROMPT)) for _ in _rows(self)]
+            texts = ["".join(letters.choices(string.ascii_lowercase, k=10)) for _ in _rows(self)]
             yield {"text": texts if self.batch_size else texts[0]}
 
 
 class DummyTensorDataLoader:
-    """Prompts of random ids, without end: `{"tokens": ..., "attention_mask": ...}`, both int64.
+    """An endless source of prompts of random ids: `{"tokens": ..., "attention_mask": ...}`, both int64.
 
     A prompt has 1 to `max_length` ids below `vocab_size`. With `batch_size` 0 an element is one
-    prompt (T,); else it is `batch_size` of them, ragged lists of (T,), or with `padding` one tensor
-    (B, max_length), padded on the left with 0. Each iteration gives the prompts of `seed` from the
-    first on.
+    prompt (T,); otherwise it is `batch_size` of them, ragged lists of (T,), or with `padding` one tensor
+    (B, max_length), padded on the left with 0. Each iteration starts again with the first prompt of `seed`.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""Text to show: anybody's, made safe, and things counted.
-
-Anybody's text cut and folded to a terminal's columns.
-
-The nearest right word for one that is unknown.
-"""
+"""Text for people: made safe to show, counted, cut and folded to a terminal's columns, and the nearest right word."""
 
 from __future__ import annotations
 
@@ -17,13 +12,15 @@ from typing import TypeVar
 
 from rlpost.errors import ConfigError
 
+E = TypeVar("E", bound=Enum)
 PASSWORD = re.compile(r"(?P<user>\w[\w+.-]*://[^\s/@:?#]*):[^\s/@]+@")  # in a URL
+_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # parts that may differ between two reasons of one cause
 
 
 def printable(text: str) -> str:
-    """`text` as a terminal and any encoder can take it; line breaks and tabs stay.
+    """`text` made safe for a terminal and any encoder; line breaks and tabs stay.
 
-    What could move the cursor, turn the writing direction, hide or be refused is shown as an escape
+    Characters that could move the cursor, change the writing direction, hide or fail to encode become escapes
     (`\\x1b`, `\\u202e`): control characters (C0, C1), format characters, lone surrogates, and
     spaces other than the plain one.
     """
@@ -36,7 +33,7 @@ def without_passwords(text: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Writes whatever is logged, an exception of somebody's code for one, as `printable` has it, without passwords."""
+    """Makes every log record `printable`, exceptions of a user's code included, and masks passwords."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -44,12 +41,12 @@ class PrintableFormatter(logging.Formatter):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, without a full stop; its type where it says nothing."""
+    """The first line of an error's message, without a full stop; its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
 
 
 def readable(size: float) -> str:
-    """Three digits of a number of bytes: 2.73 MB, 15.2 GB, 122 GB."""
+    """A number of bytes in three digits: 2.73 MB, 15.2 GB, 122 GB."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}" if size < 999.5 * unit else f"{size / unit:.0f} {name}"
@@ -61,29 +58,28 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")  # what two reasons of one cause may differ in
-
-
 def cause_of(reason: str) -> str:
-    """What reasons of one cause share: numbers and quoted texts may differ, the name of a field may not."""
+    """`reason` without numbers and quoted texts, so that reasons of one cause are equal; a field's name stays."""
     field, found, wrong = reason.partition("': ") if reason.startswith("field '") else ("", "", reason)
     return f"{field}{found}{_OWN.sub('..', wrong)}"
 
 
-MARKS_ON_ONE = 3  # combining characters a letter may carry
+# Cut and folded to a terminal's columns
+
+MARKS_ON_ONE = 3  # most combining characters on one letter
 
 
 def width_of(text: str) -> int:
-    """Columns that `text` takes; a Chinese character takes two."""
+    """How many columns `text` takes; a Chinese character takes two."""
     if text.isascii() and text.isprintable():
         return len(text)
-    from rich.cells import cell_len  # 30 ms, which `rlpost config list` need not wait for
+    from rich.cells import cell_len  # 30 ms, too slow for `rlpost config list`
 
     return cell_len(text)
 
 
 def cut(text: str, width: int) -> str:
-    """The longest beginning of `text` that fits `width` columns."""
+    """The longest beginning of `text` that fits into `width` columns."""
     text = text[: 4 * width]
     while text and width_of(text) > width:
         text = text[: len(text) - max(1, (width_of(text) - width) // 2)]
@@ -91,14 +87,14 @@ def cut(text: str, width: int) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text`, cut to `width` columns with `…` at its end where it is wider."""
+    """`text`; if wider than `width` columns, cut with `…` at its end."""
     return text if width_of(text) <= width else f"{cut(text, width - 1)}…"
 
 
 def one_line(text: str, width: int, *, counted: bool = False) -> str:
-    """Anybody's text as one line of at most `width` columns, safe to show.
+    """Any text as one line of at most `width` columns, safe to show.
 
-    It ends in `…` where it was cut, or in `… +N` if `counted`: N characters were cut off.
+    A cut line ends in `…`, or in `… +N` if `counted`, where N characters were cut off.
     """
     line = _without_piles(printable(" ".join(text.split())))
     kept = cut(line, width - len(f"… +{len(line)}")) if counted and width_of(line) > width else ""
@@ -106,12 +102,12 @@ def one_line(text: str, width: int, *, counted: bool = False) -> str:
 
 
 def fold(text: str, width: int, most: int) -> list[str]:
-    """Anybody's text as one to `most` lines of at most `width` columns, safe to show; `…` ends it where it was cut.
+    """Any text as one to `most` lines of at most `width` columns, safe to show; `…` marks a cut.
 
-    Words stay whole where they fit on a line; several empty lines become one.
+    Words that fit on a line stay whole; several empty lines become one.
     """
     text, width = text.strip("\r\n"), max(1, width)
-    reach = 4 * width * most  # more than can be shown: what lies beyond is not looked at
+    reach = 4 * width * most  # more than fits: the rest is not read
     lines: list[str] = []
     for line in printable(text[:reach].replace("\r\n", "\n").expandtabs(4)).split("\n"):
         if not line.strip() and (not lines or not lines[-1]):
@@ -126,9 +122,9 @@ def fold(text: str, width: int, most: int) -> list[str]:
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """One line in rows, broken between words, and inside a word that is wider than a row.
+    """One line in rows, broken between words, and inside words that are wider than a row.
 
-    Together they are the line again: the spaces at a break end the row before it.
+    Joined, the rows give the line again: spaces at a break end the row before it.
     """
     rows, row = [], ""
     for word in re.findall(r"\s*\S+|\s+$", line):
@@ -155,58 +151,25 @@ def _without_piles(text: str) -> str:
     return "".join(kept)
 
 
-E = TypeVar("E", bound=Enum)
-
-
-@lru_cache(maxsize=4096)
-def edit_distance(a: str, b: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours that turn `a` into `b`.
-
-    A swap counts as one edit, since it is the commonest typing mistake (optimal string alignment).
-    """
-    two_back: list[int] = []
-    previous = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        row = [i]
-        for j, y in enumerate(b, start=1):
-            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y))
-            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
-                cost = min(cost, two_back[j - 2] + 1)
-            row.append(cost)
-        two_back, previous = previous, row
-    return previous[-1]
-
-
-def one_edit_apart(a: str, b: str) -> bool:
-    """Whether `edit_distance(a, b)` is at most 1, found without computing it."""
-    if abs(len(a) - len(b)) > 1:
-        return False
-    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    rest_a, rest_b = a[start:], b[start:]
-    return (
-        rest_a[1:] == rest_b[1:]  # replaced, or the same
-        or rest_a[1:] == rest_b  # inserted
-        or rest_a == rest_b[1:]  # left out
-        or (rest_a[:2] == rest_b[1::-1] and rest_a[2:] == rest_b[2:])  # swapped
-    )
+# The nearest right word for an unknown one
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate closest to `word`, or None if none is close; case does not count."""
+    """The candidate closest to `word`, ignoring case; None if none is close."""
     lowered, known = word.lower(), list(candidates)
     near, most = one_typo_away(lowered, known), _farthest(lowered)
     return near or _closest(lowered, [(_distance_within(most, lowered, c.lower()), c) for c in known])
 
 
 def one_typo_away(word: str, candidates: Iterable[str]) -> str | None:
-    """The first candidate that one edit turns `word` into, one that differs in case only before all others."""
+    """The first candidate one edit away from `word`; one that differs only in case comes before all others."""
     lowered = word.lower()
     near = [c for c in candidates if one_edit_apart(lowered, c.lower())]
     return next((c for c in near if c.lower() == lowered), near[0] if near else None)
 
 
 def nearest_key(word: str, keys: Sequence[str]) -> str | None:
-    """The dotted key closest to `word`: as a whole, or by its last part (`lr` is near `optim.lr`)."""
+    """The dotted key closest to `word`, as a whole or by its last part (`lr` is near `optim.lr`)."""
     lowered = word.lower()
     last = lowered.rpartition(".")[2]
     most = _farthest(lowered)
@@ -222,14 +185,14 @@ def nearest_key(word: str, keys: Sequence[str]) -> str | None:
 
 
 def did_you_mean(suggestion: str | None, otherwise: str = "") -> str:
-    """The end of an error message: `; did you mean X?`, or `; otherwise` where nothing is near."""
+    """The end of an error message: `; did you mean X?`, or `; otherwise` without a suggestion."""
     if suggestion is not None:
         return f"; did you mean {suggestion}?"
     return f"; {otherwise}" if otherwise else ""
 
 
 def member(kind: type[E], key: str, name: E | str) -> E:
-    """The value of `kind` that is called `name`, or is it. Raises ConfigError, in which `key` stands for what it is."""
+    """The member of `kind` called `name`, or `name` itself if it is one. Raises ConfigError, which names `key`."""
     if isinstance(name, kind):
         return name
     known = kind.__members__
@@ -240,8 +203,41 @@ def member(kind: type[E], key: str, name: E | str) -> E:
     return known[str(name)]
 
 
+@lru_cache(maxsize=4096)
+def edit_distance(a: str, b: str) -> int:
+    """How many insertions, deletions, replacements and swaps of neighbours turn `a` into `b`.
+
+    A swap counts as one edit, since it is the most common typing mistake (optimal string alignment).
+    """
+    two_back: list[int] = []
+    previous = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        row = [i]
+        for j, y in enumerate(b, start=1):
+            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
+                cost = min(cost, two_back[j - 2] + 1)
+            row.append(cost)
+        two_back, previous = previous, row
+    return previous[-1]
+
+
+def one_edit_apart(a: str, b: str) -> bool:
+    """Whether `edit_distance(a, b)` is at most 1, without computing it."""
+    if abs(len(a) - len(b)) > 1:
+        return False
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest_a, rest_b = a[start:], b[start:]
+    return (
+        rest_a[1:] == rest_b[1:]  # replaced or equal
+        or rest_a[1:] == rest_b  # inserted
+        or rest_a == rest_b[1:]  # left out
+        or (rest_a[:2] == rest_b[1::-1] and rest_a[2:] == rest_b[2:])  # swapped
+    )
+
+
 def _closest(word: str, ranked: Sequence[tuple[float, str]]) -> str | None:
-    """The first of the smallest distance, unless so much would have to change that it is another word."""
+    """The first candidate of the smallest distance; None if it is too far from `word` to be a misspelling."""
     if not ranked:
         return None
     distance, candidate = min(ranked, key=lambda pair: pair[0])
@@ -249,10 +245,10 @@ def _closest(word: str, ranked: Sequence[tuple[float, str]]) -> str | None:
 
 
 def _farthest(word: str) -> float:
-    """The edits beyond which another word is no misspelling of `word`."""
+    """Most edits of a misspelling of `word`."""
     return max(1.5, 0.4 * len(word))
 
 
 def _distance_within(most: float, a: str, b: str) -> float:
-    """`edit_distance(a, b)`; infinite, without counting, where the lengths alone differ by more than `most`."""
+    """`edit_distance(a, b)`, or infinity if the lengths alone differ by more than `most`."""
     return edit_distance(a, b) if abs(len(a) - len(b)) <= most else math.inf

@@ -1,1 +1,1 @@
-"""Files to begin with: what `rlpost env new` and `rlpost reward new` copy, the names in them replaced."""
+"""Templates that `rlpost env new` and `rlpost reward new` copy, with the names in them replaced."""
