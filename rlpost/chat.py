@@ -1,4 +1,4 @@
-"""A conversation with a model: replies sampled as in training and given out piece by piece."""
+"""A conversation with a model, whose replies are sampled as in training and shown piece by piece."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ from rlpost.policies import Request, TransformersWrapper
 from rlpost.policies.base import request_seed
 from rlpost.settings import Autocast, ModelSettings, SamplingSettings, TransformersSettings
 
-REPLACEMENT = "\ufffd"
-LONGEST_CHARACTER = 4  # bytes of one character in UTF-8
-
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said to one message.
+    """The model's reply to one message.
 
-    `finish_reason` is "stop" (the model ended its turn), "length" (cut at `max_tokens`), "context"
-    (cut where the model's context ends) or "interrupted". `seconds` includes reading the message.
+    `finish_reason` is "stop" (the model ended its turn), "length" (truncated at `max_tokens`), "context"
+    (truncated at the end of the model's context) or "interrupted". `seconds` includes reading the message.
     """
 
     text: str
@@ -40,9 +37,8 @@ class Reply:
 class Chat:
     """The messages so far, and the model that answers them.
 
-    Each turn the chat template renders all messages, as a deployment would; the keys and values of
-    what the model has read before are kept. The same messages under the same seed get the same
-    replies.
+    Each turn the chat template renders all messages, as a deployment would; keys and values of ids that the model
+    has read before are kept. The same messages under the same seed get the same replies.
     """
 
     def __init__(
@@ -64,16 +60,15 @@ class Chat:
         self._forget_cache()
 
     def reset(self) -> None:
-        """Begin anew, under the system prompt that `system` says."""
+        """Start a new conversation, with the system prompt `system`."""
         self.messages = []
         self._resets += 1
 
     def reply(self, text: str, show: Callable[[str], None]) -> Reply:
-        """Answer `text`, giving each piece of the reply to `show` as soon as its characters are whole.
+        """Answer `text`, passing each piece of the reply to `show` once its characters are complete.
 
-        Ctrl-C ends the reply; what was said until then stays part of the conversation. Raises
-        DataError, leaving the conversation as it was, for a message that the context has no room
-        for or the chat template refuses.
+        Ctrl-C ends the reply, and its beginning stays part of the conversation. Raises DataError, leaving the
+        conversation as it was, for a message that does not fit into the context or that the chat template refuses.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt_ids = self._render(asked)
@@ -86,7 +81,7 @@ class Chat:
             with self.policy.inference():
                 finish_reason = self._sample(prompt_ids, min(self.max_tokens, room), ids, stream, show)
         except KeyboardInterrupt:
-            self._forget_cache()  # it may have been left between two layers
+            self._forget_cache()  # Ctrl-C may have come between two layers
         if finish_reason == "length" and room < self.max_tokens:
             finish_reason = "context"
         show(stream.rest())
@@ -98,7 +93,7 @@ class Chat:
     def _sample(
         self, prompt_ids: list[int], max_tokens: int, ids: list[int], stream: TextStream, show: Callable[[str], None]
     ) -> str:
-        """Append what is drawn to `ids`; returns "stop" or "length"."""
+        """Append the sampled tokens to `ids`; returns "stop" or "length"."""
         seed = request_seed(self.seed, self._resets, 0, len(self.messages))
         self._keep_common(prompt_ids)
         request = Request(prompt_ids, max_tokens, seed)
@@ -114,11 +109,11 @@ class Chat:
         tokenizer = self.policy.tokenizer
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         text = render(tokenizer, [*system, *messages], add_generation_prompt=True)
-        text = text.encode(errors="replace").decode()  # a terminal can send what is no character
+        text = text.encode(errors="replace").decode()  # a terminal can send invalid characters
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _room(self, prompt_ids: list[int], *, first: bool) -> int:
-        """Tokens that a reply can have; raises DataError where there is none."""
+        """The most tokens of a reply. Raises DataError if there is room for none."""
         longest = self.policy.max_model_len
         if longest is None:
             return self.max_tokens
@@ -128,7 +123,7 @@ class Chat:
         return longest - len(prompt_ids)
 
     def _keep_common(self, prompt_ids: list[int]) -> None:
-        """Crop the cache to what it and the prompt begin with, the prompt's last token excepted."""
+        """Crop the cache to the beginning that it shares with the prompt, without the prompt's last token."""
         if self._cache is None:
             return
         common = 0
@@ -148,26 +143,26 @@ class Chat:
 
 
 class TextStream:
-    """Token ids to text, piece by piece; a character split over tokens waits until it is whole."""
+    """Decodes token ids piece by piece; a character split over tokens waits until it is complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._given = 0  # characters of `text` that were given out
+        self._given = 0  # characters of `text` already returned
 
     def add(self, token: int) -> str:
-        """The text that one more token makes whole."""
+        """The text that one more token completes."""
         self._ids.append(token)
-        # tidying spaces up would change what was given out before
+        # cleaning up spaces would change text already returned
         self.text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        whole = self.text.rstrip(REPLACEMENT)
-        # bytes that do not become a character within its longest form never will
-        waiting = min(len(self.text) - len(whole), LONGEST_CHARACTER - 1)
+        whole = self.text.rstrip("\ufffd")
+        # of the at most four bytes of a character, three may wait; more will never be one
+        waiting = min(len(self.text) - len(whole), 3)
         return self._give(len(self.text) - waiting)
 
     def rest(self) -> str:
-        """What still waited: nothing more is to come."""
+        """The rest of the text, at the end of the reply."""
         return self._give(len(self.text))
 
     def _give(self, until: int) -> str:
@@ -179,9 +174,9 @@ class TextStream:
 def load_policy(
     settings: ModelSettings, tell: Callable[[Numbers], None] = lambda numbers: None
 ) -> tuple[TransformersWrapper, Path]:
-    """A policy to talk to, and the folder of its model, held in the format of its products: nothing is trained.
+    """A policy to chat with, in the dtype of its products as nothing is trained, and the folder of its model.
 
-    `tell` is told the formats before the model is loaded.
+    `tell` is called with the precision before the model is loaded.
     """
     numbers = choose_numbers(settings, TransformersSettings(), pick_device(settings.device), trains=False)
     tell(numbers)

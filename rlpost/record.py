@@ -73,7 +73,7 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int]:
 def metrics_row(line: str) -> dict[str, Any] | None:
     """One line of metrics.jsonl, with None for numbers that are not finite; None for an incomplete line."""
     try:
-        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=_nothing)
+        row = json.loads(line, parse_float=_finite, parse_int=_whole, parse_constant=lambda nan: None)
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
@@ -159,7 +159,3 @@ def _finite(text: str) -> float | None:
 
 def _whole(text: str) -> int | None:
     return int(text) if len(text) <= 18 else None
-
-
-def _nothing(text: str) -> None:
-    """None for NaN and Infinity, which only another program can have written."""

@@ -92,8 +92,8 @@ def test_later_turns_reuse_what_was_read_and_say_the_same_as_without(
     replies = converse(cached)
     with_cache = sum(fed)
     fed.clear()
+    monkeypatch.setattr(TransformersWrapper, "takes_cache", False)
     fresh = start(sampling=SamplingSettings(temperature=0.0))
-    monkeypatch.setattr(fresh, "_keep_common", lambda prompt_ids: fresh._forget_cache())
     assert converse(fresh) == replies
     hook.remove()
     assert with_cache < 0.7 * sum(fed)
@@ -110,16 +110,24 @@ def test_the_same_words_get_the_same_replies_and_a_reset_others(start: Callable[
 
 
 def test_the_system_prompt_comes_first(start: Callable[..., Chat]) -> None:
-    chat = start(system="Be brief.")
-    asked = chat.policy.tokenizer.decode(chat._render([{"role": "user", "content": "hello"}]))
-    assert asked.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
+    chat = start(system="Be brief.", max_tokens=1)
+    read: list[str] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        read.append(chat.policy.tokenizer.decode(kwargs["input_ids"][0]))
+
+    hook = chat.policy.model.register_forward_pre_hook(note, with_kwargs=True)
+    chat.reply("hello", ignore)
+    hook.remove()
+    assert read[0].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
 
 
 def test_a_reply_is_cut_at_its_limit_or_where_the_context_ends(start: Callable[..., Chat]) -> None:
     chat = start(max_tokens=3, sampling=SamplingSettings(temperature=0.0))
     assert chat.reply("a", ignore).finish_reason == "length"
     chat.reset()
-    chat.policy.max_model_len = len(chat._render([{"role": "user", "content": "a"}])) + 2
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    chat.policy.max_model_len = len(chat.policy.tokenizer(prompt)["input_ids"]) + 2
     reply = chat.reply("a", ignore)
     assert (reply.tokens, reply.finish_reason) == (2, "context")
 

@@ -1,4 +1,4 @@
-"""Output of others goes where it is sent, that of C++ and subprocesses too."""
+"""Output of others goes where it is sent, that of C++ and subprocesses too, and is seen if loading fails."""
 
 from __future__ import annotations
 
@@ -49,3 +49,35 @@ def test_a_full_disk_does_not_keep_what_comes_after_from_being_seen() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "[Errno 28] No space left on device"
+
+
+LOADING = """
+import os, subprocess, sys
+from rlpost.output import output_aside
+print("before")
+try:
+    with output_aside():
+        print("engine")
+        os.write(2, b"bar 1%\\rbar 99%\\r\\x1b[2J\\n")
+        subprocess.run(["echo", "child"])
+        ENDS
+except ValueError as error:
+    print(error)
+print("after")
+"""
+
+
+def load(ends: str) -> tuple[str, str]:
+    command = [sys.executable, "-c", LOADING.replace("ENDS", ends)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
+
+
+def test_nothing_is_seen_of_a_loading_that_succeeds() -> None:
+    assert load("pass") == ("before\nafter\n", "")
+
+
+def test_a_loading_that_fails_is_shown_without_control_characters() -> None:
+    out, err = load("raise ValueError('broken')")
+    assert out == "before\nbroken\nafter\n"
+    assert sorted(line for line in err.splitlines() if line) == ["\\x1b[2J", "bar 1%", "bar 99%", "child", "engine"]

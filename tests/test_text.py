@@ -1,10 +1,24 @@
-"""Text that is safe to show."""
+"""Text for people: safe to show, cut and folded to columns; suggestions for misspelt words (see test_typos.py too)."""
 
 from __future__ import annotations
 
 import pytest
+from rich.cells import cell_len
 
-from rlpost.text import counted, first_line, printable, readable, without_passwords
+from rlpost.text import (
+    counted,
+    cut,
+    edit_distance,
+    first_line,
+    fold,
+    nearest,
+    nearest_key,
+    one_edit_apart,
+    one_line,
+    printable,
+    readable,
+    without_passwords,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +81,122 @@ def test_sizes_are_told_in_three_digits(size: float, text: str) -> None:
 )
 def test_an_error_is_told_by_its_first_line_or_its_type(error: Exception, line: str) -> None:
     assert first_line(error) == line
+
+
+def test_a_cut_line_says_how_much_is_missing() -> None:
+    assert one_line("a  b\nc", 10, counted=True) == "a b c"
+    assert one_line("abcdefghijklmnop", 10, counted=True) == "abcde… +11"
+    assert one_line("a\x1b[31m", 20, counted=True) == "a\\x1b[31m"
+
+
+def test_wide_characters_count_as_two_columns() -> None:
+    assert one_line("漢字漢字", 8, counted=True) == "漢字漢字"
+    assert one_line("漢字漢字", 7, counted=True) == "漢… +3"
+
+
+def test_words_stay_whole_where_they_fit() -> None:
+    assert fold("one two three", 7, 9) == ["one two", "three"]
+    assert fold("a bcdefghij k", 4, 9) == ["a", "bcde", "fghi", "j k"]
+    assert fold("  indented", 20, 9) == ["  indented"]
+
+
+def test_empty_lines_are_one_and_carriage_returns_before_a_line_break_none() -> None:
+    assert fold("\n\na\r\n\n \n\nb\n", 9, 9) == ["a", "", "b"]
+
+
+def test_what_is_cut_ends_in_an_ellipsis() -> None:
+    assert fold("one two three", 7, 1) == ["one tw…"]
+    assert fold("one\ntwo", 7, 1) == ["one…"]
+    assert fold("one", 7, 1) == ["one"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 100_000,
+        "日本語" * 30_000,
+        "word " * 20_000,
+        " " * 100_000 + "x",
+        "\n" * 100_000,
+        "e" + "\u0301" * 100_000,
+        "👩\u200d👩\u200d👧 🇩🇪 ❤️ " * 1000,
+        "\t" * 1000 + "\x1b[31m" * 1000,
+        "שלום\u202e" * 1000,
+        "\x00" * 5000,
+    ],
+)
+@pytest.mark.parametrize(("width", "most"), [(76, 4), (20, 3), (1, 1), (0, 1), (-3, 1), (2, 2)])
+def test_any_text_folds_into_its_place(text: str, width: int, most: int) -> None:
+    lines = fold(text, width, most)
+    assert 1 <= len(lines) <= most
+    assert all(line.isprintable() for line in lines)
+    if width >= 2:  # one cell takes no wide character
+        assert max(cell_len(line) for line in lines) <= width
+    assert max(len(line) for line in lines) <= 5 * max(1, width)  # marks do not pile up
+
+
+def test_one_line_has_no_breaks_and_as_much_as_fits() -> None:
+    assert one_line("a\nb\t\x1b  c", 20) == "a b \\x1b c"
+    assert one_line("careful: 日本語日本語", 14) == "careful: 日本…"
+    assert one_line("x" * 41, 10) == "x" * 9 + "…"
+    assert one_line("", 10) == ""
+
+
+def test_a_cut_counts_cells() -> None:
+    assert [cut("日本語", width) for width in (0, 1, 2, 5, 6, 9)] == ["", "", "日", "日本", "日本語", "日本語"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        ("", "", 0),
+        ("steps", "steps", 0),
+        ("steps", "step", 1),
+        ("steps", "stepps", 1),
+        ("steps", "staps", 1),
+        ("steps", "setps", 1),  # a swap of neighbours is one edit
+        ("lr", "", 2),
+        ("kitten", "sitting", 3),
+        ("ca", "abc", 3),  # optimal string alignment; the unrestricted distance would be 2
+    ],
+)
+def test_edit_distance_counts_edits_and_swaps(a: str, b: str, distance: int) -> None:
+    assert edit_distance(a, b) == distance
+    assert edit_distance(b, a) == distance
+
+
+def test_a_distant_word_gets_no_suggestion() -> None:
+    assert nearest("bananas", ["vllm", "auto"]) is None
+    assert nearest_key("hydra.run.dir", ["optim.lr", "steps"]) is None
+
+
+def test_the_last_part_of_a_key_is_enough() -> None:
+    keys = ["steps", "optim.lr", "sampling.temperature", "loss.clip_low"]
+    assert nearest_key("lr", keys) == "optim.lr"
+    assert nearest_key("temprature", keys) == "sampling.temperature"
+    assert nearest_key("optimizer.lr", keys) == "optim.lr"
+    assert nearest_key("loss.temperature", keys) == "sampling.temperature"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "apart"),
+    [
+        ("steps", "steps", True),
+        ("steps", "stesp", True),
+        ("steps", "step", True),
+        ("steps", "sxteps", True),
+        ("steps", "stopsy", False),
+        ("abcd", "badc", False),
+        ("a", "", True),
+        ("ab", "", False),
+        ("aab", "ab", True),
+    ],
+)
+def test_one_edit_is_seen_without_counting(a: str, b: str, apart: bool) -> None:
+    assert one_edit_apart(a, b) is apart
+    assert one_edit_apart(b, a) is apart
+    assert (edit_distance(a, b) <= 1) is apart
+
+
+def test_a_word_in_the_wrong_case_is_nearer_than_a_typo() -> None:
+    assert nearest("QWEN-3B", ["qwen-7b", "qwen-3b"]) == "qwen-3b"

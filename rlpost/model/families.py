@@ -23,7 +23,8 @@ from rlpost.files import remembered
 from rlpost.imports import installed_version
 from rlpost.model.packing import Microbatch
 
-Reader = Callable[[nn.Module, Microbatch, float], tuple[torch.Tensor, torch.Tensor]]
+LogProbs = tuple[torch.Tensor, torch.Tensor]  # of the trained tokens, (M,), and the entropies there, (M,)
+Reader = Callable[[nn.Module, Microbatch, float], LogProbs]  # called with a model, a microbatch and the temperature
 
 REFUSED = "refused"
 # packages whose versions, with the model's config, decide which ways are right

@@ -211,20 +211,15 @@ WINDOW = 4  # shorter than the sequences of the probe, so that a window has an e
 EVEN = 16  # the hidden size stays a multiple of this, as some kernels require
 WIDE = 256  # models up to this hidden size are not narrowed
 MOST_PARAMETERS = 40_000_000  # with two sets of gradients, this stays within 0.5 GB
-NOT_ITS_KIND = (
-    "idx",
-    "index",
-    "layer_id",
-    "layer_num",
-    "training",
-)  # parts of names that number it
-# sizes by their names in configs: all of these are divided by one number, which keeps their ratios
+NOT_ITS_KIND = ("idx", "index", "layer_id", "layer_num", "training")  # parts of names that only number the layer
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
+# sizes by their names in configs: all of these are divided by one number, which keeps their ratios
 DIVIDED = (
     *HIDDEN,
-    *("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    *("mamba_n_heads", "mamba_num_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads"),
-    *(
+    *HEADS,
+    *["mamba_n_heads", "mamba_num_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads"],
+    *[
         "attention_hidden_size",
         "lru_width",
         "word_embed_proj_dim",
@@ -232,31 +227,25 @@ DIVIDED = (
         "block_dim",
         "conv_dim",
         "conv_dim_out",
-    ),
+    ],
 )
 # divided too, but rounded and at least 1
 ROUNDED = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups")
 # divided too; they need not fit the other sizes
 FREE = (
-    *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *(
-        "intermediate_size_mlp",
-        "shared_intermediate_size",
-        "ffn_hidden_size",
-        "block_ff_dim",
-        "prefix_dense_intermediate_size",
-    ),
-    *("moe_shared_expert_intermediate_size", "dense_intermediate_size", "expert_ffn_hidden_size"),
+    *["intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"],
+    *["intermediate_size_mlp", "shared_intermediate_size", "ffn_hidden_size", "block_ff_dim"],
+    *["prefix_dense_intermediate_size", "moe_shared_expert_intermediate_size", "dense_intermediate_size"],
+    "expert_ffn_hidden_size",
 )
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_EXPERTS = (
-    *("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "experts_per_token", "top_k_experts"),
-    "moe_k",
-)
-WINDOWS = (
-    *("sliding_window", "attention_window_size", "attention_chunk_size", "window_size", "keep_window_size"),
-    *("sliding_window_size", "index_topk", "local_window_size", "max_window_size"),
+# sizes that are at most this large in the copy
+AT_MOST = (
+    (4, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")),
+    (2, ("moe_topk", "moe_top_k", "moe_k", "num_experts_per_tok", "num_experts_per_token")),
+    (2, ("experts_per_token", "top_k_experts")),
+    (1, ("n_group", "topk_group")),
+    (WINDOW, ("sliding_window", "sliding_window_size", "local_window_size", "max_window_size", "keep_window_size")),
+    (WINDOW, ("window_size", "attention_window_size", "attention_chunk_size", "index_topk")),
 )
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "logit_softcapping")
 TIGHT = 1.0  # low enough that the probe's logits reach the cap
@@ -294,21 +283,19 @@ def small_config(model: PreTrainedModel, heads: int | None) -> Any:
     """The configuration of the copy."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
-    _keep_layers(text, _layers_until_everylayer_kind(model))
+    _keep_layers(text, _layers_until_every_kind(model))
     for part in _parts(config):
         _cut_words(part)
         if part is not text and part is not config:
-            _set(part, DEPTHS, 1)
-    _shorten_windows(text)
+            for name in DEPTHS:
+                if isinstance(getattr(part, name, None), int):
+                    setattr(part, name, 1)
     for name in CAPS:
         if isinstance(getattr(text, name, None), float):
             setattr(text, name, TIGHT)
-    for name in EXPERTS:
-        _at_most(text, name, 4)
-    for name in CHOSEN_EXPERTS:
-        _at_most(text, name, 2)
-    for name in ("n_group", "topk_group"):
-        _at_most(text, name, 1)
+    for most, names in AT_MOST:
+        for name in names:
+            _at_most(text, name, most)
     if heads is not None:
         _narrow(text, heads)
         for part in _parts(config):
@@ -319,7 +306,7 @@ def small_config(model: PreTrainedModel, heads: int | None) -> Any:
     return config
 
 
-def _layers_until_everylayer_kind(model: PreTrainedModel) -> int:
+def _layers_until_every_kind(model: PreTrainedModel) -> int:
     """How many of the first layers, at least two, include every kind of layer of `model`."""
     text = model.config.get_text_config(decoder=True)
     depth = text.num_hidden_layers
@@ -385,11 +372,6 @@ def _cut_words(config: Any) -> None:
         config.pad_token_id = 0
 
 
-def _shorten_windows(text: Any) -> None:
-    for name in WINDOWS:
-        _at_most(text, name, WINDOW)
-
-
 def _narrow(text: Any, fewest_heads: int) -> None:
     """Divide the sizes of `text` by the largest number that leaves `fewest_heads` and the ratios of sizes.
 
@@ -434,12 +416,6 @@ def _at_most(config: Any, name: str, most: int) -> None:
     value = getattr(config, name, None)
     if isinstance(value, int) and not isinstance(value, bool) and value > most:
         setattr(config, name, most)
-
-
-def _set(config: Any, names: tuple[str, ...], value: int) -> None:
-    for name in names:
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, value)
 
 
 @torch.no_grad()

@@ -26,21 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from rlpost.config.paths import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    GGUF,
-    adapter_base,
-    cache_folder,
-    check_model_folder,
-    check_ships_no_code,
-    check_weights_file,
-    is_adapter_folder,
-    read_json,
-    resolve_model_path,
-    verify_model,
-    weight_files,
-)
+from rlpost.config import paths
 from rlpost.data.chat import template_name
 from rlpost.data.template_choice import VARIABLES_KEY, check_takes_little, templates_of, with_choice
 from rlpost.errors import ConfigError, DataError
@@ -75,18 +61,18 @@ def locate_model(path: str, revision: str | None = None) -> Path:
         if gguf is not None:
             return _made_once("smollm2-135m-instruct-v1", lambda folder: _convert_gguf(gguf, folder))
         path = SMOLLM2_HUB_ID
-    path = resolve_model_path(path)
-    if path.endswith(GGUF):
+    path = paths.resolve_model_path(path)
+    if path.endswith(paths.GGUF):
         folder = _locate_gguf(Path(path))
     else:
         folder = Path(path) if Path(path).exists() else _fetch(path, revision)
-    verify_model(folder)
-    if is_adapter_folder(folder):
-        check_weights_file(folder / ADAPTER_WEIGHTS)
-        _check_finite(folder / ADAPTER_WEIGHTS)
-        return locate_merged(locate_model(adapter_base(folder)), folder)
-    check_model_folder(folder)
-    for file in weight_files(folder):
+    paths.verify_model(folder)
+    if paths.is_adapter_folder(folder):
+        paths.check_weights_file(folder / paths.ADAPTER_WEIGHTS)
+        _check_finite(folder / paths.ADAPTER_WEIGHTS)
+        return locate_merged(locate_model(paths.adapter_base(folder)), folder)
+    paths.check_model_folder(folder)
+    for file in paths.weight_files(folder):
         _check_finite(file)
     return folder
 
@@ -96,12 +82,12 @@ def locate_tokenizer(path: str, revision: str | None = None) -> Path:
 
     Raises what `locate_model` raises.
     """
-    if ":" in path or path.endswith(GGUF):  # built here, with tokenizer and weights together
+    if ":" in path or path.endswith(paths.GGUF):  # built here, with tokenizer and weights together
         return locate_model(path, revision)
-    folder = Path(resolve_model_path(path))
+    folder = Path(paths.resolve_model_path(path))
     if not folder.exists():
         return _fetch(path, revision, with_weights=False)
-    return locate_tokenizer(adapter_base(folder)) if is_adapter_folder(folder) else folder
+    return locate_tokenizer(paths.adapter_base(folder)) if paths.is_adapter_folder(folder) else folder
 
 
 def _locate_gguf(file: Path) -> Path:
@@ -139,7 +125,7 @@ def locate_merged(base: Path, adapter: Path) -> Path:
     Raises ConfigError for an adapter that does not fit.
     """
     content = hashlib.sha256(str(base.resolve()).encode())
-    for file in [adapter / ADAPTER_CONFIG, adapter / ADAPTER_WEIGHTS]:
+    for file in [adapter / paths.ADAPTER_CONFIG, adapter / paths.ADAPTER_WEIGHTS]:
         content.update(file.read_bytes())
     for file in sorted(base.glob("*.safetensors")):
         content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
@@ -160,7 +146,7 @@ def load_tokenizer(folder: Path, settings: ModelSettings | None = None) -> Any:
     """
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            check_ships_no_code(folder, read_json(folder / name))
+            paths.check_ships_no_code(folder, paths.read_json(folder / name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
@@ -290,9 +276,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     Raises ConfigError for a file that transformers cannot read.
     """
     print(f"converting {gguf.name}, once (about 20 s for 100 MB) ...", flush=True)
-    with (
-        tempfile.TemporaryDirectory() as alone
-    ):  # its neighbours could be taken for parts of it
+    with tempfile.TemporaryDirectory() as alone:  # its neighbours could be taken for parts of it
         (Path(alone) / gguf.name).symlink_to(gguf.resolve())
         try:
             model, found = _from_pretrained(alone, gguf_file=gguf.name, dtype=torch.float32)
@@ -323,7 +307,7 @@ def _packaged_smollm2() -> Path | None:
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The cache folder `name`; if missing, `make` builds it in a temporary folder that is then renamed."""
-    final = cache_folder() / "models" / name
+    final = paths.cache_folder() / "models" / name
     if (final / "config.json").is_file():
         return final
     try:
@@ -352,7 +336,7 @@ def _fetch(hub_id: str, revision: str | None, *, with_weights: bool = True) -> P
     try:
         cached = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, local_files_only=True))
         if with_weights:
-            weight_files(cached)
+            paths.weight_files(cached)
         return cached
     except (OSError, ValueError):
         pass  # not cached, only the tokenizer, or an incomplete download: ask the hub

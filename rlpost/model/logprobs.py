@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlpost.errors import ConfigError
-from rlpost.model.families import Reader, Verdict, attending, examine
+from rlpost.model.families import LogProbs, Reader, Verdict, attending, examine
 from rlpost.model.packing import Microbatch, PromptBlock, Row, pack, takes
 from rlpost.model.weights import is_sharded
 
@@ -36,7 +36,7 @@ READ_INSIDE = ("packed", "packed, own head")  # work on a sharded model: each la
 _VERDICTS: weakref.WeakKeyDictionary[nn.Module, Verdict] = weakref.WeakKeyDictionary()
 
 
-def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def token_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> LogProbs:
     """log π_θ of every trained token of `microbatch` at `temperature`, and the entropy there, both (M,).
 
     The first call finds out the fastest reader that is right for `model`. Raises ConfigError if none is.
@@ -80,27 +80,21 @@ def trainable_verdict(model: nn.Module) -> Verdict:
 # The ways to read a microbatch
 
 
-def _packed_log_probs(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> LogProbs:
     """Read the whole row in one forward of the body, and compute the logits with the head alone."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     hidden = _packed_body(model, microbatch).last_hidden_state
     return chunked_log_probs(hidden[0, microbatch.source], head, microbatch.target, temperature)
 
 
-def _packed_log_probs_by_own_head(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_log_probs_by_own_head(model: nn.Module, microbatch: Microbatch, temperature: float) -> LogProbs:
     """Read the whole row in one forward of the body; the logits are the model's own, with caps and scales."""
     output = _packed_body(model, microbatch)
     output["last_hidden_state"] = output.last_hidden_state[0, microbatch.source]
     return _own_head(model, output, microbatch.target, temperature)
 
 
-def _plain_log_probs_by_own_head(
-    model: nn.Module, microbatch: Microbatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain_log_probs_by_own_head(model: nn.Module, microbatch: Microbatch, temperature: float) -> LogProbs:
     """Read one sequence per forward of the body, then compute the model's own logits chunk by chunk."""
     output, hidden = None, []
     for ids, row in _sequences(microbatch):
@@ -111,7 +105,7 @@ def _plain_log_probs_by_own_head(
     return _own_head(model, output, microbatch.target, temperature)
 
 
-def _plain_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain_log_probs(model: nn.Module, microbatch: Microbatch, temperature: float) -> LogProbs:
     """Read one sequence per forward of the whole model: the logits of its trained tokens exist together."""
     log_probs, entropies = [], []
     for ids, row in _sequences(microbatch):
@@ -161,13 +155,13 @@ def _own_head(
     output: Any,  # of the body, with last_hidden_state (M, D)
     target: torch.Tensor,  # (M,)
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> LogProbs:
     """log π(target) and entropy, both (M,), from the model's own logits of its body's `output`, chunk by chunk."""
 
     # a sharded model already runs inside its own forward
     forward = functools.partial(type(model).forward, model) if is_sharded(model) else model
 
-    def read(hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(hidden: torch.Tensor, ids: torch.Tensor) -> LogProbs:
         part = copy.copy(output)
         part["last_hidden_state"] = hidden[None]
         with _forward_is(model.get_decoder(), lambda *args, **kwargs: part):  # type: ignore[operator]
@@ -194,7 +188,7 @@ def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = before
 
 
-def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_logits(logits: torch.Tensor, target: torch.Tensor, temperature: float) -> LogProbs:
     log_probs = (logits.to(_wide(logits.dtype)) / temperature).log_softmax(-1)
     return log_probs.gather(-1, target[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
 
@@ -213,9 +207,7 @@ def _filled_up(tokens: torch.Tensor, dim: int = -1) -> torch.Tensor:
 # Log-probs from hidden states, chunk by chunk
 
 
-def chunked_log_probs(
-    hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked_log_probs(hidden: torch.Tensor, head: nn.Linear, target: torch.Tensor, temperature: float) -> LogProbs:
     """log π(target) and entropy at `temperature`, both (M,), from hidden states (M, D).
 
     Both carry a gradient, and both are float32, or float64 for a model in float64.
@@ -239,7 +231,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,  # (M,)
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> LogProbs:
         ctx.weight_dtype, ctx.temperature = weight.dtype, temperature
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)

@@ -1,11 +1,10 @@
-"""The only way out of the browser: an HTTP proxy on the loopback that connects to allowed hosts alone.
+"""The browser's only way out: an HTTP proxy on the loopback that connects to allowed hosts alone.
 
-What a page asks for, each hop of a redirect, sockets, workers and the browser's own requests all come
-through here, whatever the browser's interfaces show of them. A name is looked up here, once a
-connection, and the address found is checked and is the one connected to: an allowed name that is made
-to point at this machine or its network afterwards leads nowhere.
+Whatever a page requests, each hop of a redirect, sockets, workers and the browser's own requests all come
+through here. The proxy looks each name up, once per connection, checks the address it finds and connects to that
+one: an allowed name that is later made to point at this machine or its network leads nowhere.
 
-Which addresses a browser may fetch: hosts compared as a browser reads them, whole and not by their endings.
+Hosts are compared as a browser reads them, as a whole and not by their endings (`AllowedHosts`).
 """
 
 from __future__ import annotations
@@ -23,53 +22,41 @@ from urllib.parse import urlsplit
 
 from rlpost.errors import ConfigError
 
-Host = str | ipaddress.IPv4Address | ipaddress.IPv6Address
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32 bits (RFC 6052)
-# IPv4-compatible (RFC 4291), NAT64 of a site of its own (RFC 8215), and those of one link or site
-_EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Host = str | Address
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 60.0  # for a browser to send its request after connecting
+GOODBYE_SECONDS = 1.0  # for a refused browser to stop sending
+MAX_HEAD_BYTES = 256 * 1024
+FAULTS_KEPT = 100
 
-_NAME = re.compile(r"[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?)*")
-_ODD = re.compile(r"[\x00-\x20\x7f\\]")  # what browsers drop, or take for a slash, and other parsers do not
-_READ_IN_TWO_WAYS = "\u00df\u03c2\u200c\u200d"  # ß, final ς and joiners, where the two standards of IDNA differ
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One line of the list: a host, with all names below it where it is a name of several parts."""
-
-    host: Host
-    port: int | None  # None: any
-
-    def covers(self, host: Host, port: int) -> bool:
-        if self.port not in (None, port):
-            return False
-        if isinstance(self.host, str) and isinstance(host, str) and "." in self.host:
-            return host == self.host or host.endswith("." + self.host)
-        return host == self.host
+_CHUNK = 65536
+_END_OF_HEAD = b"\r\n\r\n"
+_OF_THIS_HOP = ("connection", "proxy-connection", "keep-alive", "proxy-authorization", "te", "upgrade")
 
 
 class AllowedHosts:
     """The hosts that may be reached, from entries as `example.org`, `localhost:8000`, `127.0.0.1` or `[::1]:80`.
 
-    `example.org` stands for that name and every name below it; a name without a dot and an address for
-    itself alone. With a port it is that port, without one any. Raises ConfigError for an entry that is
-    none.
+    `example.org` stands for that name and every name below it; a name without a dot and an address stand for
+    themselves alone. An entry without a port allows any port. Raises ConfigError for an invalid entry.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
         self.names = [entries] if isinstance(entries, str) else list(entries)
         if not self.names:
             raise ConfigError("allowed_domains is empty: name at least one host that the browser may visit")
-        self._entries = [_entry(name) for name in self.names]
+        self.entries = [_entry(name) for name in self.names]
 
     def allows(self, host: Host, port: int) -> bool:
-        """Whether `port` of `host`, as `host_of` gives it, may be reached."""
-        return any(entry.covers(host, port) for entry in self._entries)
+        """Whether `port` of `host`, in the form of `host_of`, may be reached."""
+        return any(entry.covers(host, port) for entry in self.entries)
 
     def refusal(self, url: str) -> str | None:
-        """Why `url` may not be fetched; None where it may."""
+        """Why `url` may not be fetched; None if it may."""
         try:
             scheme, host, port = parts_of(url)
         except ValueError as error:
@@ -81,122 +68,6 @@ class AllowedHosts:
         return None
 
 
-def parts_of(url: str) -> tuple[str, Host, int]:
-    """Scheme, host and port of a URL; of one that is neither http nor https only the scheme means anything.
-
-    Raises ValueError for what browsers and servers might read in different ways.
-    """
-    if odd := _ODD.search(re.split("[?#]", url, maxsplit=1)[0]):
-        raise ValueError(f"it holds {odd.group()!r}")
-    split = urlsplit(url)
-    scheme = split.scheme.lower()
-    if scheme not in DEFAULT_PORTS:
-        if not scheme:
-            raise ValueError("it must begin with http:// or https://")
-        return scheme, "", 0
-    if "@" in split.netloc:
-        raise ValueError("it names a user")
-    port = split.port  # raises ValueError where it is none
-    return scheme, host_of(split.hostname or ""), DEFAULT_PORTS[scheme] if port is None else port
-
-
-def host_of(text: str) -> Host:
-    """A host in the one form in which it is compared: an address, or a name in lower case and punycode.
-
-    Raises ValueError where it is none.
-    """
-    name = (text[1:-1] if text.startswith("[") and text.endswith("]") else text).lower()
-    if ":" in name:
-        return ipaddress.IPv6Address(name)
-    name = name.removesuffix(".")
-    if not name.isascii():
-        if any(letter in _READ_IN_TWO_WAYS for letter in name):
-            raise ValueError(f"{text!r} can be read as two names: write it in punycode, xn--...")
-        try:
-            name = name.encode("idna").decode()
-        except UnicodeError as error:
-            raise ValueError(f"{text!r} is no host name") from error
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{text!r} is no host name" if text else "it names no host")
-    return _ipv4(name) if _is_number(name.rpartition(".")[2]) else name
-
-
-def shown(host: Host) -> str:
-    """The host as it stands in a URL."""
-    return f"[{host}]" if isinstance(host, ipaddress.IPv6Address) else str(host)
-
-
-def _is_number(part: str) -> bool:
-    return part.isdigit() or re.fullmatch(r"0x[0-9a-f]*", part) is not None
-
-
-def is_of_the_internet(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether a packet to `address` goes to one host of the internet, and to no other network by what it embeds."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64:
-            return is_of_the_internet(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if embedded := address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1]):
-            return is_of_the_internet(embedded)
-        if any(address in network for network in _EMBEDDING):
-            return False
-    return address.is_global and not address.is_multicast
-
-
-def _ipv4(text: str) -> ipaddress.IPv4Address:
-    """An address of up to four numbers, decimal, octal or hexadecimal, as the URL standard reads it.
-
-    The last number fills all bytes that are left: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433.
-    """
-    parts = text.split(".")
-    if len(parts) > 4 or not all(_is_number(part) for part in parts):
-        raise ValueError(f"{text!r} is no address")
-    numbers = [_number(part) for part in parts]
-    *first, last = numbers
-    if any(number > 255 for number in first) or last >= 256 ** (5 - len(parts)):
-        raise ValueError(f"{text!r} is no address")
-    return ipaddress.IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(first)) + last)
-
-
-def _number(part: str) -> int:
-    if part.startswith("0x"):
-        return int(part[2:] or "0", 16)
-    return int(part, 8 if part.startswith("0") and part != "0" else 10)
-
-
-def _entry(text: str) -> _Entry:
-    """One entry of the list. Raises ConfigError where it is none."""
-    wrong = f"allowed_domains names {text!r}, which is no host: write example.org, or localhost:8000 with a port"
-    try:
-        if not isinstance(text, str) or any(mark in text for mark in "/@*?#"):
-            raise ValueError(text)
-        if text.count(":") > 1 and not text.startswith("["):  # a bare IPv6 address
-            return _Entry(host_of(text), None)
-        split = urlsplit(f"//{text}")
-        if not split.hostname or text.endswith(":"):
-            raise ValueError(text)
-        return _Entry(host_of(split.hostname), split.port)
-    except ValueError as error:
-        raise ConfigError(wrong) from error
-
-
-CONNECT_SECONDS = 10.0
-IDLE_SECONDS = 60.0  # for a browser that opened a connection to say what it wants
-GOODBYE_SECONDS = 1.0  # for a browser that was refused to stop sending
-MAX_HEAD_BYTES = 256 * 1024
-FAULTS_KEPT = 100
-
-_CHUNK = 65536
-_END_OF_HEAD = b"\r\n\r\n"
-_OF_THIS_HOP = ("connection", "proxy-connection", "keep-alive", "proxy-authorization", "te", "upgrade")
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-class Refused(Exception):
-    """A request that is not passed on."""
-
-
 class FilterProxy:
     """Serves one browser. With `private_addresses` a name may also lead to this machine or its network."""
 
@@ -204,13 +75,13 @@ class FilterProxy:
         self.allowed = allowed
         self.private_addresses = private_addresses
         self.num_refused = 0
-        self._faults: OrderedDict[str, str] = OrderedDict()  # host:port -> why it is not reached, the newest last
+        self._faults: OrderedDict[str, str] = OrderedDict()  # host:port -> why it was not reached, newest last
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         assert self._server is not None
         return self._server.sockets[0].getsockname()[1]
 
@@ -220,7 +91,7 @@ class FilterProxy:
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
 
     async def close(self) -> None:
-        """Listen no more, and end what is open."""
+        """Stop listening, and close open connections."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -237,7 +108,7 @@ class FilterProxy:
         self._open.add(task)
         try:
             await self._answer_or_refuse((reader, writer))
-        except asyncio.CancelledError:  # closed: a task of asyncio's server that ends cancelled would be logged
+        except asyncio.CancelledError:  # by `close`: asyncio would log a server's task that ends cancelled
             return
         finally:
             self._open.discard(task)
@@ -282,7 +153,7 @@ class FilterProxy:
             async with asyncio.timeout(CONNECT_SECONDS):
                 streams = await self._first_that_answers(await self._addresses_of(host, port), port)
         except OSError as error:  # TimeoutError is one
-            self._note(host, port, str(error) or "no connection in time")
+            self.note_fault(host, port, str(error) or "no connection in time")
             raise
         self._faults.pop(f"{shown(host)}:{port}", None)
         try:
@@ -297,7 +168,7 @@ class FilterProxy:
         return await asyncio.open_connection(str(addresses[-1]), port, limit=MAX_HEAD_BYTES)
 
     async def _addresses_of(self, host: Host, port: int) -> list[Address]:
-        """The addresses that may be connected to; at least one."""
+        """The addresses of `host` that may be connected to, at least one. Raises Refused if there is none."""
         if not isinstance(host, str):
             return [host]
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -309,33 +180,38 @@ class FilterProxy:
         return usable
 
     def fault_of(self, host: Host, port: int) -> str | None:
-        """Why the last connection to it came to nothing, if it did."""
+        """Why the last connection failed; None if it did not."""
         return self._faults.get(f"{shown(host)}:{port}")
 
     def _refuse(self, host: Host, port: int, why: str) -> None:
         self.num_refused += 1
-        self._note(host, port, why)
+        self.note_fault(host, port, why)
         raise Refused(why)
 
-    def _note(self, host: Host, port: int, why: str) -> None:
+    def note_fault(self, host: Host, port: int, why: str) -> None:
+        """Remember why a connection failed, for `fault_of`."""
         self._faults[f"{shown(host)}:{port}"] = why
         while len(self._faults) > FAULTS_KEPT:
             self._faults.popitem(last=False)
 
 
+class Refused(Exception):
+    """A request that the proxy does not pass on."""
+
+
 def _plain(address: Address) -> Address:
-    """An IPv4 address that is written as one of IPv6, as what it is."""
+    """`address`, or the IPv4 address that it maps into IPv6."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def _head(first: str, fields: list[str]) -> bytes:
-    """The head of a message with a connection of its own: what follows on a kept one could be for another host."""
+    """The head of a message that closes its connection: later requests on a kept one could be for another host."""
     kept = [field for field in fields if field.partition(":")[0].strip().lower() not in _OF_THIS_HOP]
     return "\r\n".join([first, *kept, "Connection: close"]).encode("latin-1") + _END_OF_HEAD
 
 
 def _body_length(fields: list[str]) -> int:
-    """How many bytes follow a head. Raises Refused where it does not say."""
+    """How many bytes of body follow a head. Raises Refused for a body in chunks."""
     length = 0
     for field in fields:
         name, _, value = field.partition(":")
@@ -347,7 +223,7 @@ def _body_length(fields: list[str]) -> int:
 
 
 async def _send_body(browser: asyncio.StreamReader, server: asyncio.StreamWriter, left: int) -> None:
-    """Pass the `left` bytes of the body on and no more, then wait for the browser to go away."""
+    """Pass on the `left` bytes of the body and no more, then wait until the browser closes."""
     while left > 0 and (chunk := await browser.read(min(left, _CHUNK))):
         left -= len(chunk)
         server.write(chunk)
@@ -357,7 +233,7 @@ async def _send_body(browser: asyncio.StreamReader, server: asyncio.StreamWriter
 
 
 async def _send_response(server: asyncio.StreamReader, browser: asyncio.StreamWriter) -> None:
-    """Pass the answer on, with a head that ends the connection after it."""
+    """Pass on the answer, with a head that closes the connection after it."""
     while True:
         head = (await server.readuntil(_END_OF_HEAD)).decode("latin-1").removesuffix("\r\n\r\n")
         first, *fields = head.split("\r\n")
@@ -368,7 +244,7 @@ async def _send_response(server: asyncio.StreamReader, browser: asyncio.StreamWr
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end, and pass the end on."""
+    """Copy until the end of the stream, and end the other stream too."""
     while chunk := await reader.read(_CHUNK):
         writer.write(chunk)
         await writer.drain()
@@ -377,7 +253,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Run them until one ends, well or not: with either direction the whole connection is over."""
+    """Run `works` until one ends or fails: if either direction ends, so does the connection."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -388,10 +264,10 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def _say(browser: Streams, status: str, why: str) -> None:
-    """An answer of the proxy's own, and the end of the connection.
+    """Send the proxy's own answer and close the connection.
 
-    What the browser still sends is read for a moment: a connection closed over unread bytes is reset, and
-    the answer is lost with it.
+    Reads what the browser still sends for a moment: closing a connection with unread bytes resets it, and the answer
+    would be lost.
     """
     reader, writer = browser
     body = f"{why}\n".encode()
@@ -403,3 +279,127 @@ async def _say(browser: Streams, status: str, why: str) -> None:
         async with asyncio.timeout(GOODBYE_SECONDS):
             while await reader.read(_CHUNK):
                 pass
+
+
+# Which addresses may be fetched
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # an IPv4 address in its last 32 bits (RFC 6052)
+# IPv4-compatible (RFC 4291), NAT64 of a site of its own (RFC 8215), and those of one link or site
+_EMBEDDING = [ipaddress.IPv6Network(each) for each in ("::/96", "64:ff9b:1::/48", "fe80::/10", "fec0::/10")]
+
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_\-]*[a-z0-9_])?)*")
+_ODD = re.compile(r"[\x00-\x20\x7f\\]")  # browsers drop these or read them as a slash, other parsers do not
+_READ_IN_TWO_WAYS = "\u00df\u03c2\u200c\u200d"  # ß, final ς and joiners, on which the two standards of IDNA differ
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry of the list: a host, including all names below it if it has several parts."""
+
+    host: Host
+    port: int | None  # None: any
+
+    def covers(self, host: Host, port: int) -> bool:
+        if self.port not in (None, port):
+            return False
+        if isinstance(self.host, str) and isinstance(host, str) and "." in self.host:
+            return host == self.host or host.endswith("." + self.host)
+        return host == self.host
+
+
+def _entry(text: str) -> _Entry:
+    """Parse one entry of the list. Raises ConfigError if it is invalid."""
+    wrong = f"allowed_domains names {text!r}, which is no host: write example.org, or localhost:8000 with a port"
+    try:
+        if not isinstance(text, str) or any(mark in text for mark in "/@*?#"):
+            raise ValueError(text)
+        if text.count(":") > 1 and not text.startswith("["):  # a bare IPv6 address
+            return _Entry(host_of(text), None)
+        split = urlsplit(f"//{text}")
+        if not split.hostname or text.endswith(":"):
+            raise ValueError(text)
+        return _Entry(host_of(split.hostname), split.port)
+    except ValueError as error:
+        raise ConfigError(wrong) from error
+
+
+def parts_of(url: str) -> tuple[str, Host, int]:
+    """Scheme, host and port of a URL; host and port are empty unless the scheme is http or https.
+
+    Raises ValueError for URLs that browsers and servers might read in different ways.
+    """
+    if odd := _ODD.search(re.split("[?#]", url, maxsplit=1)[0]):
+        raise ValueError(f"it holds {odd.group()!r}")
+    split = urlsplit(url)
+    scheme = split.scheme.lower()
+    if scheme not in DEFAULT_PORTS:
+        if not scheme:
+            raise ValueError("it must begin with http:// or https://")
+        return scheme, "", 0
+    if "@" in split.netloc:
+        raise ValueError("it names a user")
+    port = split.port  # raises ValueError for an invalid port
+    return scheme, host_of(split.hostname or ""), DEFAULT_PORTS[scheme] if port is None else port
+
+
+def host_of(text: str) -> Host:
+    """A host in its canonical form: an address, or a name in lower case and punycode.
+
+    Raises ValueError if `text` is not a host.
+    """
+    name = (text[1:-1] if text.startswith("[") and text.endswith("]") else text).lower()
+    if ":" in name:
+        return ipaddress.IPv6Address(name)
+    name = name.removesuffix(".")
+    if not name.isascii():
+        if any(letter in _READ_IN_TWO_WAYS for letter in name):
+            raise ValueError(f"{text!r} can be read as two names: write it in punycode, xn--...")
+        try:
+            name = name.encode("idna").decode()
+        except UnicodeError as error:
+            raise ValueError(f"{text!r} is no host name") from error
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{text!r} is no host name" if text else "it names no host")
+    return _ipv4(name) if _is_number(name.rpartition(".")[2]) else name
+
+
+def shown(host: Host) -> str:
+    """The host as written in a URL."""
+    return f"[{host}]" if isinstance(host, ipaddress.IPv6Address) else str(host)
+
+
+def is_of_the_internet(address: Address) -> bool:
+    """Whether a packet to `address`, or to the address it embeds, goes to one host of the public internet."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            return is_of_the_internet(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if embedded := address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1]):
+            return is_of_the_internet(embedded)
+        if any(address in network for network in _EMBEDDING):
+            return False
+    return address.is_global and not address.is_multicast
+
+
+def _is_number(part: str) -> bool:
+    return part.isdigit() or re.fullmatch(r"0x[0-9a-f]*", part) is not None
+
+
+def _ipv4(text: str) -> ipaddress.IPv4Address:
+    """An address of up to four numbers, decimal, octal or hexadecimal, by the rules of the URL standard.
+
+    The last number fills all remaining bytes: 127.1 is 127.0.0.1, and so are 0x7f.1 and 2130706433.
+    """
+    parts = text.split(".")
+    if len(parts) > 4 or not all(_is_number(part) for part in parts):
+        raise ValueError(f"{text!r} is no address")
+    numbers = [_number(part) for part in parts]
+    *first, last = numbers
+    if any(number > 255 for number in first) or last >= 256 ** (5 - len(parts)):
+        raise ValueError(f"{text!r} is no address")
+    return ipaddress.IPv4Address(sum(number << 8 * (3 - i) for i, number in enumerate(first)) + last)
+
+
+def _number(part: str) -> int:
+    if part.startswith("0x"):
+        return int(part[2:] or "0", 16)
+    return int(part, 8 if part.startswith("0") and part != "0" else 10)

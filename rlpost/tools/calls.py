@@ -1,8 +1,8 @@
 """The tools of an environment: how calls are read out of a reply, and how they are answered.
 
-Two forms of call are read for every tool: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
-which Hermes and Qwen models write, and `<tool>name` with a line of JSON and `</tool>`. A tool may read
-forms of its own, as fenced code. What stands in a `<think>` block is no call.
+Every tool understands two forms of call: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
+which Hermes and Qwen models write, and `<tool>name` with a line of JSON and `</tool>`. A tool may add
+forms of its own, such as fenced code. Calls inside a `<think>` block are ignored.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlpost.envs.base import ToolCall, ToolLimits, ToolResult, ToolTransform
 from rlpost.errors import ConfigError, RlpostError
 from rlpost.text import did_you_mean, nearest
 
-AT_ONCE = 16  # conversations of one call whose tools run at the same time
+AT_ONCE = 16  # most conversations of one `answer` whose tools run at the same time
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _TOOL = re.compile(r"<tool>\s*([\w.\-]*)(.*?)(</tool>|\Z)", re.DOTALL)
-# how chat templates write their tokens of control, and what parts of a turn stand between
+# control tokens of chat templates, and the tags around parts of a turn
 _CONTROL = re.compile(
     r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>|/?tool_(?:call|response|result)s?>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]+)\])"
@@ -37,26 +37,26 @@ _THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 class Tools:
     """The tools of an environment together: reads the calls of a reply and answers each with a message."""
 
-    role: str = "user"  # of the messages that answer
+    role: str = "user"  # of messages with a tool's answer
     limits: ToolLimits = field(default_factory=ToolLimits)
     transforms: list[ToolTransform] = field(default_factory=list)
-    _room: dict[int, Semaphore] = field(default_factory=dict)  # by the id of a tool that takes so many calls at once
+    _room: dict[int, Semaphore] = field(default_factory=dict)  # id of a tool -> its limit of parallel calls
 
     def add(self, transform: ToolTransform) -> None:
-        """Offer the functions of `transform` too."""
+        """Add the functions of `transform`."""
         transform.role = self.role
         if transform.at_once is not None:
             self._room[id(transform)] = Semaphore(transform.at_once)
         self.transforms.append(transform)
 
     def check_names(self) -> None:
-        """Raise ConfigError for two functions of one name; asks the tools, which may have to be started for that."""
+        """Raise ConfigError for two functions of one name; may start the tools to learn their names."""
         names = [name for each in self.transforms for name in each.names()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"two tools are named {twice[0]}: a model could not tell them apart; leave one out")
 
     def calls_of(self, reply: str) -> list[ToolCall]:
-        """The calls of a reply in the order in which they stand there; one inside another is part of that one."""
+        """The calls of a reply, in order; a call inside another is part of that one."""
         shown = _THINKING.sub(lambda match: " " * len(match.group()), reply)
         found = [*_tagged_calls(shown), *(call for each in self.transforms for call in each.calls_in(shown))]
         calls: list[ToolCall] = []
@@ -66,10 +66,10 @@ class Tools:
         return calls
 
     def answer(self, conversations: Iterable[Conversation]) -> None:
-        """Run what each conversation's last reply calls and append the answers, several conversations at once.
+        """Run the calls of each conversation's last reply and append the answers, several conversations at once.
 
-        Several threads may call it, each with conversations of its own.
-        A reply that was cut is not looked at: its end, and so its calls, are not what the model meant.
+        Several threads may call this, each with its own conversations. A truncated reply is skipped: its calls may be
+        incomplete.
         """
         asked = [(c, self.calls_of(c.response_text)) for c in conversations if c.finish_reason == "stop"]
         asked = [(conversation, calls) for conversation, calls in asked if calls]
@@ -89,7 +89,7 @@ class Tools:
                 ok, text = self._reply(conversation, number, call)
             except RlpostError:
                 raise
-            except Exception as error:  # noqa: BLE001  a tool that fails is recorded, counted and excluded, as a reward is
+            except Exception as error:  # noqa: BLE001  recorded, counted and excluded, like a failed reward
                 conversation.valid = False
                 conversation.error = f"the tool {call.name} failed: {type(error).__name__}: {error}"
                 conversation.truncated = True
@@ -108,12 +108,12 @@ class Tools:
         conversation.messages.append(message | ({"name": name} if self.role == "tool" and name else {}))
 
     def _tool_of(self, name: str) -> ToolTransform | None:
-        """The tool that shows `name`, else the first one that takes it."""
+        """The tool that shows `name`, otherwise the first one that takes it."""
         shown = next((each for each in self.transforms if name in each.names()), None)
         return shown or next((each for each in self.transforms if each.takes(name)), None)
 
     def _reply(self, conversation: Conversation, number: int, call: ToolCall) -> tuple[bool, str]:
-        """Whether a call went well, and what the model is told of it."""
+        """Run one call: whether it succeeded, and the text for the model."""
         tool = self._tool_of(call.name)
         if tool is None:
             return False, f"Tool call {number} failed:\n{call.fault or self._unknown(call.name)}"
@@ -134,7 +134,7 @@ class Tools:
         return f"there is no tool {name[:80]!r}{hint}"
 
     def _shortened(self, result: ToolResult) -> ToolResult:
-        """The result with the middle of a long text left out, which is said there."""
+        """The result; a long text with its middle replaced by a note."""
         surplus = len(result.text) - self.limits.max_output_chars
         if surplus <= 0:
             return result
@@ -145,15 +145,15 @@ class Tools:
 
 
 def without_control_tokens(text: str) -> str:
-    """`text` with a space behind the bracket of whatever a tokenizer could take for a token of control.
+    """`text` with a space after the opening bracket of anything that a tokenizer could read as a control token.
 
-    A tool shows what others have written: a page that holds `<|im_end|>` must not end the turn it is shown in.
+    A tool shows text from others: a page that holds `<|im_end|>` must not end the turn that shows it.
     """
     return _CONTROL.sub(lambda match: f"{match.group()} ", text)
 
 
 def _tagged_calls(reply: str) -> list[ToolCall]:
-    """The calls in the two forms that every tool understands."""
+    """The calls of `reply` in the two forms that every tool understands."""
     calls = [_json_call(m.group(1), m.start(), m.end(), closed=bool(m.group(2))) for m in _TOOL_CALL.finditer(reply)]
     return calls + [_named_call(match) for match in _TOOL.finditer(reply)]
 
@@ -188,7 +188,7 @@ def _named_call(match: re.Match[str]) -> ToolCall:
 
 
 def json_object(text: str) -> tuple[dict[str, Any], str | None]:
-    """A JSON object, or what is wrong with it."""
+    """Parse a JSON object; returns it and None, or an empty one and the fault."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

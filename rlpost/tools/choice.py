@@ -1,6 +1,6 @@
-"""Settings to tools: the one place that maps each name of `tools.use` to what it builds.
+"""From settings to tools: the one place that maps each name of `tools.use` to the tool it builds.
 
-A plain Python function as a tool.
+A plain Python function becomes a tool too (`FunctionTool`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rlpost.data.conversation import Conversation
@@ -19,22 +18,68 @@ from rlpost.files import expanded
 from rlpost.settings import ToolsSettings
 from rlpost.settings.base import TOOLS
 
-TIMEOUT_SECONDS = 10.0
+
+def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
+    """Append the tools named in `settings.use` to `env`. Raises ConfigError if a plugin's tool is not a tool."""
+    env.tool_role = settings.role.value
+    env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
+    for name in settings.use:
+        tool = BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings)
+        tool.described = settings.describe
+        env.append_transform(tool)
+
+
+def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
+    """A plugin's tool. Raises ConfigError for a class that is not a tool and an undocumented function."""
+    tool = TOOLS[name]
+    if not isinstance(tool, type):
+        return FunctionTool(tool, name, timeout=settings.timeout_seconds)
+    if not issubclass(tool, ToolTransform):
+        raise ConfigError(
+            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: "
+            "derive it, or register a function"
+        )
+    return tool()
+
+
+def _python(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.tools.python import PythonInterpreter
+
+    return PythonInterpreter(
+        persistent=settings.python_persistent,
+        timeout=settings.timeout_seconds,
+        sandbox=settings.python_sandbox.value,
+        memory_mb=settings.python_memory_mb,
+    )
+
+
+def _mcp(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.tools.mcp import MCPToolTransform, load_servers
+
+    assert settings.mcp_file is not None
+    return MCPToolTransform(load_servers(expanded(settings.mcp_file)), timeout=settings.timeout_seconds)
+
+
+def _browser(settings: ToolsSettings) -> ToolTransform:
+    from rlpost.tools.browser import BrowserTransform
+
+    return BrowserTransform(settings.allowed_domains, timeout=settings.timeout_seconds)
+
+
+BUILDERS: dict[str, Callable[[ToolsSettings], ToolTransform]] = {"python": _python, "mcp": _mcp, "browser": _browser}
 
 
 class FunctionTool(ToolTransform):
     """Offers `function` to the model under `name`.
 
-    What the model is shown is its signature with type hints, and its docstring: what it does, and under
-    `Args:` a line `name: what it is` for each parameter. What it returns is shown as text; an exception
-    is told to the model and counted. Several conversations may call it at the same time, each from a thread.
-    Raises ConfigError for a function that does not say enough, and `call` RewardError for one that does not
-    return within `timeout` seconds: a thread cannot be killed.
+    The model sees its signature with type hints and its docstring: a description, and under `Args:` a line
+    `name: description` for each parameter. The model reads the result as text, or the exception, which is counted.
+    Several conversations may call it at the same time, each from a thread. Raises ConfigError for a function
+    without types or descriptions; `call` raises RewardError for one that does not return within `timeout` seconds,
+    as a thread cannot be killed.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], name: str | None = None, *, timeout: float = TIMEOUT_SECONDS
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], name: str | None = None, *, timeout: float = 10.0) -> None:
         self.function = function
         self.timeout = timeout
         self._schema = _schema_of(function, name or function.__name__)
@@ -64,7 +109,7 @@ class FunctionTool(ToolTransform):
     def _result(self, bound: inspect.BoundArguments) -> ToolResult:
         try:
             return ToolResult(str(self.function(*bound.args, **bound.kwargs)))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  told to the model and counted in tools/errors
+        except (Exception, SystemExit) as error:  # noqa: BLE001  shown to the model and counted in tools/errors
             return ToolResult(f"{type(error).__name__}: {error}", ok=False)
 
 
@@ -79,55 +124,5 @@ def _schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
             f"the tool {name} does not say enough for a model to call it: {' '.join(str(error).split())}; give each "
             'parameter a type and a line "name: what it is" under "Args:" in the docstring'
         ) from error
-    described = {key: value for key, value in schema["function"].items() if key != "return"}  # no part of the format
+    described = {key: value for key, value in schema["function"].items() if key != "return"}  # not part of the format
     return {"type": "function", "function": {**described, "name": name}}
-
-
-def add_tools(env: ChatEnv, settings: ToolsSettings) -> None:
-    """Append the tools that `settings.use` names to `env`. Raises ConfigError for what a plugin built that is none."""
-    env.tool_role = settings.role.value
-    env.tool_limits = ToolLimits(settings.max_calls, settings.max_calls_per_turn, settings.max_output_chars)
-    for name in settings.use:
-        tool = BUILDERS[name](settings) if name in BUILDERS else _registered(name, settings)
-        tool.described = settings.describe
-        env.append_transform(tool)
-
-
-def _registered(name: str, settings: ToolsSettings) -> ToolTransform:
-    """A plugin's tool. Raises ConfigError for a class that is no tool, and a function that does not say enough."""
-    tool = TOOLS[name]
-    if not isinstance(tool, type):
-        return FunctionTool(tool, name, timeout=settings.timeout_seconds)
-    if not issubclass(tool, ToolTransform):
-        raise ConfigError(
-            f"the tool {name} is the class {tool.__name__}, which is not derived from rlpost.envs.ToolTransform: "
-            "derive it, or register a function"
-        )
-    return tool()
-
-
-def _python(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.tools.python import PythonInterpreter
-
-    return PythonInterpreter(
-        persistent=settings.python_persistent,
-        timeout=settings.timeout_seconds,
-        sandbox=settings.python_sandbox.value,
-        memory_mb=settings.python_memory_mb,
-    )
-
-
-def _mcp(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.tools.mcp import MCPToolTransform, load_servers
-
-    assert settings.mcp_file is not None
-    return MCPToolTransform(load_servers(Path(expanded(settings.mcp_file))), timeout=settings.timeout_seconds)
-
-
-def _browser(settings: ToolsSettings) -> ToolTransform:
-    from rlpost.tools.browser import BrowserTransform
-
-    return BrowserTransform(settings.allowed_domains, timeout=settings.timeout_seconds)
-
-
-BUILDERS: dict[str, Callable[[ToolsSettings], ToolTransform]] = {"python": _python, "mcp": _mcp, "browser": _browser}

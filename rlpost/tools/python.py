@@ -31,22 +31,21 @@ class PythonInterpreter(ToolTransform):
 
     Each fenced block of python in a reply is a program; so is the argument `code` of a call of
     `tool_name`, whose schema the model is shown with `described` alone: the system prompt says how to write
-    code. A program that ends well is answered with its stdout, another with its stderr and what ended it;
-    warnings are no failure.
+    code. The answer is the stdout of a program that succeeds, otherwise its stderr and what ended it;
+    warnings are not failures.
 
     Each program has an interpreter of its own, or, with `persistent`, each conversation has one,
     where names last from program to program until the conversation ends or the environment is reset.
-    It is made again from the conversation where it is not at hand: after a resumption the earlier
-    programs are run once more. What exceeds `timeout` seconds or the sandbox's limits, or ends the
-    interpreter, loses the names.
+    A missing interpreter is rebuilt from the conversation: after a resumption its earlier programs run once more.
+    A program that exceeds `timeout` seconds or the sandbox's limits, or ends the interpreter, loses the names.
 
     `sandbox` is bubblewrap, or limits, a weaker mode for machines without it, or a `Sandbox` of your
     own; `memory_mb` (None: 512), `packages` (whether installed ones can be imported) and `python` (which
     interpreter; None: the one that runs this) are the sandbox's. With `show_last_value` the value of a
     final expression is printed too, as in a notebook.
 
-    Raises ConfigError for a setting that cannot be; SandboxError, when it is started or used, where
-    programs cannot be run apart from this machine: then none is run.
+    Raises ConfigError for an invalid setting; SandboxError, when started or used, if programs cannot be isolated
+    from this machine: then none is run.
     """
 
     described = False
@@ -80,12 +79,12 @@ class PythonInterpreter(ToolTransform):
             self.sandbox = Sandbox(
                 member(SandboxMode, "sandbox", sandbox), limits=limits, python=python, packages=packages
             )
-        self.at_once = max(AT_ONCE, 4 * (os.cpu_count() or 1))  # more would take each other's time, which is limited
-        self._interpreters: dict[tuple[int, int], _Interpreter] = {}  # by the key of their conversation
-        self._lock = threading.Lock()  # of that table
+        self.at_once = max(AT_ONCE, 4 * (os.cpu_count() or 1))  # more would use up each other's time limit
+        self.interpreters: dict[tuple[int, int], _Interpreter] = {}  # key of a conversation -> its interpreter
+        self._lock = threading.Lock()  # guards `interpreters`
 
     def start(self) -> None:
-        """See `Transform.start`; raises SandboxError where there is no sandbox."""
+        """See `Transform.start`; raises SandboxError if programs cannot be isolated."""
         self.sandbox.prove()
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ class PythonInterpreter(ToolTransform):
         return [{"type": "function", "function": function}]
 
     def calls_in(self, reply: str) -> list[ToolCall]:
-        """The fenced blocks of python in `reply`; one without an end is a call that cannot be run."""
+        """The fenced blocks of Python in `reply`; one without an end is a faulty call."""
         return [self._block(match) for match in _BLOCK.finditer(reply)]
 
     def _block(self, match: re.Match[str]) -> ToolCall:
@@ -109,12 +108,11 @@ class PythonInterpreter(ToolTransform):
         return ToolCall(self.tool_name, {"code": code}, match.start(), fault, match.end())
 
     def call(self, conversation: Conversation, call: ToolCall) -> ToolResult:
-        """Run one program. Raises SandboxError where that is not possible apart from this machine."""
+        """Run one program. Raises SandboxError if it cannot be isolated from this machine."""
         code = call.arguments.get("code")
         if not isinstance(code, str):
-            return ToolResult(
-                f'the program must be given as a string: {{"code": "..."}}, and is {_kind(code)}', ok=False
-            )
+            kind = "missing" if code is None else f"a {type(code).__name__}"
+            return ToolResult(f'the program must be given as a string: {{"code": "..."}}, and is {kind}', ok=False)
         if others := sorted(set(call.arguments) - {"code"}):
             return ToolResult(f'{self.tool_name} takes "code" and nothing else, not {", ".join(others)}', ok=False)
         if not self.persistent:
@@ -126,13 +124,13 @@ class PythonInterpreter(ToolTransform):
         )
 
     def message(self, number: int, call: ToolCall, result: ToolResult) -> str:
-        """See `ToolTransform.message`; what a user says stands in lines of its own."""
+        """See `ToolTransform.message`; under the role user, on lines of its own."""
         outcome = "executed successfully" if result.ok else "failed"
         text = f"Code block {number} {outcome}:\n{result.text}"
         return f"\n{text}\n" if self.role == "user" else text
 
     def _failure(self, execution: Execution) -> str:
-        """What the program wrote to stderr, and what else ended it."""
+        """The program's stderr, and what ended it."""
         reason = execution.reason
         if reason and self.persistent:
             reason += " - process restarted"
@@ -143,37 +141,35 @@ class PythonInterpreter(ToolTransform):
     # Interpreters that persist
 
     def _interpreter_of(self, conversation: Conversation) -> _Interpreter:
-        """The conversation's interpreter, in the state in which its programs up to now have left it.
+        """The conversation's interpreter, in the state that its programs so far have left.
 
-        Another snapshot of the conversation may have run other programs; then a fresh one runs this
-        one's once more.
+        If another snapshot of the conversation has run other programs there, a fresh one runs this conversation's
+        programs once more.
         """
         before = self._ran_in(conversation)
         with self._lock:
-            kept = self._interpreters.get(conversation.key)
+            kept = self.interpreters.get(conversation.key)
         if kept is not None and kept.ran == before:
             return kept
         if kept is not None:
-            kept.close()
+            kept.session.close()
         fresh = _Interpreter(self.sandbox.session())
         with self._lock:
-            self._interpreters[conversation.key] = fresh
+            self.interpreters[conversation.key] = fresh
         for code in before:
             fresh.run(code, self.timeout, self.show_last_value)
         return fresh
 
     def _ran_in(self, conversation: Conversation) -> list[str]:
-        """The programs that this conversation has run: those that have been answered."""
+        """The programs that this conversation has run, which are those with an answer."""
         places = [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        own = places[len(places) - conversation.turns :]  # not what its prompt may show of assistants
+        own = places[len(places) - conversation.turns :]  # without assistant messages of its prompt
         ran: list[str] = []
         for place, end in zip(own, [*own[1:], len(conversation.messages)], strict=True):
             calls = Tools(transforms=[self]).calls_of(conversation.messages[place]["content"])
             mine = [call for call in calls if self.takes(call.name)]
             answers = [m for m in conversation.messages[place + 1 : end] if _ANSWER.match(m["content"])]
-            for call, _ in zip(
-                mine, answers, strict=False
-            ):  # what is over the limit of a turn has no answer of its own
+            for call, _ in zip(mine, answers, strict=False):  # calls over the limit of a turn have no answer
                 code = call.arguments.get("code")
                 if call.fault is None and isinstance(code, str):
                     ran.append(code)
@@ -183,9 +179,9 @@ class PythonInterpreter(ToolTransform):
         """See `Transform.on_end`: their interpreters end."""
         for conversation in conversations:
             with self._lock:
-                ended = self._interpreters.pop(conversation.key, None)
+                ended = self.interpreters.pop(conversation.key, None)
             if ended is not None:
-                ended.close()
+                ended.session.close()
 
     def on_reset(self) -> None:
         """See `Transform.on_reset`: all interpreters end."""
@@ -194,14 +190,14 @@ class PythonInterpreter(ToolTransform):
     def close(self) -> None:
         """See `Transform.close`: all interpreters end."""
         with self._lock:
-            ended, self._interpreters = list(self._interpreters.values()), {}
+            ended, self.interpreters = list(self.interpreters.values()), {}
         for interpreter in ended:
-            interpreter.close()
+            interpreter.session.close()
 
 
 @dataclass
 class _Interpreter:
-    """A session, and the programs that have made it what it is."""
+    """A session, and the programs it has run."""
 
     session: Session
     ran: list[str] = field(default_factory=list)
@@ -209,10 +205,3 @@ class _Interpreter:
     def run(self, code: str, timeout: float, show_last_value: bool) -> Execution:
         self.ran.append(code)
         return self.session.run(code, timeout_seconds=timeout, show_last_value=show_last_value)
-
-    def close(self) -> None:
-        self.session.close()
-
-
-def _kind(value: object) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"

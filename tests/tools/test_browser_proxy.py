@@ -159,7 +159,7 @@ def test_why_a_host_is_not_reached_is_known_until_it_is(good: Site) -> None:
     assert proxy.fault_of("nowhere.invalid", 80)
     told(proxy, get("example.com"))
     assert proxy.fault_of("example.com", 80) == "example.com:80 is not among the allowed domains"
-    proxy._note(address, good.port, "it was down")
+    proxy.note_fault(address, good.port, "it was down")
     told(proxy, get(f"127.0.0.1:{good.port}"))
     assert proxy.fault_of(address, good.port) is None
 

@@ -143,10 +143,10 @@ class Asked:
 def ask(browser: BrowserTransform, conversation: Conversation, good: Site) -> Asked:
     """On no page; one page serves all tests, for a new one takes a while."""
     user = Asked(browser, conversation, good)
-    tab = browser._pages._tabs.get(conversation.key)
+    tab = browser.pages.tabs.get(conversation.key)
     if tab is not None:
         try:
-            browser._thread.run(tab.page.goto("about:blank"), 10)
+            browser.thread.run(tab.page.goto("about:blank"), 10)
             tab.forget()
         except Error:  # the last test's page is still on its way
             browser.on_end([conversation])
@@ -245,7 +245,7 @@ def test_a_conversation_begins_without_a_page(ask: Asked, browser: BrowserTransf
 def test_the_page_that_was_not_used_for_longest_makes_room(
     browser: BrowserTransform, good: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(browser._pages, "max_pages", 2)
+    monkeypatch.setattr(browser.pages, "max_pages", 2)
     first, second, third = (Asked(browser, Conversation({}, [], sample=i), good) for i in range(3))
     first.go("/")
     second.go("/")
@@ -310,7 +310,7 @@ def test_what_is_not_there_is_a_failure(ask: Asked, monkeypatch: pytest.MonkeyPa
 
 def test_a_server_that_is_not_there_is_a_failure(browser: BrowserTransform, ask: Asked) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(browser.allowed, "_entries", AllowedHosts(["127.0.0.1"])._entries)
+        patch.setattr(browser.allowed, "entries", AllowedHosts(["127.0.0.1"]).entries)
         results = [ask("navigate", url=f"{scheme}://127.0.0.1:999/") for scheme in ("http", "https")]
     for result in results:
         assert not result.ok
@@ -319,8 +319,8 @@ def test_a_server_that_is_not_there_is_a_failure(browser: BrowserTransform, ask:
 
 def test_a_page_that_hangs_is_closed_in_time(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask.go("/spin").ok
-    page = ask.tool._pages._tabs[ask.conversation.key].page
-    ask.tool._thread.run(page.evaluate("setTimeout(spin)"), 10)
+    page = ask.tool.pages.tabs[ask.conversation.key].page
+    ask.tool.thread.run(page.evaluate("setTimeout(spin)"), 10)
     wait_until(lambda: "GET /spinning" in ask.site.visits)  # from where on it answers nothing
     monkeypatch.setattr("rlpost.tools.browser.PROBE_SECONDS", 0.3)
     monkeypatch.setattr(Limits, "find", 0.5)
@@ -344,7 +344,7 @@ def test_dialogs_downloads_and_windows_do_not_get_in_the_way(ask: Asked) -> None
 
 def test_a_window_that_opens_after_an_action_is_told_with_the_next(ask: Asked) -> None:
     ask.go("/later")
-    page = ask.tool._pages._tabs[ask.conversation.key]
+    page = ask.tool.pages.tabs[ask.conversation.key]
     wait_until(lambda: bool(page.closed_windows))
     assert ask("extract").text.endswith("\n[before this, a window that it opened was closed]")
     assert "window" not in ask("extract").text
@@ -362,7 +362,7 @@ def test_a_page_that_crashes_is_replaced(ask: Asked) -> None:
     for process, command in children().items():
         if "--type=renderer" in command:
             process.kill()
-    wait_until(lambda: ask.tool._pages._tabs[ask.conversation.key].is_lost)
+    wait_until(lambda: ask.tool.pages.tabs[ask.conversation.key].is_lost)
     assert ask("extract") == ToolResult("no page is open: navigate to one first", ok=False)
     assert ask.go("/").ok
 
@@ -415,7 +415,7 @@ def test_the_same_pages_do_reach_a_host_that_is_allowed(
 ) -> None:
     """So the test above would fail without the walls."""
     both = AllowedHosts([f"127.0.0.1:{ask.site.port}", f"localhost:{bad.port}"])
-    monkeypatch.setattr(browser.allowed, "_entries", both._entries)
+    monkeypatch.setattr(browser.allowed, "entries", both.entries)
     windows = {"open-at-once", "button", "link-to-window"}  # they are closed before they get far
     for name in set(NAMES) - windows:
         ask.go(f"/out/{name}")
@@ -457,8 +457,8 @@ def test_a_page_is_read_without_its_refused_parts_and_they_are_named(ask: Asked,
 
 def test_a_page_that_leaves_between_two_actions_is_told(ask: Asked, bad: Site) -> None:
     ask.go("/two")
-    tab = ask.tool._pages._tabs[ask.conversation.key]
-    ask.tool._thread.run(tab.page.evaluate(f"setTimeout(() => location = 'http://localhost:{bad.port}/')"), 10)
+    tab = ask.tool.pages.tabs[ask.conversation.key]
+    ask.tool.thread.run(tab.page.evaluate(f"setTimeout(() => location = 'http://localhost:{bad.port}/')"), 10)
     wait_until(lambda: bool(tab.refused_pages))
     assert ask("extract").text.startswith("one\n\ntwo\n[before this, the page was refused another: localhost:")
     assert ask("extract") == ToolResult("one\n\ntwo")

@@ -209,13 +209,13 @@ def test_conversations_do_not_share_names_and_their_end_releases_them(persistent
     for conversation in (one, other):
         conversation.add_completion(Completion([], [], block(f"x = {conversation.group_id}"), "stop", 0))
     env.advance([one, other])  # both at once
-    assert set(persistent._interpreters) == {one.key, other.key}
-    processes = [each.session._process for each in persistent._interpreters.values()]
+    assert set(persistent.interpreters) == {one.key, other.key}
+    processes = [each.session.process for each in persistent.interpreters.values()]
     assert answers(env, one, "Done.") == []
     assert one.done
-    assert set(persistent._interpreters) == {other.key}
+    assert set(persistent.interpreters) == {other.key}
     env.close()
-    assert persistent._interpreters == {}
+    assert persistent.interpreters == {}
     assert [process is not None and process.ended for process in processes] == [True, True]
 
 
@@ -223,9 +223,9 @@ def test_a_reset_clears_what_was_defined(persistent: PythonInterpreter) -> None:
     env = talk(persistent, role="user")
     first = env.reset(TensorDict(text=["a"], batch_size=[1]))
     env.step(acted(first, block("x = 1")))
-    assert len(persistent._interpreters) == 1
+    assert len(persistent.interpreters) == 1
     second = env.reset(TensorDict(text=["b"], batch_size=[1]))
-    assert persistent._interpreters == {}
+    assert persistent.interpreters == {}
     stepped = env.step(acted(second, block("print(x)")))
     assert "NameError" in messages_of(stepped)[-1]["content"]
 

@@ -1,5 +1,4 @@
-"""The one place where code that a model wrote is run, apart from this machine and under limits.
+"""The only place that runs code that a model wrote, isolated from this machine and under limits.
 
-`Sandbox` (in sandbox.py, public as `rlpost.sandbox.Sandbox`) is the door; everything else here is how
-it keeps its word. Linux only.
+`Sandbox` (in sandbox.py, public as `rlpost.sandbox.Sandbox`) is the door; the other files implement it. Linux only.
 """

@@ -1,11 +1,11 @@
-"""What runs inside the sandbox: takes programs from one pipe and says on another that they have ended.
+"""Runs inside the sandbox: reads programs from one pipe and reports their ends on another.
 
 Started as `python -c SOURCE REQUESTS REPORTS LIMITS PATHS`: two file descriptors, resource limits as
 `number:value,...`, and folders for `sys.path`, with colons between. It imports nothing of rlpost.
 
 A request is a nonce of 16 bytes, a byte of flags, the length of the program in 8 bytes, and the program. One
-byte is reported once the limits hold, then for each program its nonce and its exit code. What a
-program prints takes other ways, so it cannot be mistaken for a report.
+byte is reported once the limits hold, then for each program its nonce and its exit code. A
+program's output uses other pipes, so it cannot be mistaken for a report.
 """
 
 import atexit
@@ -18,12 +18,12 @@ from types import CodeType
 NONCE_BYTES = 16
 LENGTH_BYTES = 8
 READY = b"R"
-LAST = 1  # flag: no program follows, so threads are waited for and exit functions run
+LAST = 1  # flag: no program follows: wait for threads and run exit functions
 SHOW_LAST_VALUE = 2  # flag: print the value of a final expression
 
 
 def read_exactly(pipe: int, size: int) -> bytes:
-    """`size` bytes from `pipe`; ends this process when nobody writes to it any more."""
+    """Read `size` bytes from `pipe`; exit this process if it has no writer any more."""
     data = b""
     while len(data) < size:
         part = os.read(pipe, size - len(data))
@@ -34,7 +34,7 @@ def read_exactly(pipe: int, size: int) -> bytes:
 
 
 def compiled(code: str, name: str, show_last_value: bool) -> list[CodeType]:
-    """`code` ready to run: all of it, and apart from it the final expression if that is to be shown."""
+    """Compile `code`, with its final expression apart if its value is to be shown."""
     if not show_last_value:
         return [compile(code, name, "exec", dont_inherit=True)]
     import ast
@@ -56,14 +56,14 @@ def run(code: str, name: str, namespace: dict[str, object], show_last_value: boo
             return (stop.code or 0) & 0xFF
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # noqa: BLE001  whatever it is, it is the program's
+    except BaseException as error:  # noqa: BLE001  any error is the program's
         show(error, code, name)
         return 1
     return 0
 
 
 def show(error: BaseException, code: str, name: str) -> None:
-    """Write the traceback of `error`, from the program on, with the program's own lines."""
+    """Write the traceback of `error`, starting in the program, with the program's lines."""
     import linecache
     import traceback
 

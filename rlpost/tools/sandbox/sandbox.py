@@ -1,12 +1,8 @@
-"""`Sandbox`: programs that nobody has read, run where they can do no harm.
+"""`Sandbox`: runs programs that nobody has read, where they can do no harm.
 
-The commands that put a Python behind its walls.
-
-The system calls that a Python program may make: those that CPython and its C library need, and no others.
-
-Namespaces keep a program from files, processes and the network; this filter keeps the rest of the kernel from it,
-what is there and what a later kernel adds: other processes' memory, mounts, keys, memory and sockets that no limit
-counts, and the parts that most ways out of a container have used.
+Bubblewrap's namespaces keep a program from files, processes and the network. A filter of system calls keeps it from
+the rest of the kernel, including calls that later kernels add: other processes' memory, mounts, keys, memory and
+sockets that no limit counts, and the parts that most container escapes have used.
 """
 
 from __future__ import annotations
@@ -48,30 +44,258 @@ from rlpost.tools.sandbox.process import (
     temporary_folder,
 )
 
-# Users that nobody is: the second range is for containers that know 65,536 users, there kept for passing services
-_USERS = (range(1_900_000_000, 1_901_000_000), range(61_184, 65_520))
-
-_LIBRARIES = ("lib", "lib64", "lib32")  # of the system, in / and in /usr
-_SHOWN = [Path(f"/usr/{name}") for name in _LIBRARIES]
-
+SESSION_CPU_SECONDS = 3600  # per process over a session's life; each program has its own time limit too
+CODE_CHARS = 1_000_000  # longest program
+PROOF_SECONDS = 30.0
 WEAKER = "sandbox=limits (on the command line: tools.python_sandbox=limits)"
-
+PYTHON_FLAGS = ("-s", "-S", "-X", "utf8")
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "0",  # sets print in the same order every time
+    "PYTHONHASHSEED": "0",  # sets print in the same order each time
     "TMPDIR": "/tmp",
     "TZ": "UTC",
 }
-PYTHON_FLAGS = ("-s", "-S", "-X", "utf8")
+
+
+class SandboxMode(Enum):
+    """How programs are isolated from this machine."""
+
+    bubblewrap = "bubblewrap"  # no network, nothing of the disk but Python, another user
+    limits = "limits"  # memory, time, processes and file sizes alone
+
+
+class Sandbox:
+    """Runs Python programs apart from this machine, each in a fresh interpreter or in a `Session`.
+
+    `python` is the interpreter inside; None: the one that runs this program. It sees the standard library, with
+    `packages` also its installed packages, and the files and folders of `readable` at their own paths. The first use
+    tests the walls; `prove` does so earlier. All methods may be called from several threads.
+
+    The mode `limits` only limits a program's time, memory, processes and file sizes, and kills its process group;
+    the program can reach the network and, unless rlpost runs as the superuser, read and write whatever you can. It is
+    for machines without bubblewrap, and for programs that you trust.
+    """
+
+    def __init__(
+        self,
+        mode: SandboxMode = SandboxMode.bubblewrap,
+        *,
+        limits: Limits | None = None,
+        python: str | None = None,
+        packages: bool = False,
+        readable: Sequence[str | Path] = (),
+    ) -> None:
+        self.mode = mode
+        self.limits = limits or Limits()
+        self.python = python
+        self.packages = packages
+        self.readable = [Path(path).absolute() for path in readable]
+        self._proving = threading.Lock()
+        self._proven = False
+
+    def run(self, code: str, *, timeout_seconds: float, show_last_value: bool = False) -> Execution:
+        """Run `code` as a program of its own: wait for its threads, then kill whatever it left behind.
+
+        Raises SandboxError if it cannot be isolated from this machine.
+        """
+        self.prove()
+        return self._run(code, timeout_seconds, show_last_value)
+
+    def session(self) -> Session:
+        """An interpreter in which each program finds what the earlier ones have left."""
+        self.prove()
+        return Session(self)
+
+    def prove(self) -> None:
+        """Test the walls from inside. Raises SandboxError, with what to do, if they do not hold."""
+        with self._proving:
+            if self._proven:
+                return
+            if not sys.platform.startswith("linux"):
+                raise SandboxError(f"programs are run in a sandbox of Linux, which {sys.platform} has not")
+            if missing := [path for path in self.readable if not path.exists()]:
+                raise SandboxError(f"a sandbox cannot show {missing[0]}: there is no such file or folder")
+            if self.mode is SandboxMode.bubblewrap:
+                self._try_walls()
+            else:
+                self._try("print('up')", "up\n")
+            self._proven = True
+
+    def _try_walls(self) -> None:
+        """Look from inside for a file, a listening port and a writable folder, all of which exist outside."""
+        with tempfile.NamedTemporaryFile("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
+            os.chmod(file.name, 0o644)
+            lines = [_PROOF, f"prove({file.name!r}, {server.getsockname()[1]}, {os.path.expanduser('~')!r})"]
+            self._try("\n".join(lines), "walls hold\n")
+
+    def _try(self, code: str, expected: str) -> None:
+        try:
+            execution = self._run(code, PROOF_SECONDS, False)
+        except NotStarted as error:
+            raise SandboxError(f"{error}; {self._advice()}") from None
+        if not execution.claims_success or execution.stdout != expected:
+            said = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
+            raise SandboxError(f"the sandbox does not hold: {said[-1]}; {self._advice()}")
+
+    def _advice(self) -> str:
+        if self.mode is SandboxMode.limits:
+            return "run rlpost as an ordinary user on Linux"
+        return (
+            "it needs bubblewrap 0.8 or newer and user namespaces (in a container: allow them with its security "
+            "options), and a Python that other users may read (python=/usr/bin/python3); or ask for the weaker mode "
+            f"with {WEAKER}"
+        )
+
+    def _run(self, code: str, timeout_seconds: float, show_last_value: bool) -> Execution:
+        if len(code) > CODE_CHARS:
+            return _too_long(code)
+        process = self._start(ceil(timeout_seconds) + 1)
+        try:
+            return process.run(Request(code, last=True, show_last_value=show_last_value), timeout_seconds)
+        finally:
+            process.kill()
+
+    def _start(self, cpu_seconds: int) -> Process:
+        """A new interpreter behind its walls, waiting for programs."""
+        confined = self.mode is SandboxMode.bubblewrap
+        interpreter = Interpreter.running() if self.python is None else Interpreter.at(self.python)
+        walls = Bubblewrap.found(interpreter, self.packages, self.readable, self.limits) if confined else None
+        user = user_for_one()
+        others = tasks_counted_with(own_user=user is not None, own_namespace=confined)
+        rlimits = self.limits.rlimits(cpu_seconds, others)
+        pipes = Pipes(seccomp_filter() if confined else None)
+        python = [str(interpreter.executable), *PYTHON_FLAGS, "-c", _runner_source()]
+        python += [str(pipes.requests_in), str(pipes.reports_in)]
+        python += [",".join(f"{number}:{value}" for number, value in rlimits.items())]
+        python += [":".join(str(folder) for folder in interpreter.packages if self.packages)]
+        try:
+            if walls is not None:
+                launch = Launch(walls.command(python, user, pipes.info_in, pipes.seccomp), ENVIRONMENT, user=user)
+            else:
+                launch = _launch_without_walls(python, interpreter, user)
+        except SandboxError:
+            pipes.close()
+            raise
+        return Process(launch, pipes, self.limits)
+
+
+class Session:
+    """An interpreter whose variables, functions and modules last from program to program.
+
+    Between two programs all its processes are stopped. A program that exceeds a limit or ends the
+    interpreter loses everything: the next one starts in a new interpreter, and `restarts` counts that. For one
+    thread at a time; close it, or use it in a `with` statement.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.restarts = 0
+        self._sandbox = sandbox
+        self.process: Process | None = None  # the interpreter; None before the first program and after a restart
+
+    def run(self, code: str, *, timeout_seconds: float, show_last_value: bool = False) -> Execution:
+        """Run `code` after all earlier programs. Raises SandboxError if it cannot be isolated from this machine."""
+        if len(code) > CODE_CHARS:
+            return _too_long(code)
+        if self.process is None:
+            self.process = self._sandbox._start(SESSION_CPU_SECONDS)
+        execution = self.process.run(Request(code, show_last_value=show_last_value), timeout_seconds)
+        if self.process.ended:
+            self.process = None
+            self.restarts += 1
+        return execution
+
+    def ask(self, expression: str, *, timeout_seconds: float) -> Answer:
+        """The value of `expression`, such as `solve(7)`, after the earlier programs.
+
+        Judge a program by this, not by its own report: you compare the value outside, without running code of the
+        program, and the right value is never inside. Raises SandboxError as `run` does.
+        """
+        mark = secrets.token_hex(16)
+        code = f"print({mark!r} + ascii((\n{expression}\n)), flush=True)"
+        return Answer.read(self.run(code, timeout_seconds=timeout_seconds), mark)
+
+    def close(self) -> None:
+        """End the interpreter and whatever it started; a second call does nothing."""
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # at exit the kernel kills all sandboxes
+            self.close()
+
+
+def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
+    """The weaker mode: in a folder of its own."""
+    command = limits_command(python, interpreter, user)
+    folder = temporary_folder()
+    if user is not None:
+        os.chown(folder, user, user)
+    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
+
+
+def _too_long(code: str) -> Execution:
+    said = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
+    return Execution("", said, 1, None, finished=True, cut_bytes=0, seconds=0.0)
+
+
+@cache
+def _runner_source() -> str:
+    return Path(runner.__file__).read_text(encoding="utf-8")
+
+
+# Runs inside, and names the first wall that is missing
+_PROOF = """
+import os, socket
+
+def prove(secret, port, home):
+    if os.getuid() == 0:
+        raise SystemExit("programs run as the superuser")
+    for place in (secret, home + "/.bashrc", "/etc/shadow", "/proc/self"):
+        if os.path.lexists(place):
+            raise SystemExit(f"programs can see {place}")
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    except OSError:
+        pass
+    else:
+        raise SystemExit("programs can reach the network")
+    try:
+        socket.socket(40, socket.SOCK_STREAM)
+    except PermissionError:
+        pass
+    else:
+        raise SystemExit("programs can make any system call")
+    try:
+        os.mkdir("/walls")
+    except OSError:
+        print("walls hold")
+    else:
+        raise SystemExit("programs can write outside /tmp")
+"""
+
+
+# The commands that start a Python behind its walls
+
+# Unused user ids; the second range, for transient services, is for containers with only 65,536 users
+_USERS = (range(1_900_000_000, 1_901_000_000), range(61_184, 65_520))
+_LIBRARIES = ("lib", "lib64", "lib32")  # system folders in / and in /usr
+_SHOWN = [Path(f"/usr/{name}") for name in _LIBRARIES]
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """Namespaces of its own: no network, of the disk only a Python and an empty /tmp, and another user."""
+    """Its own namespaces: no network, only a Python and an empty /tmp on disk, and another user."""
 
     bwrap: str
     interpreter: Interpreter
@@ -81,7 +305,7 @@ class Bubblewrap:
 
     @classmethod
     def found(cls, interpreter: Interpreter, packages: bool, readable: Sequence[Path], limits: Limits) -> Bubblewrap:
-        """Raises SandboxError where bubblewrap is not installed."""
+        """Find the bwrap program. Raises SandboxError if it is not installed."""
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise SandboxError(
@@ -91,10 +315,10 @@ class Bubblewrap:
         return cls(bwrap, interpreter, packages, tuple(readable), limits)
 
     def command(self, python: Sequence[str], user: int | None, info: int, seccomp: int) -> list[str]:
-        """Run `python` inside, as `user` where that can be chosen.
+        """The command that runs `python` inside, as `user` if given.
 
         bwrap writes the number of the first process to `info` and reads the filter from `seccomp`.
-        Raises NotStarted where the superuser may not open a closed folder to that user.
+        Raises NotStarted if the superuser may not open a closed folder to that user.
         """
         folders = self.interpreter.packages if self.packages else ()
         paths = list(dict.fromkeys([*self.interpreter.readable(), *folders, *self.readable]))
@@ -121,7 +345,7 @@ class Bubblewrap:
         for device in ("null", "zero", "full", "random", "urandom"):
             words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
         words += ["--size", str(self.limits.disk_mb * MIB), "--perms", "0700", "--tmpfs", "/tmp"]
-        words += ["--symlink", "/tmp", "/dev/shm"]  # what C libraries share between processes has the same limit
+        words += ["--symlink", "/tmp", "/dev/shm"]  # so that shared memory has the same limit
         for source, place in shown.items():
             words += ["--ro-bind", str(source), str(place)]
         if not self.packages:
@@ -131,9 +355,9 @@ class Bubblewrap:
 
 
 def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | None) -> list[str]:
-    """Run `python` with no wall around it but that of `user`, where the superuser starts it.
+    """The command that runs `python` without walls; the superuser runs it as `user`.
 
-    Raises SandboxError where that user could not enter the interpreter's folder.
+    Raises SandboxError if that user could not enter the interpreter's folder.
     """
     if user is None:
         return [_setpriv(), "--no-new-privs", "--pdeathsig", "KILL", *python]
@@ -146,9 +370,9 @@ def limits_command(python: Sequence[str], interpreter: Interpreter, user: int | 
 
 
 def user_for_one() -> int | None:
-    """A user without any process, so that a sandbox's can be counted; None where only this one can be had.
+    """A user id without any process, so that a sandbox's processes can be counted; None unless run as superuser.
 
-    Raises SandboxError for a superuser whose container knows none.
+    Raises SandboxError for a superuser whose container has no such user.
     """
     if os.getuid() != 0:
         return None
@@ -174,7 +398,9 @@ def _setpriv() -> str:
     return setpriv
 
 
-# name:number on x86_64:number on aarch64, - where it has none
+# The filter of system calls: those that CPython and its C library need, and no others
+
+# name:number on x86_64:number on aarch64; - if it has none
 _ALLOWED = (
     # files
     "read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 "
@@ -215,16 +441,16 @@ _ALLOWED = (
     # pairs of sockets
     "sendto:44:206 recvfrom:45:207 shutdown:48:210 getsockopt:55:209 getsockname:51:204 getpeername:52:205 "
 )
-# number on x86_64 and on aarch64; of these the arguments count
+# number on x86_64 and on aarch64 of calls whose arguments are checked
 _CLONE, _CLONE3, _IOCTL, _SOCKETPAIR, _PRCTL, _FCNTL = (56, 220), (435, 435), (16, 29), (53, 199), (157, 167), (72, 25)
 _NEW_NAMESPACE = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-_LOCAL = 1  # AF_UNIX; a pair holds what one end has sent and the other not read, and nothing can join it
+_LOCAL = 1  # AF_UNIX: nobody else can join a pair, and it holds only unread data
 _TERMINAL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
 _OWN = (1, 2, 3, 15, 16, 0x53564D41)  # PR_SET_PDEATHSIG, GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, SET_VMA
 _LARGER_PIPE = 1031  # F_SETPIPE_SZ
-_UNKNOWN_FROM = 463  # calls that a C library tries first, on kernels of its time, and does without
+_UNKNOWN_FROM = 463  # newer calls, which C libraries try first and do without
 
-# Instructions of a classic BPF program (linux/bpf_common.h) and where struct seccomp_data keeps things
+# instructions of a classic BPF program (linux/bpf_common.h), and offsets in struct seccomp_data
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _MACHINE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
@@ -242,16 +468,16 @@ _MACHINES = {"x86_64": _Machine(0, 0xC000003E, 0x40000000), "aarch64": _Machine(
 
 
 @cache
-def program(machine: str | None = None) -> bytes:
+def seccomp_filter(machine: str | None = None) -> bytes:
     """The filter for `machine` (None: this one), as an array of struct sock_filter.
 
-    Raises SandboxError for one whose system call numbers are not known here.
+    Raises SandboxError for a machine whose system call numbers are unknown.
     """
     name = machine or platform.machine()
     if name not in _MACHINES:
         raise SandboxError(
             f"the sandbox knows the system calls of {' and '.join(_MACHINES)}, not of {name}: ask for the weaker "
-            "mode with sandbox=limits (on the command line: tools.python_sandbox=limits)"
+            f"mode with {WEAKER}"
         )
     this = _MACHINES[name]
     code = [
@@ -289,235 +515,5 @@ def _judged(number: int, argument: int, tests: list[bytes]) -> list[bytes]:
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction; the last two say how many instructions a test skips."""
+    """One instruction; a test skips `if_true` or `if_false` instructions."""
     return struct.pack("HBBI", code, if_true, if_false, value)
-
-
-SESSION_CPU_SECONDS = 3600  # of each of its processes over a session's life; each program has its own time limit too
-CODE_CHARS = 1_000_000  # of one program
-PROOF_SECONDS = 30.0
-
-
-class SandboxMode(Enum):
-    """How programs are kept apart from this machine."""
-
-    bubblewrap = "bubblewrap"  # no network, nothing of the disk but Python, another user
-    limits = "limits"  # memory, time, processes and file sizes alone
-
-
-class Sandbox:
-    """Runs Python programs apart from this machine, each in a fresh interpreter or in a `Session`.
-
-    `python` is the interpreter inside; None: the one that runs this program. It sees the standard
-    library; with `packages` also what is installed for it, and the files and folders of `readable`
-    at their own places. Building one does nothing; the first use proves the walls, and `prove` does
-    so earlier. All methods may be called from several threads.
-
-    In mode `limits` a program is held to its time, memory, processes and sizes of files, and ended with
-    its process group; it can reach the network and, unless rlpost runs as the superuser, read and
-    write what you can. It is for machines without bubblewrap, and for programs that you trust.
-    """
-
-    def __init__(
-        self,
-        mode: SandboxMode = SandboxMode.bubblewrap,
-        *,
-        limits: Limits | None = None,
-        python: str | None = None,
-        packages: bool = False,
-        readable: Sequence[str | Path] = (),
-    ) -> None:
-        self.mode = mode
-        self.limits = limits or Limits()
-        self.python = python
-        self.packages = packages
-        self.readable = [Path(path).absolute() for path in readable]
-        self._proving = threading.Lock()
-        self._proven = False
-
-    def run(self, code: str, *, timeout_seconds: float, show_last_value: bool = False) -> Execution:
-        """Run `code` as a program of its own: its threads are waited for, then whatever it left behind is ended.
-
-        Raises SandboxError where it cannot be run apart from this machine.
-        """
-        self.prove()
-        return self._run(code, timeout_seconds, show_last_value)
-
-    def session(self) -> Session:
-        """An interpreter in which one program finds what those before it have left."""
-        self.prove()
-        return Session(self)
-
-    def prove(self) -> None:
-        """Have a program try the walls. Raises SandboxError, with what to do, where they do not hold."""
-        with self._proving:
-            if self._proven:
-                return
-            if not sys.platform.startswith("linux"):
-                raise SandboxError(f"programs are run in a sandbox of Linux, which {sys.platform} has not")
-            if missing := [path for path in self.readable if not path.exists()]:
-                raise SandboxError(f"a sandbox cannot show {missing[0]}: there is no such file or folder")
-            if self.mode is SandboxMode.bubblewrap:
-                self._try_walls()
-            else:
-                self._try("print('up')", "up\n")
-            self._proven = True
-
-    def _try_walls(self) -> None:
-        """Look from inside for a file, a listening port and the right to write: all there, none to be found."""
-        with tempfile.NamedTemporaryFile("w") as file, socket.create_server(("127.0.0.1", 0)) as server:
-            os.chmod(file.name, 0o644)
-            lines = [_PROOF, f"prove({file.name!r}, {server.getsockname()[1]}, {os.path.expanduser('~')!r})"]
-            self._try("\n".join(lines), "walls hold\n")
-
-    def _try(self, code: str, expected: str) -> None:
-        try:
-            execution = self._run(code, PROOF_SECONDS, False)
-        except NotStarted as error:
-            raise SandboxError(f"{error}; {self._advice()}") from None
-        if not execution.claims_success or execution.stdout != expected:
-            said = (execution.stdout + execution.stderr).strip().splitlines() or [execution.reason]
-            raise SandboxError(f"the sandbox does not hold: {said[-1]}; {self._advice()}")
-
-    def _advice(self) -> str:
-        if self.mode is SandboxMode.limits:
-            return "run rlpost as an ordinary user on Linux"
-        return (
-            "it needs bubblewrap 0.8 or newer and user namespaces (in a container: allow them with its security "
-            "options), and a Python that other users may read (python=/usr/bin/python3); or ask for the weaker mode "
-            f"with {WEAKER}"
-        )
-
-    def _run(self, code: str, timeout_seconds: float, show_last_value: bool) -> Execution:
-        if len(code) > CODE_CHARS:
-            return _too_long(code)
-        process = self._start(ceil(timeout_seconds) + 1)
-        try:
-            return process.run(Request(code, last=True, show_last_value=show_last_value), timeout_seconds)
-        finally:
-            process.kill()
-
-    def _start(self, cpu_seconds: int) -> Process:
-        """A fresh interpreter behind its walls, waiting for programs."""
-        confined = self.mode is SandboxMode.bubblewrap
-        interpreter = Interpreter.running() if self.python is None else Interpreter.at(self.python)
-        walls = Bubblewrap.found(interpreter, self.packages, self.readable, self.limits) if confined else None
-        user = user_for_one()
-        others = tasks_counted_with(own_user=user is not None, own_namespace=confined)
-        rlimits = self.limits.rlimits(cpu_seconds, others)
-        pipes = Pipes(program() if confined else None)
-        python = [str(interpreter.executable), *PYTHON_FLAGS, "-c", _runner_source()]
-        python += [str(pipes.requests_in), str(pipes.reports_in)]
-        python += [",".join(f"{number}:{value}" for number, value in rlimits.items())]
-        python += [":".join(str(folder) for folder in interpreter.packages if self.packages)]
-        try:
-            if walls is not None:
-                launch = Launch(walls.command(python, user, pipes.info_in, pipes.seccomp), ENVIRONMENT, user=user)
-            else:
-                launch = _launch_without_walls(python, interpreter, user)
-        except SandboxError:
-            pipes.close()
-            raise
-        return Process(launch, pipes, self.limits)
-
-
-class Session:
-    """An interpreter whose variables, functions and modules last from program to program.
-
-    Between two programs all its processes are stopped. One that exceeds a limit or ends the
-    interpreter loses everything: the next begins in a fresh one, and `restarts` counts that. Used by
-    one thread at a time; close it, or use it in a `with` statement.
-    """
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.restarts = 0
-        self._sandbox = sandbox
-        self._process: Process | None = None
-
-    def run(self, code: str, *, timeout_seconds: float, show_last_value: bool = False) -> Execution:
-        """Run `code` after all that ran before. Raises SandboxError where it cannot be run apart from this machine."""
-        if len(code) > CODE_CHARS:
-            return _too_long(code)
-        if self._process is None:
-            self._process = self._sandbox._start(SESSION_CPU_SECONDS)
-        execution = self._process.run(Request(code, show_last_value=show_last_value), timeout_seconds)
-        if self._process.ended:
-            self._process = None
-            self.restarts += 1
-        return execution
-
-    def ask(self, expression: str, *, timeout_seconds: float) -> Answer:
-        """The value of `expression`, such as `solve(7)`, in what the programs before it have left.
-
-        Judge by this, and not by a program's own word: the value is compared outside, where it runs no code of the
-        program, and what the right one would be never is inside. Raises SandboxError as `run` does.
-        """
-        mark = secrets.token_hex(16)
-        code = f"print({mark!r} + ascii((\n{expression}\n)), flush=True)"
-        return Answer.read(self.run(code, timeout_seconds=timeout_seconds), mark)
-
-    def close(self) -> None:
-        """End the interpreter and whatever it started; a second call does nothing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # with this program the kernel ends its sandboxes
-            self.close()
-
-
-def _launch_without_walls(python: list[str], interpreter: Interpreter, user: int | None) -> Launch:
-    """The weaker mode: in a folder of its own."""
-    command = limits_command(python, interpreter, user)
-    folder = temporary_folder()
-    if user is not None:
-        os.chown(folder, user, user)
-    return Launch(command, ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, folder, temporary=True, user=user)
-
-
-def _too_long(code: str) -> Execution:
-    said = f"a program of {len(code)} characters is not run: at most {CODE_CHARS}\n"
-    return Execution("", said, 1, None, finished=True, cut_bytes=0, seconds=0.0)
-
-
-@cache
-def _runner_source() -> str:
-    return Path(runner.__file__).read_text(encoding="utf-8")
-
-
-# Run inside: names the first wall that is missing
-_PROOF = """
-import os, socket
-
-def prove(secret, port, home):
-    if os.getuid() == 0:
-        raise SystemExit("programs run as the superuser")
-    for place in (secret, home + "/.bashrc", "/etc/shadow", "/proc/self"):
-        if os.path.lexists(place):
-            raise SystemExit(f"programs can see {place}")
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5)
-    except OSError:
-        pass
-    else:
-        raise SystemExit("programs can reach the network")
-    try:
-        socket.socket(40, socket.SOCK_STREAM)
-    except PermissionError:
-        pass
-    else:
-        raise SystemExit("programs can make any system call")
-    try:
-        os.mkdir("/walls")
-    except OSError:
-        print("walls hold")
-    else:
-        raise SystemExit("programs can write outside /tmp")
-"""

@@ -181,8 +181,8 @@ if os.fork() == 0:
     tick()
 """
     assert session.run(code, timeout_seconds=SECONDS).claims_success
-    assert session._process is not None
-    members = session._process.members()
+    assert session.process is not None
+    members = session.process.members()
     assert len(members) == 3  # the first of the namespace, the interpreter and its fork
     deadline = time.monotonic() + 30  # a busy machine may stop them a little later
     while not all(map(_is_stopped, members[1:])) and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ import pytest
 from rlpost.errors import ConfigError, SandboxError
 from rlpost.sandbox import Execution, KilledBy, Limits
 from rlpost.tools.sandbox.process import Capture, tasks_counted_with
-from rlpost.tools.sandbox.sandbox import program
+from rlpost.tools.sandbox.sandbox import seccomp_filter
 
 ALLOW, REFUSE, ABSENT, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM is 1, ENOSYS 38
 X86, ARM, I386 = 0xC000003E, 0xC00000B7, 0x40000003
@@ -20,7 +20,7 @@ def filtered(machine: str, number: int, *arguments: int, audit: int | None = Non
     """What the filter says of a system call, by an interpreter of its instructions written from their definition."""
     arch = audit or (X86 if machine == "x86_64" else ARM)
     said = struct.pack("<IIQ6Q", number, arch, 0, *[*arguments, 0, 0, 0, 0, 0, 0][:6])
-    code = list(struct.iter_unpack("HBBI", program(machine)))
+    code = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
     place, value = 0, 0
     while True:
         operation, if_true, if_false, operand = code[place]
@@ -85,7 +85,7 @@ def test_other_calling_conventions_are_no_way_around_the_filter() -> None:
 
 def test_a_machine_whose_calls_are_not_known_has_no_sandbox() -> None:
     with pytest.raises(SandboxError, match="not of riscv64: ask for the weaker mode"):
-        program("riscv64")
+        seccomp_filter("riscv64")
 
 
 def test_the_beginning_and_the_end_of_output_are_kept() -> None:
