@@ -219,15 +219,8 @@ DIVIDED = (
     *HIDDEN,
     *HEADS,
     *["mamba_n_heads", "mamba_num_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads"],
-    *[
-        "attention_hidden_size",
-        "lru_width",
-        "word_embed_proj_dim",
-        "mamba_intermediate",
-        "block_dim",
-        "conv_dim",
-        "conv_dim_out",
-    ],
+    *["attention_hidden_size", "lru_width", "word_embed_proj_dim", "mamba_intermediate"],
+    *["block_dim", "conv_dim", "conv_dim_out"],
 )
 # divided too, but rounded and at least 1
 ROUNDED = ("num_key_value_heads", "num_kv_heads", "n_groups", "mamba_n_groups")
