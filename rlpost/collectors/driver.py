@@ -1,8 +1,7 @@
-"""GroupDriver: draws prompts, has them played in another process and fills the buffer with whole groups.
+"""Sampling in other processes: GroupDriver draws prompts, has players play them and fills the replay buffer.
 
-The players of a training: the processes that sample, each in its seat; one that dies is replaced.
-
-The policy of other processes, as the trainer sees it: it samples for an evaluation, and takes weights.
+Each player is a `GroupPlayer` in a process of its own, which `Players` starts and replaces when it dies.
+`RemotePolicy` is the policy of them all as the trainer sees it, and `FolderUpdater` pushes weights to them.
 """
 
 from __future__ import annotations
@@ -32,386 +31,21 @@ from rlpost.settings import SamplingSettings
 from rlpost.weight_sync.base import WeightSource, WeightUpdater, named_weights
 
 log = logging.getLogger("rlpost")
-
-PUSH_SECONDS = 900.0  # longest wait for weights to be loaded, the groups under way included where they are waited for
+PUSH_SECONDS = 900.0  # longest wait for a push to be loaded, and for the groups in flight if it waits for them
 LOOK_SECONDS = 1.0
-
 NewWorker = Callable[[int], RemoteObject]  # makes the process of a seat, which is not started yet
 
 
-class Seat:
-    """A place for a player: its process, and the version of the weights there; None while it starts, or is gone."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.worker: RemoteObject | None = None
-        self.version: PolicyVersionLabel | None = None
-        self.is_starting = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its player plays."""
-        return self.playing is not None
-
-    @property
-    def playing(self) -> RemoteObject | None:
-        """The process, where it plays; one that was dead a moment ago may be told, never one that still starts."""
-        worker = self.worker  # before `version`, which is None as long as another one starts
-        return worker if worker is not None and self.version is not None and worker.failure is None else None
-
-
-class Players:
-    """`count` players that `new_worker` makes, each started, and replaced where it dies, in a thread of its own.
-
-    `on_event` is told the seat and what its player says, `on_death` the seat whose player is gone, and `on_ready` that
-    one more can play. `may_restart` is asked at each death whether there may be another process, and told why. All
-    are called by threads of this class. A player begins with the weights it was built with, those of
-    `first_version`: who takes it up later brings it the present ones.
-    """
-
-    def __init__(self, new_worker: NewWorker, count: int = 1) -> None:
-        self.new_worker = new_worker
-        self.seats = [Seat(number) for number in range(count)]
-        self.first_version: PolicyVersionLabel = 0
-        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
-        self.on_death: Callable[[Seat], None] = lambda seat: None
-        self.on_ready: Callable[[], None] = lambda: None
-        self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
-        self._changed = threading.Condition()
-        self._over: BaseException | None = None  # why nobody plays any more and none is started
-        self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
-        self.is_closed = False
-
-    @property
-    def ready(self) -> list[Seat]:
-        """The seats whose players play."""
-        return [seat for seat in self.seats if seat.is_ready]
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why nobody plays and nobody will; None as long as somebody does, or starts."""
-        with self._changed:
-            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
-            return self._over or (self._last if gone else None)
-
-    def start(self, seconds: float = START_SECONDS) -> None:
-        """Start every player, and return when the first can play; the others follow.
-
-        Raises what building it raised, or PolicyError.
-        """
-        for seat in self.seats:
-            self._begin(seat, seconds)
-        self.wait()
-
-    def wait(self) -> list[Seat]:
-        """The seats whose players play, once there is one. Raises why there will be none."""
-        with self._changed:
-            while (failure := self.failure) is None:
-                if ready := self.ready:
-                    return ready
-                if self.is_closed:
-                    raise PolicyError("the processes that sample are closed")
-                self._changed.wait(LOOK_SECONDS)
-        raise failure
-
-    def close(self) -> None:
-        """Let every player close, and end its process; those that start too."""
-        with self._changed:
-            self.is_closed = True
-            workers = [seat.worker for seat in self.seats if seat.worker is not None]
-            self._changed.notify_all()
-        closing = [threading.Thread(target=worker.close) for worker in workers]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
-
-    def give_up(self, why: str) -> None:
-        """Nobody can be reached any more: end them all, replace none, and say `why` to whoever waits for them."""
-        self._over = PolicyError(f"every process that samples {why}")
-        for seat in self.seats:
-            if seat.worker is not None:
-                seat.worker.lose(why)
-        self.on_ready()
-        with self._changed:
-            self._changed.notify_all()
-
-    def set_version(self, version: PolicyVersionLabel) -> None:
-        """The weights that all players were built with are those of `version`: of a run that goes on."""
-        self.first_version = version
-        for seat in self.seats:
-            if (worker := seat.playing) is not None:
-                worker.call("set_version", version)
-                seat.version = version
-
-    def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
-        """Have the players in `seats` sample with the weights in `folder` from now on; returns when they all do.
-
-        One that dies meanwhile is passed over: what takes its place is behind. Raises PolicyError where one refuses.
-        """
-        if not seats:
-            return
-
-        def load(seat: Seat) -> None:
-            if (worker := seat.playing) is None:
-                return
-            try:
-                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
-                seat.version = version
-            except PolicyError:
-                if worker.failure is None:
-                    raise
-            finally:
-                worker.taken_back(folder)
-
-        with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
-            for loaded in [threads.submit(load, seat) for seat in seats]:
-                loaded.result()
-
-    @property
-    def _is_final(self) -> bool:
-        """Whether nobody is replaced any more."""
-        return self.is_closed or self._over is not None
-
-    def _begin(self, seat: Seat, seconds: float) -> None:
-        seat.is_starting = True
-        threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
-
-    def _started(self, seat: Seat, seconds: float) -> None:
-        """Start the player of a seat, and another where it does not come up, as long as there may be."""
-        while True:
-            worker = self.new_worker(seat.number)
-            worker.on_event = lambda kind, content: self.on_event(seat, kind, content)
-            worker.on_death = lambda: self._died(seat, worker)  # noqa: B023  of this round
-            with self._changed:
-                seat.worker, seat.version = worker, None
-            try:
-                if not self.is_closed:
-                    worker.start(seconds)
-                    worker.call("set_version", self.first_version, seconds=seconds)
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                died = died_of(worker, error)
-                worker.close()
-                if died is not None and not self._is_final and self.may_restart(died):
-                    continue
-                self._settle(seat, None, error)
-                return
-            self._settle(seat, self.first_version, None)
-            if worker.failure is not None:  # it died in between
-                self._died(seat, worker)
-            self.on_ready()
-            return
-
-    def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
-        with self._changed:
-            seat.version, seat.is_starting = version, False
-            self._last = error or self._last
-            closed = self.is_closed
-            self._changed.notify_all()
-        if closed and seat.worker is not None:
-            seat.worker.close()
-
-    def _died(self, seat: Seat, worker: RemoteObject) -> None:
-        """A player has ended that had begun to play: put another in its seat, where there may be one."""
-        with self._changed:
-            if self.is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
-                return  # `_started` sees to it
-            seat.version = None
-            self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
-        self.on_death(seat)
-        if not self._is_final and self.may_restart(failure):
-            self._begin(seat, START_SECONDS)
-        with self._changed:
-            self._changed.notify_all()
-
-
-def died_of(worker: RemoteObject, error: BaseException) -> PolicyError | None:
-    """`error` where it says how `worker` died by itself; None where it is another's, or the worker was ended."""
-    told = worker.failure is not None and error.args == worker.failure.args
-    return error if isinstance(error, PolicyError) and told and not isinstance(error, NotReady) else None
-
-
-class RemotePolicy(Policy):
-    """The policy of `players`, each a `GroupPlayer` in a process of its own.
-
-    `generate` is answered beside what is played, by all of them. `on_event` is told the seat of a player and what it
-    says; `bring_up`, called where there is one to sample with or none yet, brings the present weights to players that
-    lack them. `name` says what samples there; `in_turn`, that nothing is played between a batch and the next push.
-    """
-
-    shares_weights = False
-    pushes = "collectors.remote_policy:FolderUpdater"
-
-    def __init__(
-        self,
-        players: Players,
-        tokenizer: Any,
-        *,
-        sampling: SamplingSettings,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        name: str = "RemotePolicy",
-        pushes_adapter: bool = False,
-        in_turn: bool = False,
-    ) -> None:
-        super().__init__(sampling=sampling, seed=seed)
-        self.players = players
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self.name = name
-        self.pushes_adapter = pushes_adapter
-        self.in_turn = in_turn
-        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
-        self.bring_up: Callable[[], None] = lambda: None
-        self._tokens: dict[int, int] = {}  # that each seat's player has sampled
-        self._ended: dict[int, int] = {}  # completions of this call of `generate`
-        self._started = False
-        players.on_event = self._take
-
-    def start(self) -> None:
-        """See `Policy.start`; raises what building the environment and the policy there raises."""
-        if not self._started:
-            self._started = True
-            self.players.start()
-
-    def close(self) -> None:
-        """See `Policy.close`."""
-        self.players.close()
-
-    def rest(self) -> None:
-        """See `Policy.rest`, of every player, where they play in turn with training."""
-        playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
-        for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
-            with _unless_dead(worker):
-                resting.result()
-
-    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
-        """See `Policy.weight_sums`, of each player; a player that dies meanwhile tells none."""
-        playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
-        told: dict[int, EngineSums] = {}
-        for seat, worker, asked in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
-            with _unless_dead(worker):
-                told.update((seat.number, sums) for sums in asked.result().values())
-        return told
-
-    @property
-    def current(self) -> list[Seat]:
-        """The seats whose players sample with the weights of `version`."""
-        return [seat for seat in self.players.ready if seat.version == self.version]
-
-    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
-        """See `Policy.generate`. What a player that dies meanwhile had is asked of the others, and of its successor."""
-        made: dict[int, Completion] = {}
-        self._ended = {}
-        while left := [place for place in range(len(requests)) if place not in made]:
-            self.players.wait()
-            self.bring_up()
-            seats = self.current
-            asked = []
-            for number, seat in enumerate(seats):
-                if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
-                    future = worker.submit("generate", [requests[place] for place in places], sampling)
-                    asked.append((worker, places, future))
-            for worker, places, future in asked:
-                with _unless_dead(worker):
-                    made.update(zip(places, future.result(), strict=True))
-        return [made[place] for place in range(len(requests))]
-
-    def push(
-        self,
-        folder: Path,
-        version: PolicyVersionLabel,
-        *,
-        seats: list[Seat] | None = None,
-        wait: bool = True,
-        adapter: bool = False,
-    ) -> None:
-        """Sample with the weights in `folder` from now on, in `seats` or all; returns when they have arrived."""
-        chosen = self.players.ready if seats is None else seats
-        self.players.push(folder, version, seats=chosen, wait=wait, adapter=adapter)
-
-    def _take(self, seat: Seat, kind: str, content: Any) -> None:
-        if kind == "ended":
-            self._ended[seat.number], tokens = content
-            self.count_tokens(seat, tokens)
-            if self.on_ended is not None:
-                self.on_ended(sum(self._ended.values()))
-        else:
-            self.on_event(seat, kind, content)
-
-    def count_tokens(self, seat: Seat, tokens: int) -> None:
-        """The player of `seat` has sampled so many since it began."""
-        self._tokens[seat.number] = tokens
-        self.tokens_sampled = sum(self._tokens.values())
-
-
-@contextmanager
-def _unless_dead(worker: RemoteObject) -> Iterator[None]:
-    """A block that waits for `worker`'s answer, and is left without one where that has died: it is replaced."""
-    try:
-        yield
-    except PolicyError:
-        if worker.failure is None:
-            raise
-
-
-class FolderUpdater(WeightUpdater):
-    """Writes the weights into a folder, in memory where there is one, from which another process loads them.
-
-    `wait`: once no group is under way there; else those go on with the new weights, each token with its version.
-    """
-
-    wait = True
-
-    def restore_version(self, version: PolicyVersionLabel) -> None:
-        """See `WeightUpdater.restore_version`."""
-        super().restore_version(version)
-        assert isinstance(self.policy, RemotePolicy)
-        self.policy.players.set_version(version)
-
-    def send(
-        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
-    ) -> None:
-        """Bring the weights of `source` over as those of `version`, to `seats` or to all."""
-        with exchange_folder() as folder:
-            if adapter := policy.pushes_adapter:
-                if not is_adapted(source):
-                    raise PolicyError(f"the sampler takes an adapter, and this {type(source).__name__} has none")
-                save_adapter(source, folder)
-            else:
-                save_one_by_one(named_weights(source).items(), folder)
-            policy.push(folder, version, seats=seats, wait=self.wait, adapter=adapter)
-
-    def send_weights(self, policy: Policy, source: WeightSource) -> None:
-        if not isinstance(policy, RemotePolicy):
-            raise PolicyError(f"{type(self).__name__} pushes to a policy in another process: {type(policy).__name__}")
-        self.send(policy, source, next_version(policy.version))
-
-
-@dataclass
-class Issued:
-    """A ticket that a player has, or had: the version it was begun under, and whether it was cancelled before.
-
-    `deaths` are the players that died while they had it, `seat` is that of the one that has it.
-    """
-
-    ticket: Ticket
-    begun_under: int
-    again: bool = False
-    deaths: int = 0
-    seat: int = -1
-
-
 class GroupDriver:
-    """The one owner of draws, versions and the buffer; the players of `policy` keep nothing.
+    """Owns draws, versions and the buffer, and has the players of `policy` play; they keep no state.
 
     A training takes `prompts_per_step` groups a step. While it works on them, at most `depth` steps' groups are
-    sampled or wait in `buffer`; while it waits for the next ones, one step's more. So a group begins only where it
-    can still be trained on. A group that was begun more than `max_policy_lag` pushes ago is cancelled at the push
-    and begun again under the new weights; it is not cancelled twice: the step that is its last chance waits for it.
+    in flight or wait in `buffer`; while it waits for the next ones, one step's more. So a group begins only if it
+    can still be trained on. A group that began more than `max_policy_lag` pushes ago is cancelled at the push
+    and begun again under the new weights. It is not cancelled twice: the step that is its last chance waits for it.
 
-    `counts` says, at any moment: issued = trained + turned down + cancelled + failed + waiting, where a group
-    that is begun again counts as issued again and `waiting` are those that are sampled or wait in the buffer.
+    `counts` adds up at any moment: issued = trained + turned down + cancelled + failed + waiting, where a group
+    that is begun again counts as issued again and `waiting` are those in flight or in the buffer.
     """
 
     def __init__(
@@ -431,7 +65,7 @@ class GroupDriver:
         self.env = env
         self.policy = policy
         self.buffer = buffer
-        self.model = model  # what is pushed to a process that replaces one that died
+        self.model = model  # its weights are pushed to a process that replaces one that died
         self.prompts_per_step = prompts_per_step
         self.depth = depth
         self.max_policy_lag = max_policy_lag
@@ -447,8 +81,8 @@ class GroupDriver:
         self._whole: dict[int, Issued] = {}  # in the buffer
         self._again: deque[Issued] = deque()  # to be issued before anything is drawn
         self._trainer_waits = False
-        self._told = False  # what is waited for
-        self._sampled_before = 0  # tokens, when that was told
+        self._told = False  # `on_phase`, of the groups that are waited for
+        self._sampled_before = 0  # tokens, at that moment
         self._pushing = False
         self._arrived = 0
         self._progress: dict[int, tuple[int, int]] = {}  # of each seat: conversations that have ended, of those begun
@@ -462,7 +96,7 @@ class GroupDriver:
         policy.players.may_restart = self._may_restart
         buffer.source = self
 
-    # What the buffer asks
+    # Called by the buffer
 
     @property
     def policy_version(self) -> int:
@@ -478,10 +112,10 @@ class GroupDriver:
             return any(each.again and self._too_old(each, self.policy_version + 1) for each in self._running.values())
 
     def collect(self) -> None:
-        """Let as many groups begin as may, and return when one more has come back, or a step's groups are there.
+        """Begin as many groups as may begin, and return when one more has come back, or a step's groups are there.
 
-        Raises what went wrong in playing one, and PolicyError where none comes for `wait_seconds`, or where the
-        last player has died after `max_restarts`.
+        Raises the error of a group that failed, and PolicyError if none comes for `wait_seconds`, or if the last
+        player has died after `max_restarts`.
         """
         began = time.monotonic()
         if not self._told:
@@ -512,13 +146,13 @@ class GroupDriver:
             self._trainer_waits = self._told = False
             self._admit()
 
-    # What a training asks
+    # Called by the training
 
     def update_policy_weights_(self, policy_or_weights: WeightSource) -> None:
-        """Push weights; the version rises once they have arrived, and groups begin that the new version lets begin.
+        """Push weights; the version rises once they have arrived, and more groups begin.
 
-        Groups that would be too old are cancelled before, and begun again after it. A player that dies meanwhile
-        is replaced by one that gets these weights before it plays.
+        Groups that would be too old are cancelled before the push, and begun again after it. A player that dies
+        meanwhile is replaced by one that gets these weights before it plays.
         """
         with self._changed:
             self._pushing = True
@@ -533,12 +167,12 @@ class GroupDriver:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A block in which no group arrives or begins: what `state_dict` and the buffer say are of one moment."""
+        """A block in which no group arrives or begins, so that `state_dict` and the buffer's belong to one moment."""
         with self._changed:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The data cursor, the tickets that were issued and not trained on, and the counts, as JSON-compatible."""
+        """The data cursor, the tickets that were issued and not trained on, and the counts; JSON-compatible."""
         with self._changed:
             return {
                 "env": self.env.state_dict(),
@@ -548,7 +182,7 @@ class GroupDriver:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: groups that the buffer lacks are played again. The buffer comes first."""
+        """Continue from `state_dict`; groups that the buffer lacks are played again, so load the buffer first."""
         self.env.load_state_dict(state["env"])
         self._counts = Counter(state["counts"])
         whole = set(self.buffer.group_numbers)
@@ -561,16 +195,16 @@ class GroupDriver:
         self._again.extend(map(_issued, state["again"]))
 
     def show(self, on_phase: Callable[[str, str], None], on_sampled: Callable[[int, int, int], None]) -> None:
-        """Tell `on_phase` what is waited for, and `on_sampled` how far it is, as `Player` does."""
+        """Report phases to `on_phase` and progress to `on_sampled`, as `Player` does."""
         self.on_phase, self.on_sampled = on_phase, on_sampled
 
     def begin_step(self) -> None:
-        """A step begins: what has passed since the last one, evaluating and saving, is no idle time of it."""
+        """A step begins: time since the last one, evaluating and saving, does not count as idle."""
         with self._changed:
             self._times.begin()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds since the last call: of a player sampling and scoring, with nothing to play, and of waiting here."""
+        """Seconds since the last call that a player sampled, scored and was idle, and that the training waited."""
         with self._changed:
             waited, self._waited = self._waited, 0.0
             return self._times.taken() | {"time/wait": waited}
@@ -587,7 +221,7 @@ class GroupDriver:
     # Admission
 
     def _admit(self) -> None:
-        """Issue as many tickets as may be under way now, each to the player that has fewest."""
+        """Issue as many tickets as may be in flight now, each to the player that has fewest."""
         seats = {seat.number: seat for seat in self.policy.current}
         if self._pushing or not seats:
             return
@@ -610,7 +244,7 @@ class GroupDriver:
             self._worker(number).submit("play", tickets)
 
     def _next(self, *, may_be_suspect: bool) -> Issued:
-        """What is to be begun next: what was begun before, and else a draw."""
+        """The ticket to begin next: one that was begun before, or else a draw."""
         for place, each in enumerate(self._again):
             if may_be_suspect or not each.deaths:
                 del self._again[place]
@@ -624,7 +258,7 @@ class GroupDriver:
         return worker
 
     def _has_more_than(self, seen: int) -> bool:
-        """Whether something has come back beyond the first `seen`, or a step's groups have: just before, perhaps."""
+        """Whether more than `seen` groups have come back, or a step's groups are there already."""
         with self._changed:
             has_step = len(self._whole) >= self.prompts_per_step and not self.owes
             return self._arrived > seen or self._error is not None or has_step
@@ -633,7 +267,7 @@ class GroupDriver:
         return each.begun_under < version - self.max_policy_lag
 
     def _cancel_old(self, version: int) -> None:
-        """Take back the groups that are too old once `version` is pushed."""
+        """Cancel the groups that are too old once `version` is pushed."""
         old = [group for group, each in self._running.items() if self._too_old(each, version)]
         late = [group for group, each in self._whole.items() if self._too_old(each, version)]
         for group in late:
@@ -649,7 +283,7 @@ class GroupDriver:
         for seat, groups in theirs.items():
             self._worker(seat).submit("cancel", groups)
 
-    # What players say, in the threads that listen to them
+    # Events of players, in the threads that listen to them
 
     def _hear(self, seat: Seat, kind: str, content: Any) -> None:
         if kind == "progress":
@@ -697,10 +331,10 @@ class GroupDriver:
         with self._changed:
             self._changed.notify_all()
 
-    # Players that die, and those that come
+    # Players that die, and their successors
 
     def _lost(self, seat: Seat) -> None:
-        """A player has died: what it had is begun again, but for a ticket that has ended two."""
+        """A player has died: begin its tickets again, except one that two players have died with."""
         with self._changed:
             had = [each for each in self._running.values() if each.seat == seat.number]
             self._times.forget(seat.number)
@@ -723,7 +357,7 @@ class GroupDriver:
             self._changed.notify_all()
 
     def _may_restart(self, failure: PolicyError) -> bool:
-        """Whether a player that died so is to be replaced."""
+        """Whether to replace a player that died of `failure`."""
         with self._changed:
             if self._counts["restarts"] >= self.max_restarts:
                 others = len(self.policy.players.ready)
@@ -734,9 +368,9 @@ class GroupDriver:
             return True
 
     def _bring_up(self) -> None:
-        """Bring the present weights to players that lack them: in the training's thread, where nothing changes them.
+        """Push the present weights to players that lack them: in the training's thread, where nothing changes them.
 
-        Raises why there is no player any more.
+        Raises the failure of the last player if there is none any more.
         """
         if (failure := self.policy.players.failure) is not None:
             raise failure
@@ -753,5 +387,358 @@ class GroupDriver:
             )
 
 
+@dataclass
+class Issued:
+    """A ticket that a player has, or had: the version it began under, and whether it was cancelled before.
+
+    `deaths` counts the players that died while they had it; `seat` is that of the player that has it.
+    """
+
+    ticket: Ticket
+    begun_under: int
+    again: bool = False
+    deaths: int = 0
+    seat: int = -1
+
+
 def _issued(plain: Mapping[str, Any]) -> Issued:
     return Issued(Ticket(**plain["ticket"]), plain["begun_under"], plain["again"], plain.get("deaths", 0))
+
+
+# The policy of the players, as the trainer sees it
+
+
+class RemotePolicy(Policy):
+    """The policy of `players`, each a `GroupPlayer` in a process of its own.
+
+    All of them answer `generate`, beside the groups they play. `on_event` is called with the seat of a player and its
+    event; `bring_up`, called before sampling, pushes the present weights to players that lack them. `name` names the
+    engine there; `in_turn` means that nothing is played between a batch and the next push.
+    """
+
+    shares_weights = False
+    pushes = "collectors.driver:FolderUpdater"
+
+    def __init__(
+        self,
+        players: Players,
+        tokenizer: Any,
+        *,
+        sampling: SamplingSettings,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        name: str = "RemotePolicy",
+        pushes_adapter: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        super().__init__(sampling=sampling, seed=seed)
+        self.players = players
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.name = name
+        self.pushes_adapter = pushes_adapter
+        self.in_turn = in_turn
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.bring_up: Callable[[], None] = lambda: None
+        self._tokens: dict[int, int] = {}  # that each seat's player has sampled
+        self._ended: dict[int, int] = {}  # completions of this call of `generate`
+        self._started = False
+        players.on_event = self._take
+
+    def start(self) -> None:
+        """See `Policy.start`; raises what building the environment or the policy there raises."""
+        if not self._started:
+            self._started = True
+            self.players.start()
+
+    def close(self) -> None:
+        """See `Policy.close`."""
+        self.players.close()
+
+    def rest(self) -> None:
+        """See `Policy.rest`, of every player, where they play in turn with training."""
+        playing = [worker for seat in self.players.ready if (worker := seat.playing) is not None]
+        for worker, resting in [(worker, worker.submit("rest")) for worker in playing] if self.in_turn else ():
+            with _unless_dead(worker):
+                resting.result()
+
+    def weight_sums(self, names: Sequence[str] | None = None) -> dict[int, EngineSums]:
+        """See `Policy.weight_sums`, by player; one that dies meanwhile is left out."""
+        playing = [(seat, worker) for seat in self.current if (worker := seat.playing) is not None]
+        told: dict[int, EngineSums] = {}
+        for seat, worker, asked in [(*each, each[1].submit("weight_sums", names)) for each in playing]:
+            with _unless_dead(worker):
+                told.update((seat.number, sums) for sums in asked.result().values())
+        return told
+
+    @property
+    def current(self) -> list[Seat]:
+        """The seats whose players sample with the weights of `version`."""
+        return [seat for seat in self.players.ready if seat.version == self.version]
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Completion]:
+        """See `Policy.generate`. The requests of a player that dies meanwhile go to the others and to its successor."""
+        made: dict[int, Completion] = {}
+        self._ended = {}
+        while left := [place for place in range(len(requests)) if place not in made]:
+            self.players.wait()
+            self.bring_up()
+            seats = self.current
+            asked = []
+            for number, seat in enumerate(seats):
+                if (worker := seat.playing) is not None and (places := left[number :: len(seats)]):
+                    future = worker.submit("generate", [requests[place] for place in places], sampling)
+                    asked.append((worker, places, future))
+            for worker, places, future in asked:
+                with _unless_dead(worker):
+                    made.update(zip(places, future.result(), strict=True))
+        return [made[place] for place in range(len(requests))]
+
+    def _take(self, seat: Seat, kind: str, content: Any) -> None:
+        if kind == "ended":
+            self._ended[seat.number], tokens = content
+            self.count_tokens(seat, tokens)
+            if self.on_ended is not None:
+                self.on_ended(sum(self._ended.values()))
+        else:
+            self.on_event(seat, kind, content)
+
+    def count_tokens(self, seat: Seat, tokens: int) -> None:
+        """The player of `seat` has sampled this many since it began."""
+        self._tokens[seat.number] = tokens
+        self.tokens_sampled = sum(self._tokens.values())
+
+
+class FolderUpdater(WeightUpdater):
+    """Writes the weights into an exchange folder, from which the players load them.
+
+    With `wait` they load once none of their groups is in flight; otherwise those go on with the new weights, each
+    token with its version.
+    """
+
+    wait = True
+
+    def restore_version(self, version: PolicyVersionLabel) -> None:
+        """See `WeightUpdater.restore_version`."""
+        super().restore_version(version)
+        assert isinstance(self.policy, RemotePolicy)
+        self.policy.players.set_version(version)
+
+    def send(
+        self, policy: RemotePolicy, source: WeightSource, version: PolicyVersionLabel, seats: list[Seat] | None = None
+    ) -> None:
+        """Push the weights of `source` as those of `version`, to `seats` or to all."""
+        with exchange_folder() as folder:
+            if adapter := policy.pushes_adapter:
+                if not is_adapted(source):
+                    raise PolicyError(f"the sampler takes an adapter, and this {type(source).__name__} has none")
+                save_adapter(source, folder)
+            else:
+                save_one_by_one(named_weights(source).items(), folder)
+            chosen = policy.players.ready if seats is None else seats
+            policy.players.push(folder, version, seats=chosen, wait=self.wait, adapter=adapter)
+
+    def send_weights(self, policy: Policy, source: WeightSource) -> None:
+        if not isinstance(policy, RemotePolicy):
+            raise PolicyError(f"{type(self).__name__} pushes to a policy in another process: {type(policy).__name__}")
+        self.send(policy, source, next_version(policy.version))
+
+
+@contextmanager
+def _unless_dead(worker: RemoteObject) -> Iterator[None]:
+    """A block that waits for `worker`'s answer; it ends without one if the worker has died, since that is replaced."""
+    try:
+        yield
+    except PolicyError:
+        if worker.failure is None:
+            raise
+
+
+# The players
+
+
+class Players:
+    """`count` players that `new_worker` makes; each is started, and replaced when it dies, in a thread of its own.
+
+    `on_event` is called with a seat and an event of its player, `on_death` with the seat of a player that died, and
+    `on_ready` when one more can play. `may_restart` is called with the reason of each death and returns whether to
+    start another process. All are called by threads of this class. A player begins with the weights it was built
+    with, those of `first_version`; later weights are pushed to it before it plays.
+    """
+
+    def __init__(self, new_worker: NewWorker, count: int = 1) -> None:
+        self.new_worker = new_worker
+        self.seats = [Seat(number) for number in range(count)]
+        self.first_version: PolicyVersionLabel = 0
+        self.on_event: Callable[[Seat, str, Any], None] = lambda seat, kind, content: None
+        self.on_death: Callable[[Seat], None] = lambda seat: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.may_restart: Callable[[PolicyError], bool] = lambda failure: False
+        self._changed = threading.Condition()
+        self._over: BaseException | None = None  # why nobody plays any more and none is started
+        self._last: BaseException | None = None  # why the last player that ended, or could not begin, did so
+        self.is_closed = False
+
+    @property
+    def ready(self) -> list[Seat]:
+        """The seats whose players play."""
+        return [seat for seat in self.seats if seat.is_ready]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error, if every player has failed for good; otherwise None."""
+        with self._changed:
+            gone = not any(seat.is_ready or seat.is_starting for seat in self.seats)
+            return self._over or (self._last if gone else None)
+
+    def start(self, seconds: float = START_SECONDS) -> None:
+        """Start every player, and return when the first can play; the others follow.
+
+        Raises what building it raised, or PolicyError.
+        """
+        for seat in self.seats:
+            self._begin(seat, seconds)
+        self.wait()
+
+    def wait(self) -> list[Seat]:
+        """Wait for a player that plays; returns the seats of all that do. Raises `failure` if there will be none."""
+        with self._changed:
+            while (failure := self.failure) is None:
+                if ready := self.ready:
+                    return ready
+                if self.is_closed:
+                    raise PolicyError("the processes that sample are closed")
+                self._changed.wait(LOOK_SECONDS)
+        raise failure
+
+    def close(self) -> None:
+        """Close every player and end its process, also those that are starting."""
+        with self._changed:
+            self.is_closed = True
+            workers = [seat.worker for seat in self.seats if seat.worker is not None]
+            self._changed.notify_all()
+        closing = [threading.Thread(target=worker.close) for worker in workers]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def give_up(self, why: str) -> None:
+        """End all players, which can no longer be reached, and replace none; whoever waits for them gets `why`."""
+        self._over = PolicyError(f"every process that samples {why}")
+        for seat in self.seats:
+            if seat.worker is not None:
+                seat.worker.lose(why)
+        self.on_ready()
+        with self._changed:
+            self._changed.notify_all()
+
+    def set_version(self, version: PolicyVersionLabel) -> None:
+        """The players were built with the weights of `version`: a run is resumed."""
+        self.first_version = version
+        for seat in self.seats:
+            if (worker := seat.playing) is not None:
+                worker.call("set_version", version)
+                seat.version = version
+
+    def push(self, folder: Path, version: PolicyVersionLabel, *, seats: list[Seat], wait: bool, adapter: bool) -> None:
+        """Load the weights in `folder` into the players in `seats`; returns when they all sample with them.
+
+        A player that dies meanwhile is skipped: its successor gets them later. Raises PolicyError if one refuses.
+        """
+        if not seats:
+            return
+
+        def load(seat: Seat) -> None:
+            if (worker := seat.playing) is None:
+                return
+            try:
+                worker.call("push", worker.bring(folder), version, wait=wait, adapter=adapter, seconds=PUSH_SECONDS)
+                seat.version = version
+            except PolicyError:
+                if worker.failure is None:
+                    raise
+            finally:
+                worker.taken_back(folder)
+
+        with ThreadPoolExecutor(len(seats), "rlpost-push") as threads:
+            for loaded in [threads.submit(load, seat) for seat in seats]:
+                loaded.result()
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether players that die are no longer replaced."""
+        return self.is_closed or self._over is not None
+
+    def _begin(self, seat: Seat, seconds: float) -> None:
+        seat.is_starting = True
+        threading.Thread(target=self._started, args=(seat, seconds), name="rlpost-start-player", daemon=True).start()
+
+    def _started(self, seat: Seat, seconds: float) -> None:
+        """Start the player of a seat; one that dies while it starts is replaced as long as `may_restart` allows."""
+        while True:
+            worker = self.new_worker(seat.number)
+            worker.on_event = lambda kind, content: self.on_event(seat, kind, content)
+            worker.on_death = lambda: self._died(seat, worker)  # noqa: B023  of this round
+            with self._changed:
+                seat.worker, seat.version = worker, None
+            try:
+                if not self.is_closed:
+                    worker.start(seconds)
+                    worker.call("set_version", self.first_version, seconds=seconds)
+            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+                failure = worker.failure  # before it is closed, which is one too
+                worker.close()
+                died = failure is not None and error.args == failure.args and not isinstance(error, NotReady)
+                if died and isinstance(error, PolicyError) and not self._is_final and self.may_restart(error):
+                    continue
+                self._settle(seat, None, error)
+                return
+            self._settle(seat, self.first_version, None)
+            if worker.failure is not None:  # it died in between
+                self._died(seat, worker)
+            self.on_ready()
+            return
+
+    def _settle(self, seat: Seat, version: PolicyVersionLabel | None, error: BaseException | None) -> None:
+        with self._changed:
+            seat.version, seat.is_starting = version, False
+            self._last = error or self._last
+            closed = self.is_closed
+            self._changed.notify_all()
+        if closed and seat.worker is not None:
+            seat.worker.close()
+
+    def _died(self, seat: Seat, worker: RemoteObject) -> None:
+        """A player that had begun to play has died: start another in its seat if `may_restart` allows."""
+        with self._changed:
+            if self.is_closed or seat.worker is not worker or seat.is_starting or seat.version is None:
+                return  # `_started` sees to it
+            seat.version = None
+            self._last = failure = worker.failure or PolicyError(f"{worker.name} has ended")
+        self.on_death(seat)
+        if not self._is_final and self.may_restart(failure):
+            self._begin(seat, START_SECONDS)
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Seat:
+    """A place for a player: its process, and the version of its weights; None while it starts, or is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.worker: RemoteObject | None = None
+        self.version: PolicyVersionLabel | None = None
+        self.is_starting = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its player plays."""
+        return self.playing is not None
+
+    @property
+    def playing(self) -> RemoteObject | None:
+        """The process, if it plays; one that has just died may be returned, one that still starts never is."""
+        worker = self.worker  # before `version`, which is None as long as another one starts
+        return worker if worker is not None and self.version is not None and worker.failure is None else None

@@ -2,8 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlpost.collectors import driver as remote_policy
+from rlpost.collectors import driver as driver_module
 from rlpost.collectors.driver import GroupDriver, Players, RemotePolicy
 from rlpost.data import ReplayBuffer
 from rlpost.data.conversation import Completion, Conversation, Ticket
@@ -36,6 +38,7 @@ class Worker:
         self.name = "the process"
         self.failure: PolicyError | None = None
         self.tickets: dict[int, Ticket] = {}
+        self.begun_under: dict[int, int] = {}  # version of the weights, by group
         self.pushed: list[tuple[int, bool, list[int]]] = []  # version, whether it waited, groups under way
         self.on_event: Any = None
         self.on_death: Callable[[], None] = lambda: None
@@ -54,6 +57,7 @@ class Worker:
         if method == "play":
             for ticket in arguments[0]:
                 assert ticket.group not in self.tickets
+                self.begun_under[ticket.group] = self.owner.version  # type: ignore[assignment]
                 self.tickets[ticket.group] = ticket
         elif method == "cancel":
             for group in arguments[0]:
@@ -114,14 +118,13 @@ class Remote(RemotePolicy):
         [worker] = [worker for worker in self.workers if worker.failure is None and group in worker.tickets]
         return worker
 
-    def end(self, group: int, version: int | None = None) -> None:
+    def end(self, group: int) -> None:
         worker = self.holder(group)
         ticket = worker.tickets.pop(group)
         conversations = []
         for sample, reward in zip(ticket.samples, self.rewards(group), strict=True):
             c = Conversation(ticket.task, [{"role": "user", "content": "q"}], group, sample, prompt_ids=[1])
-            begun = self.version if version is None else version
-            c.add_completion(Completion([2, 3], [0.0, 0.0], "a", "stop", begun))
+            c.add_completion(Completion([2, 3], [0.0, 0.0], "a", "stop", worker.begun_under[group]))
             c.reward, c.terminated = reward, True
             conversations.append(c)
         totals = {"rollout": 1.0, "reward": 0.5, "playing": 1.0, "tokens": 4.0}
@@ -137,7 +140,7 @@ class Numbers(DatasetChatEnv):
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_policy, "save_one_by_one", lambda weights, folder: list(weights))
+    monkeypatch.setattr(driver_module, "save_one_by_one", lambda weights, folder: list(weights))
 
 
 def driven(
@@ -168,24 +171,45 @@ def under_way(driver: GroupDriver) -> list[int]:
     return sorted(group for worker in remote(driver).workers if worker.failure is None for group in worker.tickets)
 
 
-def ending(driver: GroupDriver, *groups: int) -> Callable[[], None]:
-    """Let these groups come back as soon as the driver waits."""
-    wait = driver._changed.wait
+def begin(driver: GroupDriver) -> None:
+    """Let as many groups begin as may while the trainer waits."""
+    driver.update_policy_weights_(MODEL)
 
-    def instead(timeout: float | None = None) -> bool:
-        if left:
-            remote(driver).end(left.pop(0))
-            return True
-        return wait(timeout)
 
-    left = list(groups)
-    driver._changed.wait = instead  # type: ignore[method-assign]
-    return lambda: None
+@contextmanager
+def playing(driver: GroupDriver, play: Callable[[list[int]], bool]) -> Iterator[None]:
+    """A block beside which a thread lets groups come back: `play` gets those under way, and returns whether it goes on.
+
+    What it does happens at one moment of the driver.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        goes_on = True
+        while goes_on and not over.wait(0.0005):
+            with driver.pause():
+                goes_on = play(under_way(driver))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def taken(driver: GroupDriver, *groups: int, count: int = 2) -> list[int]:
-    ending(driver, *groups)
-    return driver.buffer.take(count, driver.max_policy_lag)["group_id"].tolist()[::2]
+    """The groups of one step, while `groups` come back one after the other, each once it is under way."""
+    left = list(groups)
+
+    def play(there: list[int]) -> bool:
+        while left and left[0] in there:
+            remote(driver).end(left.pop(0))
+        return bool(left)
+
+    with playing(driver, play):
+        return driver.buffer.take(count, driver.max_policy_lag)["group_id"].tolist()[::2]
 
 
 def balance(driver: GroupDriver) -> int:
@@ -212,15 +236,16 @@ def test_the_tokens_that_are_told_are_those_since_the_trainer_waits() -> None:
     driver.show(lambda kind, what: None, lambda *so_far: told.append(so_far))
     worker, totals = remote(driver).worker, {"rollout": 1.0, "reward": 0.0, "playing": 1.0}
     worker.on_event("progress", (2, 4, totals | {"tokens": 1000.0}))
-    wait = driver._changed.wait
 
-    def instead(timeout: float | None = None) -> bool:
-        worker.on_event("progress", (3, 4, totals | {"tokens": 1040.0}))
-        ending(driver, 0, 1)
-        return wait(0)
+    def play(there: list[int]) -> bool:
+        if there:  # the trainer waits
+            worker.on_event("progress", (3, 4, totals | {"tokens": 1040.0}))
+            for group in (0, 1):
+                remote(driver).end(group)
+        return not there
 
-    driver._changed.wait = instead  # type: ignore[method-assign]
-    driver.buffer.take(2, driver.max_policy_lag)
+    with playing(driver, play):
+        driver.buffer.take(2, driver.max_policy_lag)
     assert told == [(3, 4, 40)]
 
 
@@ -285,7 +310,7 @@ def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() 
     driver.update_policy_weights_(MODEL)  # version 2
     assert driver.counts()["groups/cancelled"] == 2.0
     assert under_way(driver) == [0, 3, 6, 7]  # the same draws, under the new weights
-    assert {each.begun_under for each in driver._running.values()} == {2}
+    assert {each["begun_under"] for each in driver.state_dict()["issued"]} == {2}
     assert balance(driver) == 0
     assert not driver.owes
     driver.update_policy_weights_(MODEL)  # version 3: the last chance of 0 and 3
@@ -296,8 +321,7 @@ def test_a_straggler_that_would_be_too_old_is_cancelled_and_begun_again_first() 
 
 def test_a_whole_group_that_was_not_taken_in_time_is_begun_again_too() -> None:
     driver = driven(depth=2, lag=1, wait_for_groups=False)
-    assert taken(driver, 0, 1, 2, 3, 4, 5) == [0, 1]
-    ending(driver)
+    assert taken(driver, 0, 1) == [0, 1]
     for group in (2, 3, 4):
         remote(driver).end(group)
     driver.update_policy_weights_(MODEL)
@@ -316,16 +340,14 @@ def test_age_is_never_exceeded_and_the_counts_balance_over_200_steps() -> None:
         remote(driver).rewards = lambda group, rng=rng: rng.choice([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
         trained: list[int] = []
 
-        def step_on(timeout: float | None = None, driver: GroupDriver = driver, rng: random.Random = rng) -> bool:
-            tickets = under_way(driver)
-            # the first begun is often the last to end
-            group = rng.choice(tickets[1:] or tickets) if rng.random() < 0.8 else min(tickets)
-            remote(driver).end(group, driver._running[group].begun_under)
+        def play(there: list[int], driver: GroupDriver = driver, rng: random.Random = rng) -> bool:
+            if there:  # the first begun is often the last to end
+                remote(driver).end(rng.choice(there[1:] or there) if rng.random() < 0.8 else min(there))
             return True
 
-        driver._changed.wait = step_on  # type: ignore[method-assign]
         for _ in range(200):
-            batch = driver.buffer.take(3, lag)
+            with playing(driver, play):
+                batch = driver.buffer.take(3, lag)
             trained += batch["group_id"].tolist()[::2]
             counts = driver.counts()
             assert counts["groups/waiting"] <= 3 * lag  # no more is admitted while the trainer trains
@@ -402,7 +424,7 @@ def test_a_process_that_dies_too_often_ends_the_run_with_its_failure() -> None:
 def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
     driver = driven()
     first = remote(driver).worker
-    driver._admit()
+    begin(driver)
     first.on_event("failed", (0, PolicyError("vLLM failed while sampling: it is dead")))
     assert "was stopped, since vLLM failed" in str(first.failure)
     until_ready(driver)
@@ -415,12 +437,10 @@ def test_an_engine_that_fails_takes_its_process_along_and_is_replaced() -> None:
 
 def test_tickets_go_to_the_player_that_has_fewest() -> None:
     driver = driven(depth=2, players=2, per_step=3)
-    driver._trainer_waits = True
-    driver._admit()
+    begin(driver)
     assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
     for group in (0, 2, 4):
         remote(driver).end(group)
-    driver._trainer_waits = False
     assert driver.buffer.take(3)["group_id"].tolist()[::2] == [0, 2, 4]
     assert [sorted(worker.tickets) for worker in remote(driver).workers] == [[6, 8], [1, 3, 5, 7]]
 
@@ -439,8 +459,7 @@ def test_players_rest_where_they_play_in_turn_with_training_and_one_that_dies_th
 
 def test_the_others_go_on_where_one_player_dies_for_good() -> None:
     driver = driven(players=2, max_restarts=0)
-    driver._trainer_waits = True
-    driver._admit()
+    begin(driver)
     remote(driver).workers[0].kill("was ended by SIGKILL")
     assert (under_way(driver), balance(driver)) == ([1, 3], 0)
     assert taken(driver, 1, 0) == [1, 0]  # at most one of those that the dead one had is begun at a time
@@ -452,13 +471,12 @@ def test_the_others_go_on_where_one_player_dies_for_good() -> None:
 
 def test_a_ticket_that_ends_two_processes_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     driver = driven()
-    driver._trainer_waits = True
-    driver._admit()
+    begin(driver)
     assert under_way(driver) == [0, 1, 2, 3]
     for beside in ([0, 4, 5, 6], [1, 7, 8, 9]):  # one at a time of those that were there when a process died
         remote(driver).worker.kill("was ended by SIGSEGV")
         until_ready(driver)
-        driver._admit()
+        begin(driver)
         assert under_way(driver) == beside
     assert "draw 0 (train row 1) is left out: two processes that sample died" in caplog.text
     assert (driver.counts()["groups/failed"], balance(driver)) == (1.0, 0)
@@ -505,8 +523,7 @@ def test_an_evaluation_is_shared_and_goes_on_where_a_player_dies() -> None:
 
 def test_any_other_error_of_a_group_is_raised_where_it_is_waited_for() -> None:
     driver = driven()
-    driver._trainer_waits = True
-    driver._admit()
+    begin(driver)
     remote(driver).worker.on_event(
         "failed", (1, DataError("the prompt of train.jsonl, row 2 is too long: leave it out"))
     )
