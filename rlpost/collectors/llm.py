@@ -1,12 +1,7 @@
-"""LLMCollector: plays an environment with a policy and delivers what happened.
+"""LLMCollector, which plays an environment with a policy and delivers the turns, and the base of all collectors.
 
-What collectors have in common: batches on demand or from a thread, and an end.
-
-Work repeated in a thread, which can be held, waited for and stopped, each with a deadline.
-
-What a collector can be told by another process: weights to take up, and a method to call, by its path.
-
-The part of a collector that is about its policy's weights and their version.
+`CollectorBase` delivers batches on demand or from a `Background` thread, and takes weights that a parent process
+sends; `WeightsCollector` adds one policy, the updater of its weights, and their version.
 """
 
 from __future__ import annotations
@@ -51,254 +46,16 @@ from rlpost.weight_sync.base import (
     named_weights,
 )
 
-
-class Background:
-    """Calls `work` again and again in a thread, until it returns False, raises or is told to stop.
-
-    A round begins where nobody holds the work, and `may_begin` says so or somebody waits for one.
-    What `work` raised is raised by the next call of `check`, `wait_for_round`, `held` or `stop`, in
-    their caller's thread. A wait of more than `wait_seconds` raises PolicyError, which names `work_name`.
-    """
-
-    def __init__(
-        self,
-        work: Callable[[], bool],
-        work_name: str,
-        wait_seconds: float,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.wait_seconds = wait_seconds
-        self._work = work
-        self._name = work_name
-        self._may_begin = may_begin
-        self._changed = threading.Condition()  # of all that follows
-        self._rounds = 0  # ended so far
-        self._at_work = False
-        self._holders = 0
-        self._is_asked = False  # for a round whatever `may_begin` says
-        self._stopping = False
-        self._ended = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rlpost-collector", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether there may be further rounds."""
-        return not self._ended
-
-    def check(self) -> None:
-        """Raise what `work` raised, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def wait_for_round(self) -> None:
-        """Return when one more round has ended, or no further will."""
-        with self._changed:
-            asked = self._rounds
-            self._is_asked = True
-            self._changed.notify_all()
-            self._wait(lambda: self._rounds > asked or self._ended, self.wait_seconds)
-        self.check()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """No round is under way, and none begins, while the block runs."""
-        with self._changed:
-            self._holders += 1
-        try:
-            with self._changed:
-                self._wait(lambda: not self._at_work, self.wait_seconds)
-            self.check()
-            yield
-        finally:
-            with self._changed:
-                self._holders -= 1
-                self._changed.notify_all()
-
-    def look_again(self) -> None:
-        """Ask `may_begin` again: something that it looks at has changed."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def stop(self, timeout_seconds: float | None = None) -> None:
-        """Begin no further round, and return when the one under way has ended."""
-        self.tell_to_stop()
-        with self._changed:
-            self._wait(lambda: self._ended, self.wait_seconds if timeout_seconds is None else timeout_seconds)
-        self.check()
-
-    def tell_to_stop(self) -> None:
-        """Begin no further round; returns at once."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-
-    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
-        began = time.monotonic()
-        if not self._changed.wait_for(until, seconds):
-            raise PolicyError(
-                f"waited {time.monotonic() - began:.0f} s for {self._name} to end: the policy or the environment may "
-                "hang"
-            )
-
-    def _run(self) -> None:
-        try:
-            while self._begin():
-                goes_on = self._work()
-                with self._changed:
-                    self._at_work = False
-                    self._rounds += 1
-                    self._changed.notify_all()
-                if not goes_on:
-                    break
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that asks next
-            self._failure = error
-        finally:
-            with self._changed:
-                self._at_work, self._ended = False, True
-                self._changed.notify_all()
-
-    def _begin(self) -> bool:
-        """Wait until a round may begin; False once the work is to stop."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or (not self._holders and self._is_wanted()))
-            self._at_work, self._is_asked = not self._stopping, False
-            return self._at_work
-
-    def _is_wanted(self) -> bool:
-        return self._is_asked or self._may_begin()
+log = logging.getLogger("rlpost")
+CPU = torch.device("cpu")
+_PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
+Workers = int | torch.device | Sequence[int | torch.device]
 
 
-PART = re.compile(r"""(?:^|(?!^)\.)([A-Za-z]\w*)|\[(?:'([^']*)'|"([^"]*)"|(-?\d+))\]""")  # .name, ['key'] or [3]
-
-
-class ReceivesWeights(ABC):
-    """A collector as one worker of several, which a parent sends weights to."""
+class CollectorBase(ABC):
+    """Plays `env` and delivers batches, or fills `replay_buffer` with them: on demand or from a thread of its own."""
 
     receiver_schemes: Mapping[str, WeightReceiver] = {}  # by model
-
-    @abstractmethod
-    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """Sample as `version` from now on, with `weights`: a source of them, or a folder of *.safetensors.
-
-        With `adapter` the folder holds a peft adapter. What is collected in the background waits meanwhile.
-        """
-
-    @abstractmethod
-    def pause(self) -> AbstractContextManager[None]:
-        """A block in which nothing is collected in the background."""
-
-    @abstractmethod
-    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
-        """Push weights into the policy; without any, those of the model that it was made from."""
-
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Sample with these weights from now on: a module's, a TensorDict or a mapping, given in one of three ways.
-
-        Without any: what was offered to the registered receivers, or, where there are none, those of the policy's
-        own model, as `update_policy_weights_` says. Raises ValueError for two sets of weights, and for any where
-        receivers are registered, which bring them.
-        """
-        given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
-        named = [name for name, value in given.items() if value is not None]
-        if named and self.receiver_schemes:
-            raise ValueError(
-                f"receive_weights was given {named[0]}, and {', '.join(self.receiver_schemes)} have receivers that "
-                "bring the weights: leave it out"
-            )
-        if len(named) > 1:
-            raise ValueError(f"receive_weights was given weights twice, as {' and '.join(named)}: leave one out")
-        for model_id, receiver in self.receiver_schemes.items():
-            receiver.receive(self, model_id)
-        if not self.receiver_schemes:
-            self.update_policy_weights_(*(given[name] for name in named))
-
-    def register_scheme_receiver(
-        self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
-    ) -> None:
-        """Take weights from these schemes, by model, from now on; `synchronize_weights`: what they offer now too.
-
-        A model is "policy", or the path of a module: as that of a method in `cascade_execute`. Raises ValueError for
-        another.
-        """
-        made = {
-            model_id: scheme.receiver() if isinstance(scheme, WeightSyncScheme) else scheme
-            for model_id, scheme in weight_recv_schemes.items()
-        }
-        for model_id in made.keys() - {MODEL_ID}:
-            self._module(model_id)
-        self.receiver_schemes = {**self.receiver_schemes, **made}
-        if synchronize_weights:
-            self.receive_weights()
-
-    def take_up_model(
-        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
-    ) -> None:
-        """`take_up` of the policy, or new weights for the module at the path `model_id`, which has no version."""
-        if model_id == MODEL_ID:
-            self.take_up(weights, version, adapter=adapter)
-            return
-        with self.pause():
-            load_weights(
-                self._module(model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
-            )
-
-    def _module(self, model_id: str) -> torch.nn.Module:
-        try:
-            found = reached(self, model_id)
-        except (AttributeError, LookupError) as error:
-            raise ValueError(f"this collector has no model {model_id!r}: {error}") from error
-        if not isinstance(found, torch.nn.Module):
-            raise ValueError(f"{model_id!r} is a {type(found).__name__} of this collector, and no module with weights")
-        return found
-
-    def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
-        """Take up what a parent's schemes offer, by model, as `version`. Raises KeyError without their receivers."""
-        for model_id, content in offers.items():
-            self.receiver_schemes[model_id].offer(content, version)
-        self.receive_weights()
-
-    def receiving_places(self) -> dict[str, Any]:
-        """Where this worker is, as the receiver of each model says it to the sender."""
-        return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
-
-    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of something that the collector holds: `"receiver_schemes['policy'].place"`.
-
-        The path is of names and of keys or indices in brackets. Raises ValueError for anything else and for names
-        that begin with an underscore, AttributeError or LookupError where the path leads nowhere, TypeError where it
-        leads to nothing that can be called.
-        """
-        found = reached(self, attr_path)
-        if not callable(found):
-            raise TypeError(f"{attr_path} is a {type(found).__name__}, which cannot be called")
-        return found(*args, **kwargs)
-
-
-def reached(start: Any, path: str) -> Any:
-    """What a path of public names and keys leads to. Raises as `cascade_execute` says."""
-    found, position = start, 0
-    while position < len(path) or not position:
-        part = PART.match(path, position)
-        if part is None:
-            raise ValueError(
-                f"{path!r} is no path of public names and ['keys'], from {path[position:]!r} on: names that begin with "
-                "an underscore are not reached from elsewhere"
-            )
-        name, *keys, index = part.groups()
-        key = next((key for key in keys if key is not None), None)
-        found = getattr(found, name) if name else found[int(index) if key is None else key]
-        position = part.end()
-    return found
-
-
-log = logging.getLogger("rlpost")
-
-
-class CollectorBase(ReceivesWeights):
-    """Plays `env`, and fills `replay_buffer` where there is one: when asked, or from a thread of its own."""
 
     def __init__(self, env: EnvBase, replay_buffer: ReplayBuffer | None, *, wait_seconds: float) -> None:
         self.env = env
@@ -310,12 +67,12 @@ class CollectorBase(ReceivesWeights):
 
     @property
     def plays_conversations(self) -> bool:
-        """Whether a batch is of turns of conversations, and not of frames."""
+        """Whether a batch holds turns of conversations, not frames."""
         return False
 
     @property
     def worker_idx(self) -> int:
-        """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError where it is none of them."""
+        """Its number, from 0, among the workers of a RayCollector. Raises RuntimeError if it is not one of them."""
         if self._worker_idx is None:
             raise RuntimeError("this collector is no worker of another, and has no worker_idx")
         return self._worker_idx
@@ -326,16 +83,16 @@ class CollectorBase(ReceivesWeights):
 
     @abstractmethod
     def collect_round(self) -> TensorDictBase | None:
-        """Collect one more batch and deliver it: here, or where it goes instead, and then this is None."""
+        """Collect one more batch and return it; None if it goes into a buffer or a queue."""
 
     @property
     @abstractmethod
     def wants_more(self) -> bool:
-        """Whether there is to be another batch."""
+        """Whether the total is not reached yet."""
 
     @property
     def is_ahead(self) -> bool:
-        """Whether so much waits to be taken that the background rests until somebody takes it, or asks for more."""
+        """Whether the background rests because enough rows wait to be taken."""
         return False
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
@@ -344,17 +101,17 @@ class CollectorBase(ReceivesWeights):
             yield self.collect_round()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """What iterating over the collector gives."""
+        """Iterate over the collector."""
         return iter(self)
 
     def next(self) -> TensorDictBase | None:
-        """The next batch where iterating gives one; None where it is delivered elsewhere, and at the end."""
+        """The next batch; None if it is delivered elsewhere, and at the end."""
         return next(iter(self), None)
 
     def collect(self) -> None:
-        """One more batch into the replay buffer; where the background fills it, return with its next one.
+        """Collect one more batch into the replay buffer, or wait for the next one of the background.
 
-        Raises RuntimeError without a buffer, PolicyError where all batches that were wanted are there.
+        Raises RuntimeError without a buffer, PolicyError once the total is reached.
         """
         if self.replay_buffer is None:
             raise RuntimeError("collect() fills a replay buffer, and this collector has none: iterate over it instead")
@@ -376,8 +133,8 @@ class CollectorBase(ReceivesWeights):
         """See `GroupSource.owes`: what it samples is delivered before anything later begins."""
         return False
 
-    def give_back(self, count: int) -> None:
-        """So many turns or frames were thrown away untaken: they count towards no total."""
+    def give_back(self, count: int) -> None:  # noqa: B027  not every collector counts
+        """Do not count this many turns or frames, which were discarded, towards the total."""
 
     def taken(self, groups: Sequence[int]) -> None:
         """See `GroupSource.taken`: the background may go on."""
@@ -387,13 +144,13 @@ class CollectorBase(ReceivesWeights):
     def start(self) -> None:
         """Fill the replay buffer from a thread of its own, without end or up to `total_dialog_turns`.
 
-        What goes wrong there is raised by the next call here. Raises RuntimeError without a buffer,
-        when it is running already, or after `shutdown`.
+        An error there is raised by the next call here. Raises RuntimeError without a buffer, if the thread runs
+        already, or after `shutdown`.
         """
         if self.replay_buffer is None:
             raise RuntimeError("start() fills a replay buffer, and this collector has none: give it one")
         self._check_foreground("start")
-        mine = weakref.ref(self)  # a collector that nobody holds any more may go
+        mine = weakref.ref(self)  # the thread keeps no collector alive
 
         def work() -> bool:
             collector = mine()
@@ -410,14 +167,111 @@ class CollectorBase(ReceivesWeights):
         self._background = Background(work, name, self.wait_seconds, may_begin)
 
     def pause(self) -> AbstractContextManager[None]:
-        """A block in which nothing is collected in the background; the batch under way is waited for."""
+        """A block in which nothing is collected in the background; waits for the batch in flight first."""
         return nullcontext() if self._background is None else self._background.held()
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Collect no more, and close the environment; the policy stays its owner's. A second call does nothing.
+    # Weights, which a parent process may send
 
-        Raises what went wrong in the background, and PolicyError where the batch under way there has
-        not ended within `timeout` seconds (None: `wait_seconds`); without `raise_on_error` that is logged.
+    @abstractmethod
+    def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
+        """Sample as `version` from now on, with `weights`: a source of them, or a folder of *.safetensors.
+
+        With `adapter` the folder holds a peft adapter. The background pauses meanwhile.
+        """
+
+    @abstractmethod
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        """Push weights into the policy; by default those of the model that it was made from."""
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Sample with these weights from now on: a module's, a TensorDict or a mapping, given in one of three ways.
+
+        Without any, the registered receivers bring what they were offered; without receivers the weights are those
+        of the policy's own model, see `update_policy_weights_`. Raises ValueError for two sets of weights, and for
+        any if receivers are registered.
+        """
+        given = {"policy_or_weights": policy_or_weights, "weights": weights, "policy": policy}
+        named = [name for name, value in given.items() if value is not None]
+        if named and self.receiver_schemes:
+            raise ValueError(
+                f"receive_weights was given {named[0]}, and {', '.join(self.receiver_schemes)} have receivers that "
+                "bring the weights: leave it out"
+            )
+        if len(named) > 1:
+            raise ValueError(f"receive_weights was given weights twice, as {' and '.join(named)}: leave one out")
+        for model_id, receiver in self.receiver_schemes.items():
+            receiver.receive(self, model_id)
+        if not self.receiver_schemes:
+            self.update_policy_weights_(*(given[name] for name in named))
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: Mapping[str, WeightSyncScheme | WeightReceiver], *, synchronize_weights: bool = True
+    ) -> None:
+        """Take weights from these schemes, by model; with `synchronize_weights` also what they offer already.
+
+        A model is "policy", or the path of a module, written as in `cascade_execute`. Raises ValueError for
+        another.
+        """
+        made = {
+            model_id: scheme.receiver() if isinstance(scheme, WeightSyncScheme) else scheme
+            for model_id, scheme in weight_recv_schemes.items()
+        }
+        for model_id in made.keys() - {MODEL_ID}:
+            self._module(model_id)
+        self.receiver_schemes = {**self.receiver_schemes, **made}
+        if synchronize_weights:
+            self.receive_weights()
+
+    def take_up_model(
+        self, model_id: str, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False
+    ) -> None:
+        """`take_up` of the policy, or load the module at the path `model_id`, which has no version."""
+        if model_id == MODEL_ID:
+            self.take_up(weights, version, adapter=adapter)
+            return
+        with self.pause():
+            load_weights(
+                self._module(model_id), SavedWeights(weights) if isinstance(weights, Path) else named_weights(weights)
+            )
+
+    def _module(self, model_id: str) -> torch.nn.Module:
+        try:
+            found = _reached(self, model_id)
+        except (AttributeError, LookupError) as error:
+            raise ValueError(f"this collector has no model {model_id!r}: {error}") from error
+        if not isinstance(found, torch.nn.Module):
+            raise ValueError(f"{model_id!r} is a {type(found).__name__} of this collector, and no module with weights")
+        return found
+
+    def receive_offered(self, offers: Mapping[str, Any], version: PolicyVersionLabel) -> None:
+        """Load what a parent's schemes offer, by model, as `version`. Raises KeyError without its receiver."""
+        for model_id, content in offers.items():
+            self.receiver_schemes[model_id].offer(content, version)
+        self.receive_weights()
+
+    def receiving_places(self) -> dict[str, Any]:
+        """What the sender has to know of where this worker is, by model; see `WeightReceiver.place`."""
+        return {model_id: receiver.place() for model_id, receiver in self.receiver_schemes.items()}
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method by its path from the collector, such as `"receiver_schemes['policy'].place"`.
+
+        The path consists of names, and of keys or indices in brackets. Raises ValueError for anything else and for
+        names that begin with an underscore, AttributeError or LookupError for a path that leads nowhere, TypeError
+        for one that leads to something that cannot be called.
+        """
+        found = _reached(self, attr_path)
+        if not callable(found):
+            raise TypeError(f"{attr_path} is a {type(found).__name__}, which cannot be called")
+        return found(*args, **kwargs)
+
+    # The end
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Collect no more, and close the environment but not the policy. A second call does nothing.
+
+        Raises the background's error, and PolicyError if its batch does not end within `timeout` seconds (None:
+        `wait_seconds`); without `raise_on_error` either is logged.
         """
         if self._is_shut_down:
             return
@@ -434,7 +288,7 @@ class CollectorBase(ReceivesWeights):
                 self.env.close()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """`shutdown`, under the name that ends what was started in the background."""
+        """`shutdown`, under its other name in TorchRL."""
         self.shutdown(timeout, close_env)
 
     def is_initialized(self) -> bool:
@@ -451,7 +305,7 @@ class CollectorBase(ReceivesWeights):
         if getattr(self, "_background", None) is not None:  # a constructor may have failed before
             assert self._background is not None
             self._background.tell_to_stop()
-            self._background.check()  # what nobody has asked for is told on the way out
+            self._background.check()  # an error that was not raised yet
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
@@ -464,7 +318,7 @@ class CollectorBase(ReceivesWeights):
         return actor_class(cls, remote_config or {})
 
     def _check_foreground(self, doing: str) -> None:
-        """Raise RuntimeError where the background collects, after what went wrong there, or nothing may any more."""
+        """Raise RuntimeError after `shutdown` and if the background collects; first the background's error, if any."""
         if self._is_shut_down:
             raise RuntimeError(f"cannot {doing} a collector that was shut down: build another")
         if self._background is not None:
@@ -472,33 +326,16 @@ class CollectorBase(ReceivesWeights):
             raise RuntimeError(f"cannot {doing} a collector that was started in the background: read its replay buffer")
 
 
-def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> TensorDictBase:
-    """`batch` as `postproc` returns it. Raises TypeError where that is no TensorDict."""
-    if postproc is None:
-        return batch
-    made = postproc(batch)
-    if not isinstance(made, TensorDictBase):
-        raise TypeError(
-            f"the postproc returned {type(made).__name__}: it must return the batch to deliver; what holds rows back "
-            "is a transform of the buffer, ReplayBuffer(transforms=[...])"
-        )
-    return made
-
-
-CPU = torch.device("cpu")
-Workers = int | torch.device | Sequence[int | torch.device]
-
-
 class WeightsCollector(CollectorBase):
-    """A collector with one policy, which a `weight_updater` brings weights to."""
+    """A collector with one policy, whose weights a `weight_updater` pushes."""
 
     policy: Policy
     weight_updater: WeightUpdater
 
     def _become_source_of(self, buffer: ReplayBuffer) -> None:
-        """Be what `buffer` asks for more, if it asks. Raises RuntimeError where another collector, not shut down, is.
+        """Be the source that `buffer` asks for more; a buffer in an actor has no source.
 
-        One in an actor asks nobody.
+        Raises RuntimeError if another collector, not shut down, is its source.
         """
         if not isinstance(buffer, ReplayBuffer):
             return
@@ -523,12 +360,12 @@ class WeightsCollector(CollectorBase):
         """Push weights into the policy; its version rises once the push has wholly succeeded.
 
         They come from a module, a TensorDict or a mapping, as the first argument, `weights`, `policy` or
-        `state_dict`, or as `weights_dict={"policy": ...}`; without any they are those of the policy's own model,
-        where it has one that somebody trains. The only model is "policy" (`model_id`), the only worker number 0, or
-        the device that samples. What is collected in the background waits meanwhile.
+        `state_dict`, or as `weights_dict={"policy": ...}`; by default they are those of the policy's own model, if
+        it has one. The only model is "policy" (`model_id`), the only worker number 0, or the device that samples.
+        The background pauses meanwhile.
 
-        Raises TypeError without weights, or for `worker_ids` where the collector was given no weight_updater;
-        ValueError for two sets of weights, and for a worker or a model that is not there.
+        Raises TypeError without weights, or for `worker_ids` if the collector was given no weight_updater;
+        ValueError for two sets of weights, and for a worker or a model that does not exist.
         """
         self._check_worker(worker_ids)
         sources = self._given_weights(policy_or_weights, weights, policy, model_id, weights_dict, state_dict)
@@ -548,7 +385,7 @@ class WeightsCollector(CollectorBase):
         weights_dict: Mapping[str, Any] | None,
         state_dict: Mapping[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """The weights of each model that `update_policy_weights_` was given, and else the policy's own."""
+        """The weights that `update_policy_weights_` was given, by model, or else the policy's own."""
         given = {
             "policy_or_weights": policy_or_weights,
             "weights": weights,
@@ -567,7 +404,7 @@ class WeightsCollector(CollectorBase):
         return {model_id or MODEL_ID: given[named[0]] if named else self._own_weights()}
 
     def take_up(self, weights: WeightSource | Path, version: PolicyVersionLabel, *, adapter: bool = False) -> None:
-        """See `ReceivesWeights.take_up`; a folder is loaded by the policy itself where it can and may."""
+        """See `CollectorBase.take_up`; the policy loads a folder itself if it can and has no updater of the user's."""
         policy, updater = self.policy, self.weight_updater
         loads = not self._has_own_updater and type(policy).load_folder is not Policy.load_folder
         with self.pause():
@@ -614,12 +451,12 @@ class WeightsCollector(CollectorBase):
         self.weight_updater.init(*args, **kwargs)
 
     def get_policy_model(self) -> Any:
-        """What the policy samples with: its transformers model or vLLM engine; None where it has neither."""
+        """The policy's transformers model or vLLM engine; None if it has neither."""
         return getattr(self.policy, "model", None)
 
     @property
     def policy_version(self) -> PolicyVersionLabel:
-        """The version the policy samples with now; it has one whether or not it is tracked."""
+        """The version the policy samples with now, tracked or not."""
         return self.policy.version
 
     def get_policy_version(self) -> PolicyVersionLabel:
@@ -650,35 +487,35 @@ class LLMCollector(WeightsCollector):
     """Iterates over batches of dialog turns, or fills a replay buffer with them.
 
     One *turn* is one reply of the model and the environment's answer to it. `dialog_turns_per_batch`
-    is rounded up to a multiple of the environment's size B, which it is where it is left out.
+    is rounded up to a multiple of the environment's size B (default: B).
 
     Plain mode delivers every turn as it comes, stacked to (B, T), or (B*T,) with `flatten_data`; a
     conversation goes on in the next batch unless `reset_at_each_iter`.
     `yield_completed_trajectories` delivers whole trajectories, one after the other on a single
-    dimension, until a batch has its turns; what is complete beyond it waits for the
-    next, and so does what is under way, unless `reset_at_each_iter` abandons the latter.
+    dimension, until a batch has its turns; further complete ones wait for the next batch, and so do
+    those in flight, unless `reset_at_each_iter` abandons them.
     `yield_only_last_steps` delivers the last turn of each, which holds the whole conversation, and
     counts those alone. With `begin_ahead` a place whose conversation is over begins one for a later
-    batch at once; without, only as many begin as the batch still lacks, so that none of it is sampled
-    under weights that will be old when it is delivered. Iteration ends once `total_dialog_turns` are
+    batch at once; without, only as many begin as the batch still lacks, so that none is sampled
+    under weights that will be stale when it is delivered. Iteration ends once `total_dialog_turns` are
     delivered; -1: never.
 
     With `replay_buffer` the batch goes there, and with `queue` it is put there, a full queue losing
     its oldest batch with a warning; iteration then yields None. `start` fills the buffer from a
-    thread of its own, until `shutdown`, the end of a `with` block or the collector's; it rests while as many
-    rows as `batches_ahead` batches have wait there for somebody to take them (None: never).
+    thread of its own, until `shutdown`, the end of a `with` block or the collector's; it rests while
+    `batches_ahead` batches of rows wait there to be taken (None: never).
 
-    `weight_updater` is how the trainer's weights reach the policy; left out, it is the policy's own way:
+    `weight_updater` pushes the trainer's weights to the policy; the default is the policy's own:
     `SharedWeights` for one that samples from the trainer's tensors, `vLLMUpdater` for vLLM.
 
-    Beside what `rlpost.data.batch` says, a batch has `("collector", "traj_ids")`, int64 a row: the
+    A batch has the keys of `rlpost.data.batch`, and `("collector", "traj_ids")`, int64 a row: the
     number of its trajectory among those this collector has begun.
 
-    `policy` is one of rlpost.policies, or any callable on TensorDicts, a TensorDictModule for one, which is
-    shown what the environment's `reset` and `step` show and writes its turn as `step` takes it.
+    `policy` is one of rlpost.policies, or any callable on TensorDicts, such as a TensorDictModule, which reads
+    what the environment's `reset` and `step` return and writes its turn as `step` takes it.
 
     Raises TypeError, ValueError or RuntimeError for combinations that contradict each other, TypeError for
-    an environment that is no EnvBase.
+    an environment that is not an EnvBase.
 
     >>> from rlpost.collectors import LLMCollector
     >>> from rlpost.envs import GSM8KEnv
@@ -756,7 +593,7 @@ class LLMCollector(WeightsCollector):
         self.batches_ahead = batches_ahead
         if replay_buffer is not None:
             self._become_source_of(replay_buffer)
-        self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns of what is under way in each place
+        self._live: list[list[Conversation]] = [[] for _ in range(size)]  # turns of the conversation in each place
         self._ready: deque[list[Conversation]] = deque()  # complete trajectories not yet delivered
         self._turns_delivered = 0
         self._trajectories_begun = 0
@@ -777,7 +614,7 @@ class LLMCollector(WeightsCollector):
         return self._collected()
 
     def show(self, on_phase: Callable[[str, str], None], on_sampled: Callable[[int, int, int], None]) -> None:
-        """Tell `on_phase` and `on_sampled` what is under way, as `Player` says."""
+        """Report phases to `on_phase` and progress to `on_sampled`, see `Player`."""
         self.player.on_phase, self.player.on_sampled = on_phase, on_sampled
 
     def begin_step(self) -> None:
@@ -788,15 +625,15 @@ class LLMCollector(WeightsCollector):
         return self.player.take_seconds()
 
     def counts(self) -> dict[str, float]:
-        """What it has to say in a step's metrics beside the buffer's counts: nothing."""
+        """Its own counts for a step's metrics: none."""
         return {}
 
     # State
 
     def reset(self, index: int | Sequence[int] | None = None, **kwargs: Any) -> None:
-        """Abandon the conversations under way, or those in the places `index`; complete ones are still delivered.
+        """Abandon the conversations in flight, or those in the places `index`; complete ones are still delivered.
 
-        Raises TypeError for anything else: conversations begin in one way.
+        Raises TypeError for any other argument.
         """
         if kwargs:
             raise TypeError(f"reset takes the places to begin anew, and no {', '.join(kwargs)}: leave it out")
@@ -820,9 +657,9 @@ class LLMCollector(WeightsCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the order of the environment's tasks and the randomness of completions.
 
-        What is under way is abandoned, and the draws that follow have numbers that none had before. Returns the
-        seed for the next collector of a chain: `seed + 1`, with `static_seed` the same. A policy that several
-        collectors sample with has the seed that was set last.
+        Conversations in flight are abandoned, and later draws get new numbers. Returns the seed for the next
+        collector of a chain: `seed + 1`, with `static_seed` the same. A policy that several collectors share has
+        the seed that was set last.
         """
         with self.pause():
             self._abandon()
@@ -835,7 +672,7 @@ class LLMCollector(WeightsCollector):
         """Everything that decides what is collected next, as JSON-compatible values; no weights.
 
         `env_state_dict` is the environment's, `policy_state_dict` the seed and version of the policy. While the
-        background collects, what is saved beside it, as the buffer is, belongs into the same block of `pause`.
+        background collects, save the buffer in the same block of `pause`.
         """
         with self.pause():
             return {
@@ -848,10 +685,10 @@ class LLMCollector(WeightsCollector):
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on where `state_dict` was taken; the weights of the policy's version are there already.
+        """Continue from `state_dict`; the policy has the weights of its version already.
 
-        Without `strict` a part that is not there stays as it is. Raises CheckpointError for such a part otherwise,
-        and if conversations were under way and the environment's size was another.
+        Raises CheckpointError for a missing part, which without `strict` stays as it is, and if conversations were
+        in flight and the environment had another size.
         """
         own = ("env_state_dict", "policy_state_dict", "live", "ready", "turns_delivered", "trajectories_begun")
         if strict and (missing := [name for name in own if name not in state_dict]):
@@ -879,7 +716,7 @@ class LLMCollector(WeightsCollector):
 
     @property
     def wants_more(self) -> bool:
-        """See `CollectorBase.wants_more`: until `total_dialog_turns`, where there is an end."""
+        """See `CollectorBase.wants_more`: until `total_dialog_turns`."""
         return self.total_dialog_turns < 0 or self._turns_delivered < self.total_dialog_turns
 
     @property
@@ -937,7 +774,7 @@ class LLMCollector(WeightsCollector):
         return self._batch(chosen)
 
     def _wanted(self, turns_chosen: int) -> int:
-        """How many conversations to begin: in every place, or as many as the batch lacks with those under way."""
+        """How many conversations to begin: in every place, or as many as the batch lacks beside those in flight."""
         if self.begin_ahead:
             return len(self._live)
         expected = sum(1 if self.yield_only_last_steps else len(turns) + 1 for turns in self._live if turns)
@@ -953,7 +790,7 @@ class LLMCollector(WeightsCollector):
         self.env.abandon()
 
     def _play_turn(self, most_begun: int | None = None) -> list[Conversation]:
-        """Let every conversation take one turn, a fresh one in each free place, or `most_begun` of them; snapshots."""
+        """Play one turn of every conversation, with a fresh one in each free place, or `most_begun` of them."""
         free = [i for i, turns in enumerate(self._live) if not turns][:most_begun]
         drawn = self.env.draw(len(free)) if free else []
         for conversation in drawn:
@@ -973,6 +810,22 @@ class LLMCollector(WeightsCollector):
         return conversations
 
 
+# Parts of collectors
+
+
+def postprocessed(batch: TensorDictBase, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> TensorDictBase:
+    """`batch` as `postproc` returns it. Raises TypeError if that is not a TensorDict."""
+    if postproc is None:
+        return batch
+    made = postproc(batch)
+    if not isinstance(made, TensorDictBase):
+        raise TypeError(
+            f"the postproc returned {type(made).__name__}: it must return the batch to deliver; what holds rows back "
+            "is a transform of the buffer, ReplayBuffer(transforms=[...])"
+        )
+    return made
+
+
 def turns_per_batch(given: int | None, default: int) -> int:
     """`given`, or `default` for None. Raises ValueError below 1."""
     if given is not None and given < 1:
@@ -980,8 +833,25 @@ def turns_per_batch(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
+def _reached(start: Any, path: str) -> Any:
+    """The object at a path of public names and keys. Raises as `CollectorBase.cascade_execute` does."""
+    found, position = start, 0
+    while position < len(path) or not position:
+        part = _PART.match(path, position)
+        if part is None:
+            raise ValueError(
+                f"{path!r} is no path of public names and ['keys'], from {path[position:]!r} on: names that begin with "
+                "an underscore are not reached from elsewhere"
+            )
+        name, *keys, index = part.groups()
+        key = next((key for key in keys if key is not None), None)
+        found = getattr(found, name) if name else found[int(index) if key is None else key]
+        position = part.end()
+    return found
+
+
 def _language_env(env: Any) -> EnvBase:
-    """`env`, or what it makes. Raises TypeError where that has no conversations."""
+    """`env`, or the one it makes. Raises TypeError if that has no conversations."""
     built = env() if callable(env) and not isinstance(env, EnvBase) else env
     if not isinstance(built, EnvBase):
         raise TypeError(
@@ -992,9 +862,127 @@ def _language_env(env: Any) -> EnvBase:
 
 
 def _policy(policy: Any, env: EnvBase) -> Policy:
-    """`policy`, or the callable as one."""
+    """`policy`, or a `CalledPolicy` around a plain callable."""
     if isinstance(policy, Policy):
         return policy
     from rlpost.torchrl.face import CalledPolicy
 
     return CalledPolicy(policy, env)
+
+
+class Background:
+    """Calls `work` repeatedly in a thread, until it returns False or raises, or `stop` is called.
+
+    A round begins if nobody holds the work, and `may_begin()` is true or somebody waits for a round.
+    An error of `work` is raised by the next call of `check`, `wait_for_round`, `held` or `stop`, in
+    their caller's thread. A wait of more than `wait_seconds` raises PolicyError, which names `work_name`.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], bool],
+        work_name: str,
+        wait_seconds: float,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.wait_seconds = wait_seconds
+        self._work = work
+        self._name = work_name
+        self._may_begin = may_begin
+        self._changed = threading.Condition()  # guards everything below
+        self._rounds = 0  # ended so far
+        self._at_work = False
+        self._holders = 0
+        self._is_asked = False  # for a round even if `may_begin` is false
+        self._stopping = False
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rlpost-collector", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether further rounds are possible."""
+        return not self._ended
+
+    def check(self) -> None:
+        """Raise the error of `work`, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait_for_round(self) -> None:
+        """Wait until one more round has ended, or the last one has."""
+        with self._changed:
+            asked = self._rounds
+            self._is_asked = True
+            self._changed.notify_all()
+            self._wait(lambda: self._rounds > asked or self._ended, self.wait_seconds)
+        self.check()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block during which no round runs."""
+        with self._changed:
+            self._holders += 1
+        try:
+            with self._changed:
+                self._wait(lambda: not self._at_work, self.wait_seconds)
+            self.check()
+            yield
+        finally:
+            with self._changed:
+                self._holders -= 1
+                self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """Evaluate `may_begin` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self, timeout_seconds: float | None = None) -> None:
+        """Begin no further round, and wait for the present one to end."""
+        self.tell_to_stop()
+        with self._changed:
+            self._wait(lambda: self._ended, self.wait_seconds if timeout_seconds is None else timeout_seconds)
+        self.check()
+
+    def tell_to_stop(self) -> None:
+        """Begin no further round; returns at once."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], seconds: float) -> None:
+        began = time.monotonic()
+        if not self._changed.wait_for(until, seconds):
+            raise PolicyError(
+                f"waited {time.monotonic() - began:.0f} s for {self._name} to end: the policy or the environment may "
+                "hang"
+            )
+
+    def _run(self) -> None:
+        try:
+            while self._begin():
+                goes_on = self._work()
+                with self._changed:
+                    self._at_work = False
+                    self._rounds += 1
+                    self._changed.notify_all()
+                if not goes_on:
+                    break
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that asks next
+            self._failure = error
+        finally:
+            with self._changed:
+                self._at_work, self._ended = False, True
+                self._changed.notify_all()
+
+    def _begin(self) -> bool:
+        """Wait until a round may begin; False once `stop` was called."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopping or (not self._holders and (self._is_asked or self._may_begin()))
+            )
+            self._at_work, self._is_asked = not self._stopping, False
+            return self._at_work

@@ -370,11 +370,16 @@ def test_frames_fill_a_buffer_beside_the_training() -> None:
 
 
 def test_what_fails_beside_the_training_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+    threads: list[threading.Thread] = []
     for raises in (True, False):
-        collector = make(policy=lambda td: None, replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)))
+        threads.clear()
+        collector = make(
+            policy=lambda td: threads.append(threading.current_thread()),
+            replay_buffer=FrameBuffer(storage=LazyTensorStorage(4)),
+        )
         collector.start()
-        background = collector._background
-        wait_until(lambda of=background: of is not None and not of.is_alive)  # what has not begun raises nothing
+        wait_until(lambda: bool(threads))  # a round that has not begun raises nothing
+        threads[0].join(60)
         if raises:
             with pytest.raises(TypeError, match="the policy returned NoneType"):
                 collector.shutdown(timeout=10)

@@ -228,7 +228,11 @@ def test_a_pool_names_the_environment_that_fails_or_hangs() -> None:
     over.set()
     arguments = [{"g": 1.0}, {"g": 2.0}]
     several = ParallelEnv(2, pendulum, create_env_kwargs=arguments)
-    assert [env._game.unwrapped.g for env in several.envs] == [1.0, 2.0]
+    several.set_seed(0, static_seed=True)
+    begun = several.reset()
+    speed = begun["observation"][:, 2].clone()
+    after = several.step(begun.set("action", torch.zeros(2, 1)))["next", "observation"][:, 2]
+    assert torch.allclose((after - speed)[1], 2 * (after - speed)[0])  # gravity is twice as strong
     with pytest.raises(ConfigError, match="here are 1 and 2"):
         ParallelEnv(2, [pendulum])
     with pytest.raises(ConfigError, match="give single ones"):

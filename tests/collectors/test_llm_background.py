@@ -40,11 +40,6 @@ def started(total: int = -1, **options: Any) -> tuple[LLMCollector, ReplayBuffer
     return collector, buffer
 
 
-def has_ended(collector: LLMCollector) -> bool:
-    """Whether its background has."""
-    return collector._background is not None and not collector._background.is_alive
-
-
 class Gate(ScriptedPolicy):
     """Samples only while `open` is set, and says when it is asked."""
 
@@ -118,12 +113,16 @@ def test_a_push_waits_for_the_batch_under_way() -> None:
     ids=["take", "pause", "shutdown", "state_dict"],
 )
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(ask: Callable[..., Any]) -> None:
+    threads: list[threading.Thread] = []
+
     class Broken(ScriptedPolicy):
         def generate(self, requests: Sequence[Request], sampling: SamplingSettings) -> list[Any]:
+            threads.append(threading.current_thread())
             raise PolicyError("the engine burns")
 
     collector, buffer = started(policy=Broken(["x"], tokenizer()))
-    until(lambda: has_ended(collector))  # a round that has not begun raises nothing
+    until(lambda: bool(threads))  # a round that has not begun raises nothing
+    threads[0].join(60)
     with pytest.raises(PolicyError, match="the engine burns"):
         ask(collector, buffer)
 
